@@ -103,7 +103,7 @@ struct Wanted {
 
 float encode_scale_of(const octavo::QuantizeProblem& p, int64_t g, double amax) {
     if (p.given_scale) return std::fmin(1.0f / p.given_scale[g], FLT_MAX);
-    if (p.given_amax && (p.given_amax[g] > 0 || !p.zero_is_unknown)) amax = p.given_amax[g];
+    if (p.given_amax && (p.given_amax[g] > 0 || !p.measure_if_zero)) amax = p.given_amax[g];
     return definition::encode_scale(amax, small(p.format), definition::Rule(p.rule.rounding), p.rule.amax_floor,
                                     p.rule.margin);
 }
@@ -202,7 +202,7 @@ void quantize(Random& random, std::vector<Verdict>& levels) {
     octavo::QuantizeProblem p{};
     p.format = random.any_of(FORMATS);
     p.block_rows = block.rows, p.block_columns = block.columns;
-    p.propagate = random.one_in(2), p.counting = random.one_in(3), p.zero_is_unknown = random.one_in(2);
+    p.propagate = random.one_in(2), p.counting = random.one_in(3), p.measure_if_zero = random.one_in(2);
     const double floors[] = {0.0, 1e-12, 1e-3};
     const int margins[] = {0, 0, 0, 1, 5, 4096};
     p.rule = {octavo::ScaleRounding(random.below(4)), random.any_of(floors), random.any_of(margins)};

@@ -248,7 +248,7 @@ void compare_codes(octavo::DecoderProblem p, const Cache& coded, Cache numbers, 
 
 void compare(const Model& model, octavo::DecoderProblem p, Cache cache, const Cache& numbers, const std::vector<Row>& rows,
              std::vector<float> hidden, const std::string& name, Verdict& level) {
-    const int64_t size = model.sizes.hidden, words = p.head.rows, logit_rows = p.told;
+    const int64_t size = model.sizes.hidden, words = p.head.rows, logit_rows = p.logit_rows;
     Cache before = cache;
     Forward wanted{model, rows, cache, level, name, {}};
     for (size_t r = 0; r < rows.size(); ++r) wanted.hidden.emplace_back(hidden.begin() + r * size, hidden.begin() + (r + 1) * size);
@@ -301,12 +301,12 @@ void decode(Random& random, std::vector<Verdict>& levels) {
     p.layer_count = shape.layers, p.hidden_size = sizes.hidden, p.intermediate_size = sizes.intermediate, p.heads = sizes.heads;
     p.norm_eps = model.eps, p.attention_scale = static_cast<float>(1 / std::sqrt(double(sizes.dim)));
     p.cos = model.cos.data(), p.sin = model.sin.data(), p.page_count = cache.page_count();
-    p.rows = {int64_t(rows.size()), sequence.data(), position.data()}, p.told = random.between(1, rows.size());
+    p.rows = {int64_t(rows.size()), sequence.data(), position.data()}, p.logit_rows = random.between(1, rows.size());
     const std::string name = words("decode, cache of %d, %lld layers of %lld and %lld, heads %lld / %lld of %lld, rows %lld of "
-                                   "%lld sequences, told %lld", int(shape.element), (long long)shape.layers,
+                                   "%lld sequences, logit rows %lld", int(shape.element), (long long)shape.layers,
                                    (long long)sizes.hidden, (long long)sizes.intermediate, (long long)sizes.heads,
                                    (long long)kv_heads, (long long)sizes.dim, (long long)rows.size(),
-                                   (long long)shape.sequences, (long long)p.told);
+                                   (long long)shape.sequences, (long long)p.logit_rows);
     for (Verdict& level : levels) compare(model, p, cache, numbers, rows, hidden, name, level);
 }
 

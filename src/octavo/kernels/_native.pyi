@@ -24,7 +24,7 @@ def quantize(
     amax_floor: float,
     margin: int,
     given_amax: int,
-    zero_is_unknown: bool,
+    measure_if_zero: bool,
     given_scale: int,
     codes: int,
     values: int,
@@ -202,7 +202,7 @@ class Decoder:
         page_count: int,
         table: int,
         table_stride: int,
-        told: int,
+        logit_rows: int,
         logits: int,
         /,
     ) -> tuple[int, int]: ...

@@ -1,4 +1,11 @@
-// What a cast did to a tensor: maxima and counts over all of it, sums over some of its rows.
+// Statistics of a finished cast: maxima and counts over the whole tensor, sums over sampled rows. For octavo's doctor.
+//
+//   x element, y = decode(code) · scale; for example noise = Σ (y - x)², energy = Σ x², signed_error = Σ (sign(x) y - |x|)
+//
+// x [rows, columns], rows `stride` apart; codes likewise, rows `codes_stride` apart; scale, measured [row groups, column
+// groups]. The first pass is quantize()'s own, which measures amaxes in parallel and writes no codes. The second reads every
+// row_step-th row on one thread: sums are FP64, one chain a lane, and a fixed order keeps a step's numbers the same for any
+// number of threads. What each sum means: doctor/statistics.py.
 #pragma once
 
 #include "quantize.h"
@@ -6,8 +13,8 @@
 namespace octavo {
 namespace {
 
-// A code is another's than x's if it is farther from x than the code of x. Which of two that are equally far is chosen hangs
-// on the last bit of the encode scale, which the decode scale does not tell.
+// A code counts as mismatched if it is farther from x than the best code, by more than this factor. Between two codes at equal
+// distance the choice depends on the last bit of the encode scale, which 1 / scale does not restore; 0.1 % covers that.
 constexpr float TIE = 1.001f;
 
 inline f32v where(u32v mask, f32v value) { return bits_as<f32v>(bits_as<u32v>(value) & mask); }
@@ -26,7 +33,7 @@ inline double sum_of(u32v lanes) {
     return sum;
 }
 
-// LANES codes or fewer; what lies beyond is 0.
+// LANES codes or fewer, widened to 32 bits; missing lanes are 0.
 inline u32v load_codes(const uint8_t* from, int64_t count) {
     if (count == LANES) return widen(from);
     uint8_t buffer[LANES] = {};
@@ -39,21 +46,25 @@ struct Sums {
     u32v nonfinite{}, nonzeros{}, flushed{}, mismatched{};
     f64v energy{}, fourth_powers{}, flushed_energy{}, noise{}, product{}, decoded_energy{}, magnitude{}, along{};
 
-    // Elements, their codes, and both scales. Where x is 0 and its code too, as beyond a row's end, nothing
-    // moves.
-    void add(f32v given, u32v codes, f32v scale, f32v encode_scale) {
-        const u32v bits = bits_as<u32v>(given) & MAGNITUDE, is_finite = (u32v)(bits < all(EXPONENT));
+    // Adds LANES elements with their codes and both scales. An element of 0 with code 0 changes nothing, so rows are padded
+    // with those.
+    void add(f32v elements, u32v codes, f32v scale, f32v encode_scale) {
+        const u32v bits = bits_as<u32v>(elements) & MAGNITUDE, is_finite = (u32v)(bits < all(EXPONENT));
         const u32v is_nonzero = is_finite & (u32v)(bits != all(0u));
         const u32v is_flushed = is_nonzero & (u32v)((codes & 0x7f) == all(0u));
-        const f32v x = where(is_finite, given), y = where(is_finite, decode<F>(codes) * scale);
+        // NaN and Inf count as 0 in every sum; they appear in `nonfinite` only.
+        const f32v x = where(is_finite, elements), y = where(is_finite, decode<F>(codes) * scale);
         nonfinite -= ~is_finite;  // a lane that holds is -1
         nonzeros -= is_nonzero;
         flushed -= is_flushed;
+        // Cast again; only lanes whose code differs are compared by distance, which is rare.
         const u32v again = encode<F, true>(x * encode_scale, x, 0);
         if (any(is_finite & (u32v)(again != codes))) {
             const f32v best = decode<F>(again) * scale;
+            // ~(a <= b), not a > b: a NaN code of a finite element counts too.
             mismatched -= is_finite & ~(u32v)(magnitude_of(y - x) <= all(TIE) * magnitude_of(best - x));
         }
+        // y with x's sign multiplied in: sign(x) · y.
         const f32v y_along = where(is_nonzero, bits_as<f32v>(bits_as<u32v>(y) ^ (bits_as<u32v>(x) & ~MAGNITUDE)));
         const Doubles x2 = doubles(x), y2 = doubles(y), lost = doubles(where(is_flushed, x));
         const Doubles size = doubles(magnitude_of(x)), along2 = doubles(y_along);
@@ -74,7 +85,9 @@ struct Sums {
     }
 };
 
-// Magnitudes beyond it round to more than the maximum; as FP32, so that an element beyond it is beyond that too.
+// Bits of scale · (max + half a step), rounded down to FP32: x beyond it would round to more than the maximum, were there such
+// a code. 464 for E4M3 at scale 1, 61,440 for E5M2. Rounded down, so that every FP32 x beyond the exact limit is beyond these
+// bits.
 template <class F>
 uint32_t limit_bits(float scale) {
     constexpr int exponent = F::max_exponent - F::mantissa_bits - 1;  // of half a step below the maximum
@@ -84,7 +97,7 @@ uint32_t limit_bits(float scale) {
     return f32_bits(nearest) - (nearest > exact);
 }
 
-// How many of n elements are finite and beyond a limit.
+// The number of finite elements, of n, whose magnitude's bits are above `limit`.
 template <class T>
 int64_t beyond(const T* x, int64_t n, uint32_t limit) {
     u32v found{};
@@ -111,7 +124,8 @@ struct CastSummer {
         return found;
     }
 
-    void whole() const {
+    // amaxes of all groups, NaN and Inf, saturated elements, and over groups the largest amax, scale and amax / (scale · max).
+    void measure_all_elements() const {
         Counts counts{};
         QuantizeProblem measuring{};
         measuring.x = p.x, measuring.format = p.format;
@@ -121,6 +135,8 @@ struct CastSummer {
         float amax = 0, scale = 0, stale_ratio = 0;
         f32v amaxes{}, scales{}, stale_ratios{};
         const int64_t groups = bands * across;
+        // Lanes of groups: a rowwise cast of a large activation has thousands. largest(a, b) is a > b ? a : b, so a NaN ratio
+        // (0 / 0) in the first operand is dropped.
         int64_t g = 0;
         for (; g + LANES <= groups; g += LANES) {
             const f32v measured = load<f32v>(p.measured + g), given = load<f32v>(p.scale + g);
@@ -139,7 +155,7 @@ struct CastSummer {
             stale_ratio = largest(stale_ratio, p.measured[g] / (p.scale[g] * F::max));
         }
         int64_t saturated = 0;
-        for (g = 0; g < groups && !(stale_ratio <= 1); ++g) {  // where it is 1 at most, nothing lies beyond
+        for (g = 0; g < groups && !(stale_ratio <= 1); ++g) {  // where it is at most 1, no element is beyond
             const uint32_t limit = limit_bits<F>(p.scale[g]);
             if (f32_bits(p.measured[g]) > limit) saturated += count_beyond(g, limit);
         }
@@ -150,7 +166,7 @@ struct CastSummer {
         sums.amax = amax, sums.scale = scale, sums.stale_ratio = stale_ratio;
     }
 
-    // Elements of a row from `first` on, of one group or of a group each.
+    // Adds elements [first, last) of a row: of one group with scales[0], or each of its own group with scales[i].
     template <bool SCALE_PER_COLUMN>
     void add(Sums<F>& sums, int64_t row, int64_t first, int64_t last, const float* scales) const {
         const T* from = x + row * p.x.stride;
@@ -166,7 +182,8 @@ struct CastSummer {
         }
     }
 
-    void sampled() const {
+    // Rows first_row, first_row + row_step, ...
+    void sum_sampled_rows() const {
         Sums<F> sums;
         for (int64_t row = p.first_row; row < p.x.rows; row += p.row_step) {
             const float* scales = p.scale + row / p.block_rows * across;
@@ -188,8 +205,8 @@ struct CastSummer {
     }
 
     void run() const {
-        whole();
-        sampled();
+        measure_all_elements();
+        sum_sampled_rows();
     }
 };
 

@@ -1,3 +1,5 @@
+// Comparison of one GEMM in high precision, from codes, and with tensor-core sums (comparison.h). Compiled once: it calls the
+// instruction-set level's kernels and adds in FP64 itself, serially, so that sums do not depend on threads.
 #include "comparison.h"
 
 #include <algorithm>
@@ -16,6 +18,7 @@ Operand without_scale(Operand operand) {
     return operand;
 }
 
+// Copies [rows, k] with any strides to K-major [k][rows]; T has the element's size.
 template <class T>
 void gather(const Operand& operand, int64_t rows, int64_t k, void* to) {
     const T* from = static_cast<const T*>(operand.data);
@@ -24,7 +27,7 @@ void gather(const Operand& operand, int64_t rows, int64_t k, void* to) {
         for (int64_t row = 0; row < rows; ++row) *next++ = from[row * operand.row_stride + column * operand.column_stride];
 }
 
-// The operand as the kernels read it: rows or columns lie side by side.
+// The operand with one stride of 1, as the kernels need it; other layouts are copied to `memory`.
 Operand dense(Operand operand, int64_t rows, int64_t k, Scratch& memory) {
     if (operand.row_stride == 1 || operand.column_stride == 1) return operand;
     void* to = memory.floats(rows * k);
@@ -39,17 +42,18 @@ void multiply(const Kernels& kernels, const ComparisonProblem& p) {
     const int64_t count = p.m * p.n;
     kernels.gemm({p.left, p.right, p.m, p.n, p.k, 0, nullptr, p.out, Dtype::f32});
     kernels.gemm({p.left_codes, p.right_codes, p.m, p.n, p.k, p.block, nullptr, p.out + count, Dtype::f32});
-    float* cut = p.out + 2 * count;
+    float* tensor_core_sums = p.out + 2 * count;
     if (p.sums == TensorCore::none) {
-        std::fill(cut, cut + count, std::numeric_limits<float>::quiet_NaN());
+        std::fill(tensor_core_sums, tensor_core_sums + count, std::numeric_limits<float>::quiet_NaN());
         return;
     }
-    std::fill(cut, cut + count, 0.0f);
+    std::fill(tensor_core_sums, tensor_core_sums + count, 0.0f);
+    // Chains without scales: with scales constant along K, scaling the finished total is what hardware does.
     kernels.hopper({without_scale(p.left_codes), without_scale(p.right_codes), p.m, p.n, p.k,
-                    p.sums == TensorCore::one_chain, cut});
+                    p.sums == TensorCore::one_chain, tensor_core_sums});
     for (int64_t row = 0; row < p.m; ++row)
         for (int64_t column = 0; column < p.n; ++column) {
-            float& sum = cut[row * p.n + column];
+            float& sum = tensor_core_sums[row * p.n + column];
             sum = static_cast<float>(double(sum) * scale_of(p.left_codes, row) * scale_of(p.right_codes, column));
         }
 }

@@ -1,4 +1,6 @@
-// One product three ways: of what was cast, of its codes in FP32 sums, and of its codes as Hopper's tensor cores sum.
+// One GEMM three ways, for octavo's doctor: of the operands in high precision (w), of their codes with FP32 sums (e), and of
+// their codes with Hopper's tensor-core sums (c). out [3, M, N] FP32, in this order. The differences w - e and e - c are what
+// the casts and what the sums cost.
 #pragma once
 
 #include "kernels.h"
@@ -7,7 +9,7 @@ namespace octavo {
 
 enum class TensorCore : int { none = 0, one_chain = 1, chains = 2 };
 
-// Over all elements w of the first product, e of the second and c of the third.
+// FP64 sums over all M · N elements of w, e and c.
 struct ComparisonSums {
     double energy;        // w²
     double noise;         // (e - w)²
@@ -19,8 +21,8 @@ struct ComparisonProblem {
     Operand left, right;              // in high precision, without scales; strides are any
     Operand left_codes, right_codes;  // with scales
     int64_t m, n, k, block;           // as in GemmProblem
-    TensorCore sums;                  // none where scales change along K, or where nobody asks
-    float* out;                       // [3, m, n]; NaN for sums that are not made
+    TensorCore sums;                  // none where scales change along K, or the comparison is not wanted
+    float* out;                       // [3, m, n]: w, e, c; c is NaN where sums is none
     ComparisonSums* total;
 };
 

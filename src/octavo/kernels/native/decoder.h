@@ -1,7 +1,15 @@
-// A Llama-style decoder: layers of norm, attention, norm, gated MLP, each half added to the residual stream; then the last
-// norm and the head.
+// A Llama-style decoder for the next positions of some sequences, in one call.
 //
-// Everything between two weights is FP32 and stays here, so that a token costs one call.
+//   h += out(attention(rope(qkv(norm(h)))));   h += down(silu(gate(norm(h))) · up(norm(h)));   logits = head(norm(h))
+//
+// hidden [rows, hidden] FP32, in and out; all intermediates [rows, ...] FP32, dense, in one scratch buffer a thread keeps;
+// weights [N, K] row-major (kernels.h). Keys and values of all rows are written to the cache before any row attends, so that
+// the rows of a prompt see one another.
+//
+// One native call, because a GEMM called from Python costs 20 to 50 µs more, and a token of SmolLM2-135M has 121 of them in
+// some 10 ms. A row's result does not depend on the other rows (linear(); tests/unit/inference/test_read_rows.py), so neither
+// does an answer. Definition: inference/reference.py; checked in tests/native/decoder.cpp against a bound on FP32's rounding
+// errors.
 #pragma once
 
 #include "attention.h"
@@ -13,7 +21,7 @@
 namespace octavo {
 namespace {
 
-// y = x / rms(x) · weight, row by row (arXiv 1910.07467, equation 4).
+// y = x / sqrt(mean(x²) + eps) · weight, for one row of n (RMSNorm, arXiv 1910.07467, equation 4).
 inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* y) {
     f32v squares = {};
     for (int64_t i = 0; i < n; i += LANES) {
@@ -27,18 +35,20 @@ inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, 
     }
 }
 
-// silu(gate) · up (arXiv 2002.05202, equation 6).
+// y = silu(gate) · up for n numbers (SwiGLU, arXiv 2002.05202, equation 6).
 inline void silu_times(const float* gate, const float* up, int64_t n, float* y) {
     for (int64_t i = 0; i < n; i += LANES) {
         const int64_t some = least_of<int64_t>(LANES, n - i);
         const f32v own = load_f32(gate + i, some);
-        const f32v silu = own < -87.0f ? f32v{} : own / (1.0f + exponential(-own));  // where e^-x leaves FP32
+        // Below -87, e^-x leaves FP32 and silu is above -2e-36.
+        const f32v silu = own < -87.0f ? f32v{} : own / (1.0f + exponential(-own));
         store_f32(y + i, silu * load_f32(up + i, some), some);
     }
 }
 
-// Turns pairs (x[i], x[i + n/2]) by the angles of their position (arXiv 2104.09864, equation 34).
-inline void turn(const float* x, const float* cos, const float* sin, int64_t n, float* y) {
+// Rotary embedding: rotates the pairs (x[i], x[i + n / 2]) by the angles of their position (RoPE, arXiv 2104.09864, equation
+// 34, in Hugging Face's order of dimensions). y may be x.
+inline void rotate(const float* x, const float* cos, const float* sin, int64_t n, float* y) {
     for (int64_t i = 0; i < n / 2; ++i) {
         const float low = x[i], high = x[i + n / 2];
         y[i] = low * cos[i] - high * sin[i];
@@ -50,14 +60,15 @@ struct Decoder {
     const DecoderProblem& p;
     const int64_t rows = p.rows.count, dim = p.cache.head_dim, kv_heads = p.cache.kv_heads, kv_size = kv_heads * dim;
     const int64_t query_size = p.heads * dim, qkv_size = query_size + 2 * kv_size;
-    float *normed = nullptr, *qkv = nullptr, *fresh = nullptr, *scales = nullptr, *attended = nullptr, *gate_up = nullptr,
+    float *normed = nullptr, *qkv = nullptr, *new_kv = nullptr, *scales = nullptr, *attended = nullptr, *gate_up = nullptr,
           *gated = nullptr;
     uint8_t* codes = nullptr;
     float *input_codes = nullptr, *input_scales = nullptr;  // of the input of a weight that wants it cast
     Pages keys{}, values{};     // of the layer
 
-    // Hands out the memory of everything that lies between weights; the answer is how many numbers were needed.
-    int64_t lay_out(float* memory) {
+    // Lays out all intermediates in `memory`, each at a multiple of 16 numbers (64 bytes); returns how many numbers they take.
+    // Called with null first, to size the buffer.
+    int64_t assign_memory(float* memory) {
         int64_t taken = 0;
         auto take = [&](int64_t a_row) {
             float* own = memory ? memory + taken : nullptr;
@@ -66,7 +77,7 @@ struct Decoder {
         };
         normed = take(p.hidden_size);
         qkv = take(qkv_size);
-        fresh = take(2 * kv_size);  // keys and values to be stored, [2][row][head][dim]
+        new_kv = take(2 * kv_size);  // keys and values to be stored, [2][row][head][dim]
         scales = take(4 * kv_heads);
         codes = reinterpret_cast<uint8_t*>(take((2 * kv_size + 3) / 4));
         attended = take(query_size);
@@ -77,6 +88,7 @@ struct Decoder {
         return taken;
     }
 
+    // each(row) in parallel; parts have at least 8,192 elements.
     template <class Each>
     void for_rows(int64_t elements, const Each& each) const {
         parallel_for(rows, largest<int64_t>(1, 8192 / elements), [&](int64_t first, int64_t last) {
@@ -92,28 +104,31 @@ struct Decoder {
 
     void linear(const float* x, int64_t k, const Weight& weight, float* y) const { linear(x, rows, k, weight, y); }
 
-    // Weights meet every row in the same way, however many there are: what a sequence is told does not depend on others.
+    // y = cast(x) · weightᵀ + bias for `count` rows of k. Few and many rows have the same order of additions, and gemm() is
+    // taken by the weight's layout alone, so a row's bits do not depend on `count`.
     void linear(const float* x, int64_t count, int64_t k, const Weight& weight, float* y) const {
-        const Operand given{x, Element::f32, k, 1, nullptr, false};
-        GemmProblem whole{given, weight.operand, count, weight.rows, k, weight.block, weight.bias, y, Dtype::f32};
-        if (weight.operand.element == Element::int8) return multiply_integers(whole);
+        const Operand input{x, Element::f32, k, 1, nullptr, false};
+        GemmProblem whole{input, weight.operand, count, weight.rows, k, weight.block, weight.bias, y, Dtype::f32};
+        if (weight.operand.element == Element::int8) return linear_int8(whole);
         if (weight.input != InputCast::none) whole.a = cast(x, count, k, weight);
         if (!has_words_in_rows(weight.operand)) return gemm(whole);
-        if (takes_many_rows(whole)) return many_rows(whole);
-        for (int64_t row = 0; row < count; row += FEW) few_rows(some_rows(whole, row));
+        if (use_many_rows(whole)) return many_rows(whole);
+        for (int64_t row = 0; row < count; row += MAX_FEW_ROWS) few_rows(some_rows(whole, row));
     }
 
+    // Up to MAX_FEW_ROWS rows of a problem, from `row` on.
     static GemmProblem some_rows(const GemmProblem& whole, int64_t row) {
         GemmProblem some = whole;
         const Operand& a = whole.a;
         some.a.data = static_cast<const uint8_t*>(a.data) + row * a.row_stride * (a.element == Element::f32 ? sizeof(float) : 1);
         some.a.scale = a.scale_per_row ? a.scale + row : a.scale;
         some.out = static_cast<float*>(whole.out) + row * whole.n;
-        some.m = least_of(FEW, whole.m - row);
+        some.m = least_of(MAX_FEW_ROWS, whole.m - row);
         return some;
     }
 
-    // The codes of an input and their scales: one a row, or the weight's own, which may be too small for some elements.
+    // Casts an input to E4M3: a dynamic scale a row, or the weight's static one, beyond which elements saturate and are
+    // counted.
     Operand cast(const float* x, int64_t count, int64_t k, const Weight& weight) const {
         const bool fixed = weight.input == InputCast::e4m3_static;
         uint8_t* to = reinterpret_cast<uint8_t*>(input_codes);
@@ -131,12 +146,12 @@ struct Decoder {
         if (f32_bits(amax) > limit) p.saturation->saturated += beyond(x, n, limit);
     }
 
-    void multiply_integers(const GemmProblem& whole) const {
+    void linear_int8(const GemmProblem& whole) const {
         const float* x = static_cast<const float*>(whole.a.data);
         int16_t* to = reinterpret_cast<int16_t*>(input_codes);
         parallel_for(whole.m, largest<int64_t>(1, 8192 / whole.k), [&](int64_t first, int64_t last) {
             for (int64_t row = first; row < last; ++row)
-                integers_of(x + row * whole.k, whole.k, p.integer_rule, to + row * padded_integers(whole.k), input_scales + row);
+                quantize_row_int8(x + row * whole.k, whole.k, p.integer_rule, to + row * padded_integers(whole.k), input_scales + row);
         });
         integer_rows(whole, to, input_scales);
     }
@@ -147,26 +162,28 @@ struct Decoder {
         });
     }
 
-    // Queries and keys turn by their positions; keys less their mean, and values, go where they can be stored from.
-    void turn_all(const float* key_mean) const {
+    // Rotates queries in place and keys into new_kv, keys less their head's mean. The mean adds the same number to all scores
+    // of a query, which softmax does not see, so it is never added back; what is left rounds finer. Values are copied beside.
+    void rotate_queries_and_keys(const float* key_mean) const {
         for_rows(qkv_size, [&](int64_t row) {
-            float* own = qkv + row * qkv_size;
+            float* row_qkv = qkv + row * qkv_size;
             const float *cos = p.cos + p.rows.position[row] * dim, *sin = p.sin + p.rows.position[row] * dim;
-            for (int64_t head = 0; head < p.heads; ++head) turn(own + head * dim, cos, sin, dim, own + head * dim);
-            float *keys = fresh + row * kv_size, *values = fresh + (rows + row) * kv_size;
+            for (int64_t head = 0; head < p.heads; ++head) rotate(row_qkv + head * dim, cos, sin, dim, row_qkv + head * dim);
+            float *keys = new_kv + row * kv_size, *values = new_kv + (rows + row) * kv_size;
             for (int64_t head = 0; head < kv_heads; ++head)
-                turn(own + query_size + head * dim, cos, sin, dim, keys + head * dim);
+                rotate(row_qkv + query_size + head * dim, cos, sin, dim, keys + head * dim);
             for (int64_t i = 0; i < kv_size; ++i) keys[i] -= key_mean[i];
-            std::memcpy(values, own + query_size + kv_size, kv_size * sizeof(float));
+            std::memcpy(values, row_qkv + query_size + kv_size, kv_size * sizeof(float));
         });
     }
 
-    // One number of a head's vector: its place in the pages of keys or of values.
+    // Where a vector goes in the pages: index of its scale, of its first number, and the distance of its numbers (PAGE for
+    // keys, 1 for values).
     struct Place {
         int64_t vector, first, step;
     };
 
-    Place place(int64_t i) const {  // vector i of what is fresh
+    Place place(int64_t i) const {  // vector i of new_kv: keys of all rows, then values
         const int64_t row = i / kv_heads % rows, position = p.rows.position[row];
         const int64_t page = p.cache.table[p.rows.sequence[row] * p.cache.table_stride + position / PAGE];
         const int64_t head = page * kv_heads + i % kv_heads, vector = head * PAGE + position % PAGE;
@@ -179,33 +196,35 @@ struct Decoder {
         for (int64_t i = 0; i < 2 * rows * kv_heads; ++i) {
             const Place to = place(i);
             T* data = static_cast<T*>((i < rows * kv_heads ? keys : values).data);
-            for (int64_t d = 0; d < dim; ++d) store_f32(data + to.first + d * to.step, all(fresh[i * dim + d]), 1);
+            for (int64_t d = 0; d < dim; ++d) store_f32(data + to.first + d * to.step, all(new_kv[i * dim + d]), 1);
         }
     }
 
+    // Searches a scale for each vector (scale_search.h), casts, and scatters codes and BF16 scales.
     void store_codes() const {
         const int64_t vectors = 2 * rows * kv_heads;
         parallel_for(vectors, largest<int64_t>(1, PARALLEL_ELEMENTS / (STEPS * dim)), [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; ++i) scales[i] = searched_scale(fresh + i * dim, dim);
+            for (int64_t i = first; i < last; ++i) scales[i] = searched_scale(new_kv + i * dim, dim);
         });
         Counts counts{};
-        quantize({{fresh, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {}, nullptr, false, scales, codes,
+        quantize({{new_kv, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {}, nullptr, false, scales, codes,
                   nullptr, nullptr, scales + vectors, false, &counts});
         for (int64_t i = 0; i < vectors; ++i) {
             const Place to = place(i);
             const Pages& pages = i < rows * kv_heads ? keys : values;
             uint8_t* data = static_cast<uint8_t*>(pages.data);
             for (int64_t d = 0; d < dim; ++d) data[to.first + d * to.step] = codes[i * dim + d];
-            pages.scale[to.vector] = uint16_t(f32_bits(scales[i]) >> 16);  // exactly
+            pages.scale[to.vector] = uint16_t(f32_bits(scales[i]) >> 16);  // exact: five significant bits
         }
     }
 
-    void store_fresh() const {
+    void store_new_kv() const {
         if (p.cache.element == Element::e4m3) store_codes();
         else if (p.cache.element == Element::bf16) store_numbers<Bf16>();
         else store_numbers<float>();
     }
 
+    // The pages of layer `layer`, which follow those of the layers before.
     Pages of_layer(const Pages& first, int64_t layer) const {
         const int64_t vectors = layer * p.page_count * kv_heads * PAGE;
         const int64_t size = p.cache.element == Element::e4m3 ? 1 : p.cache.element == Element::bf16 ? 2 : 4;
@@ -218,8 +237,8 @@ struct Decoder {
         values = of_layer(p.values, index);
         norm(layer.attention_norm);
         linear(normed, p.hidden_size, layer.qkv, qkv);
-        turn_all(layer.key_mean);
-        store_fresh();
+        rotate_queries_and_keys(layer.key_mean);
+        store_new_kv();
         attend({qkv, qkv_size, p.heads, p.cache, keys, values, p.rows, p.attention_scale, attended});
         linear(attended, query_size, layer.out, normed);
         add_to_hidden(normed);
@@ -233,8 +252,9 @@ struct Decoder {
         add_to_hidden(normed);
     }
 
+    // Last norm and head, for the rows that get logits: of a prompt only the last needs the largest GEMM.
     void finish() const {
-        const int64_t first = rows - p.told;
+        const int64_t first = rows - p.logit_rows;
         norm(p.norm);
         linear(normed + first * p.hidden_size, rows - first, p.hidden_size, p.head, p.logits);
     }
@@ -243,7 +263,7 @@ struct Decoder {
 void decode(const DecoderProblem& p) {
     static thread_local Scratch between;
     Decoder work{p};
-    work.lay_out(between.floats(work.lay_out(nullptr)));
+    work.assign_memory(between.floats(work.assign_memory(nullptr)));
     for (int64_t i = 0; i < p.layer_count; ++i) work.run(i);
     work.finish();
     between.trim();

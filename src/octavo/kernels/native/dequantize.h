@@ -1,4 +1,9 @@
-// Codes times their scales, rounded once to the output's dtype.
+// Dequantizes FP8 codes: out = round(decode(code) · scale), FP32 product, rounded once to FP32, BF16 or FP16.
+//
+// codes [rows, columns], rows `stride` apart; out [rows, columns], dense; scale [row groups, column groups], dense. One thread
+// owns spans of 4,096 elements of a row (whole rows where every column has a scale). BF16 with one scale a row or block looks
+// products up in byte tables, which spares the rounding of FP32 to BF16 in integers; everything else decodes to FP32 and
+// multiplies.
 #pragma once
 
 #include "fp8.h"
@@ -8,10 +13,10 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t SHORT_ROW = 64;  // codes, fewer of which are not worth tables
+constexpr int64_t SHORT_ROW = 64;  // shorter rows do not pay for the tables, 32 products and their shuffles
 
 #if defined(OCTAVO_BYTE_TABLES)
-// The first codes of a format in FP32: the subnormal ones and 16 normal ones.
+// Codes 0 ... 31 of a format in FP32, at compile time: the subnormal ones (8 of E4M3, 4 of E5M2), then the normal ones.
 template <class F>
 struct FirstCodes {
     alignas(OCTAVO_WIDTH) float values[32] = {};
@@ -30,25 +35,33 @@ struct FirstCodes {
 template <class F>
 constexpr FirstCodes<F> FIRST_CODES;
 
-// The products of all codes and one scale, as BF16. A step in a code's exponent is one in the product's, so that 16 normal
-// codes stand for all of them, and what is left of the exponent is added. Subnormal codes have a table of their own.
+// BF16 of code · scale for all codes of one scale, by byte look-ups (pshufb, vqtbl1q), 4 · LANES codes at once.
 //
-// That needs products that are normal, and codes that are finite.
+// Raising a code's exponent by one doubles the product exactly, so a table of 16 normal codes, two binades of E4M3 or four of
+// E5M2, stands for all: its index is the low four bits of code - first_normal, and the code's upper exponent bits are added to
+// the product's exponent, which lies in the upper byte. Subnormal codes have a second table. A BF16 needs two look-ups, low and
+// high byte.
+//
+// Holds only while all products are normal (can()) and codes are finite: write() returns magnitudes so that the caller can
+// check.
 template <class F>
-struct Products {
+struct ProductTable {
     static constexpr uint8_t first_normal = 1 << F::mantissa_bits, subnormal_index = 0x80 - first_normal;
     static constexpr int exponent_shift = F::mantissa_bits == 3 ? 4 : 3;  // of 16 codes, to the upper byte of a product
     static constexpr uint8_t exponent_mask = (0x7f >> exponent_shift) & (0xff << (4 - exponent_shift));
     u8v low, high, subnormal_low, subnormal_high;
 
+    // 2^-100 · 2^-16 and 2^100 · 57,344 are well inside BF16's normal numbers.
     static bool can(float scale) { return scale >= 0x1p-100f && scale <= 0x1p100f; }
 
-    explicit Products(float scale) {
+    explicit ProductTable(float scale) {
         const f32v scales = all(scale);
-        uint16_t products[16 + 32] = {};  // the subnormal ones end at 16
+        uint16_t products[16 + 32] = {};  // subnormal products end at index 16, normal ones begin there
         for (int i = 0; i < 32; i += LANES)
             store_f32((Bf16*)products + 16 - first_normal + i, load<f32v>(FIRST_CODES<F>.values + i) * scales);
         const u8x16 normal = u8x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_normal;
+        // The exponent bits of the table's own codes are subtracted once here, so that write() can add every code's whole
+        // exponent.
         const u8x16 exponents = (normal >> exponent_shift) & exponent_mask;
         low = repeated(low_bytes(products + 16));
         high = repeated(high_bytes(products + 16) - exponents);
@@ -56,10 +69,11 @@ struct Products {
         subnormal_high = repeated(high_bytes(products));
     }
 
-    // 4 · LANES of them; the codes' magnitudes are returned.
+    // Writes 4 · LANES products and returns the codes' magnitudes. A look-up gives 0 for an index with bit 7 set, so OR selects
+    // between the two tables: one of the indices has it.
     u8v write(const uint8_t* codes, Bf16* out) const {
         const u8v given = spread_bytes(codes), magnitude = given & uint8_t(0x7f);
-        const u8v normal = magnitude - first_normal, subnormal = magnitude + subnormal_index;  // one of them has bit 7 set
+        const u8v normal = magnitude - first_normal, subnormal = magnitude + subnormal_index;  // modulo 256
         const u8v exponent = bits_as<u8v>(bits_as<u16v>(given) >> exponent_shift) & exponent_mask;
         const u8v upper = (look_up(high, normal) | look_up(subnormal_high, subnormal)) + exponent;
         store_joined(&out->bits, look_up(low, normal) | look_up(subnormal_low, subnormal), upper | (given & uint8_t(0x80)));
@@ -67,11 +81,12 @@ struct Products {
     }
 };
 
-// Most of a row, and how much that is.
+// Writes whole groups of 4 · LANES products; returns how many elements, 0 if the tables do not apply. A NaN or Inf code is
+// found at the end, and the row is then written again: special codes are rare.
 template <class F>
 inline int64_t write_products(const uint8_t* codes, Bf16* out, int64_t n, float scale) {
-    if (n < SHORT_ROW || !Products<F>::can(scale)) return 0;
-    const Products<F> products(scale);
+    if (n < SHORT_ROW || !ProductTable<F>::can(scale)) return 0;
+    const ProductTable<F> products(scale);
     u8v seen = {};
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) seen = largest_byte(seen, products.write(codes + i, out + i));
@@ -79,11 +94,13 @@ inline int64_t write_products(const uint8_t* codes, Bf16* out, int64_t n, float 
 }
 #endif
 
+// Without byte tables, or for FP32 and FP16: nothing is written.
 template <class F, class T>
 inline int64_t write_products(const uint8_t*, T*, int64_t, float) {
     return 0;
 }
 
+// n codes of a row with one scale. HALF_SCALE is a power of two, so multiplying it in first rounds nothing.
 template <class F, class T>
 inline void dequantize_row(const uint8_t* codes, T* out, int64_t n, float scale) {
     const f32v scales = all(scale);
@@ -97,6 +114,7 @@ inline void dequantize_row(const uint8_t* codes, T* out, int64_t n, float scale)
     if (i < n) store_f32(out + i, decode<F>(codes + i, n - i) * scales, n - i);
 }
 
+// n codes of a row with a scale each.
 template <class F, class T>
 inline void dequantize_columns(const uint8_t* codes, T* out, int64_t n, const float* scales) {
     int64_t i = 0;
@@ -106,10 +124,11 @@ inline void dequantize_columns(const uint8_t* codes, T* out, int64_t n, const fl
 
 template <class F, class T>
 void dequantize_as(const DequantizeProblem& p) {
+    // One scale for a dense matrix: it counts as one row, so that spans are full.
     const bool dense = p.stride == p.columns && p.block_rows >= p.rows && p.block_columns >= p.columns;
     const int64_t rows = dense ? 1 : p.rows, columns = dense ? p.rows * p.columns : p.columns;
     const int64_t block_columns = dense ? columns : p.block_columns;
-    const int64_t groups = (columns + block_columns - 1) / block_columns;  // across
+    const int64_t groups = (columns + block_columns - 1) / block_columns;  // in a row
     const int64_t span = block_columns == 1 ? columns : 4096, spans = (columns + span - 1) / span;
     parallel_for(rows * spans, largest<int64_t>(1, 16384 / least_of(span, columns)), [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item) {

@@ -1,5 +1,16 @@
-// A product with few rows of a, as in generation: b's words (words.h) are read once, in the order they lie in memory, and
-// multiplied with the same columns of each row of a. A row's result does not depend on the others, here or in many_rows.h.
+// GEMM with few rows of a, as in generation: out = (a · bᵀ) · scales + bias, FP32 sums.
+//
+// a [M, K], any element, M <= 16; b [N, K] row-major FP8 codes or BF16 (the weight); out [M, N] row-major. A token's time is
+// the time to read the weight, so b's words (words.h) are read once, in the order of memory, and multiplied with up to three
+// rows of a; there is no packing of b. Each row of a is converted to FP32 once, shifted, and permuted to the order in which a
+// word's numbers come out.
+//
+// One thread owns SUM_COLUMNS rows of b (columns of the output), all rows of a. A lane is one chain of a sum; lanes are added
+// at the end. A row's result does not depend on the other rows, here or in many_rows.h, so an answer does not depend on what
+// else is served with it (tests/unit/inference/test_read_rows.py).
+//
+// Checked for all levels in tests/native/gemm.cpp and tests/oracle/test_native_gemm.py; a decoder's time:
+// benchmarks/results/decode_*.md.
 #pragma once
 
 #include "kernels.h"
@@ -10,27 +21,27 @@
 namespace octavo {
 namespace {
 
-// The scales of a product, met by the sums of a block of K, or of all of it.
+// The scales of a GEMM: a block's sums are multiplied by the block's, or finished sums by the only one.
 struct Scales {
     const GemmProblem& p;
     const int64_t blocks = p.block ? (p.k + p.block - 1) / p.block : 1;
-    const bool wide_columns = reaches_far(p.b, p.n);  // one scale after the other might leave FP32
+    const bool wide_columns = reaches_far(p.b, p.n);  // sum · scale_a · scale_b might leave FP32 halfway
     const bool wide = wide_columns || reaches_far(p.a, p.m);
 
     float of(const Operand& operand, int64_t row, int64_t block) const {
         return operand.scale ? operand.scale[(operand.scale_per_row ? row * blocks : 0) + block] : 1.0f;
     }
 
-    // Of a row, whatever the others' scales are.
+    // Depends on this row's scale and the columns' alone, so that a row's rounding does not depend on other rows.
     bool is_wide(int64_t row, int64_t block) const { return wide_columns || is_far(of(p.a, row, block)); }
 
-    // sum · scale of a · scale of b, in this order, as everywhere; through FP64 where a scale reaches far.
+    // sum · scale_a · scale_b, in this order, as all of octavo's GEMMs; in FP64 where a scale is far from 1.
     float apply(float sum, int64_t row, int64_t column, int64_t block) const {
         const float left = of(p.a, row, block), right = of(p.b, column, block);
         return is_wide(row, block) ? static_cast<float>(double(sum) * left * right) : sum * left * right;
     }
 
-    // Finished sums of LANES or fewer columns: scaled, unless the sums of every block were.
+    // Scales finished sums of `count` <= LANES columns; with blocks they are scaled already.
     f32v finished(f32v sums, int64_t row, int64_t column, int64_t count) const {
         if (p.block) return sums;
         if (!is_wide(row, 0))
@@ -41,20 +52,22 @@ struct Scales {
 
 private:
     static bool is_far(float scale) {
+        // Outside [2^-60, 2^60], 0 and NaN included: between, a sum of codes times one scale cannot leave FP32.
         constexpr uint32_t low = (127u - 60) << 23, high = (127u + 60) << 23;  // the bits of 2^-60 and 2^60
-        return bits_as<uint32_t>(scale) - low > high - low;
+        return bits_as<uint32_t>(scale) - low > high - low;  // unsigned: one comparison for both ends
     }
 
     bool reaches_far(const Operand& operand, int64_t rows) const {
         const int64_t count = operand.scale ? (operand.scale_per_row ? rows : 1) * blocks : 0;
-        uint32_t far = 0;
+        uint32_t far = 0;  // OR instead of an early exit, so that the loop is vectorized
         for (int64_t i = 0; i < count; ++i) far |= is_far(operand.scale[i]);
         return far;
     }
 };
 
-constexpr int64_t FEW = 16;  // rows
-constexpr int64_t SOME = 4 * LANES;  // columns whose sums are finished together
+constexpr int64_t MAX_FEW_ROWS = 16;  // rows of a; more are a GEMM for gemm.h or many_rows.h
+// Columns of the output finished together; the sums of 16 rows are 2 KiB with AVX2, 4 KiB with AVX-512.
+constexpr int64_t SUM_COLUMNS = 4 * LANES;
 
 inline bool has_codes_in_rows(const Operand& b) {
     return b.column_stride == 1 && (b.element == Element::e4m3 || b.element == Element::e5m2);
@@ -64,9 +77,9 @@ inline bool has_words_in_rows(const Operand& b) {
     return has_codes_in_rows(b) || (b.column_stride == 1 && b.element == Element::bf16);
 }
 
-inline bool takes_few_rows(const GemmProblem& p) { return p.m <= FEW && has_codes_in_rows(p.b); }
+inline bool use_few_rows(const GemmProblem& p) { return p.m <= MAX_FEW_ROWS && has_codes_in_rows(p.b); }
 
-// One row of an operand in FP32.
+// One row of an operand, [k], converted to FP32 without its scale; K-major operands are gathered.
 template <class F>
 void read_codes(const Operand& from, int64_t row, int64_t k, float* to) {
     const uint8_t* codes = static_cast<const uint8_t*>(from.data) + row * from.row_stride;
@@ -102,14 +115,16 @@ inline void read_row(const Operand& from, int64_t row, int64_t k, float* to) {
     }
 }
 
-// One row of a: as it is, and shifted for b's words, block of K after block, zeros behind each block's end: of every vector
-// of words the numbers that the lanes have at place 0, then those at place 1, and so on.
+// One row of a twice: x [k] unshifted, and `shifted` for b's words, [blocks][steps][IN_WORD][LANES]: for each vector of words
+// the numbers that meet place 0 of all lanes, then place 1, and so on. So the inner loop loads whole vectors of both operands.
+// Zeros pad each block.
 struct Row {
     const float* x;
     const float* shifted;
     float unshift;
 };
 
+// Fills `shifted` from x; block is K where the scales do not change along it.
 template <class W>
 Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
     const Shift shift = W::shift(x, k);
@@ -125,10 +140,10 @@ Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
     return {x, shifted, shift.unshift};
 }
 
-constexpr int64_t AHEAD = 2048;  // bytes that are asked for before the next columns begin
+constexpr int64_t AHEAD = 2048;  // bytes by which prefetches are ahead of the next columns, in the order of memory
 
-// Sums of products of some columns, `stride` apart, with some shifted rows, [row][column]; raises what was seen of
-// magnitudes.
+// out [ROWS_][COLUMNS_] = Σ_k shifted row · column, over `count` numbers of COLUMNS_ columns of b that lie `stride` apart;
+// `seen` becomes the byte maxima of code magnitudes. A word of b is decoded once for ROWS_ rows.
 template <class W, int ROWS_, int COLUMNS_>
 inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, const typename W::Element* columns,
                                                int64_t stride, int64_t count, float* out, u8v& seen) {
@@ -142,11 +157,13 @@ inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, 
             for (int r = 0; r < ROWS_; ++r) sums[r][c] = fused(number, load<f32v>(rows[r].shifted + at + place * LANES), sums[r][c]);
         }
     };
+    // Two vectors of words an iteration: with AVX2's FP8 they are the 64 bytes of the one cache line that is prefetched.
     int64_t k = 0;
     for (; k + 2 * STEP_OF<W> <= count; k += 2 * STEP_OF<W>)
         for (int c = 0; c < COLUMNS_; ++c) {
             const typename W::Element* own = columns + c * stride + k;
-            // The next columns, in the order in which they lie in memory.
+            // The COLUMNS_ prefetches of one k are consecutive lines, so every line of the next columns is asked for once, in
+            // order.
             __builtin_prefetch(reinterpret_cast<const char*>(columns + COLUMNS_ * (k + stride)) + c * 64 + AHEAD);
             multiply(load<u32v>(own), offset + k, c);
             multiply(load<u32v>(own + STEP_OF<W>), offset + k + STEP_OF<W>, c);
@@ -163,9 +180,10 @@ inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, 
         for (int c = 0; c < COLUMNS_; ++c) out[r * COLUMNS_ + c] = sum_of_lanes(sums[r][c]);
 }
 
-// The same sum of a row as it is, for codes and numbers of any kind.
+// The sum for one row and column without a shift, exact decoding: for NaN and Inf codes and rows of many binades. Slower, and
+// rare.
 template <class W>
-float plain_dot(const float* x, const typename W::Element* column, int64_t count) {
+float unshifted_dot(const float* x, const typename W::Element* column, int64_t count) {
     f32v sum = {};
     for (int64_t k = 0; k < count; k += LANES) {
         const int64_t some = least_of<int64_t>(LANES, count - k);
@@ -174,12 +192,12 @@ float plain_dot(const float* x, const typename W::Element* column, int64_t count
     return sum_of_lanes(sum);
 }
 
-// Rows and columns of the output, at most SOME, whose sums stand together: [row][SOME].
+// A part of the output whose sums lie together, [row][SUM_COLUMNS]; at most SUM_COLUMNS columns.
 struct Part {
     int64_t row, last_row, column, last_column;
 
     float* of(float* sums, int64_t own_row, int64_t own_column) const {
-        return sums + (own_row - row) * SOME + own_column - column;
+        return sums + (own_row - row) * SUM_COLUMNS + own_column - column;
     }
 };
 
@@ -194,7 +212,8 @@ struct FewRows {
         return static_cast<const typename W::Element*>(p.b.data) + n * p.b.row_stride;
     }
 
-    // Some columns of the output, [row][SOME]: sums, scaled where the scales change along K.
+    // ROWS_ x COLUMNS_ sums over all of K into out [row][SUM_COLUMNS]; with blocks, each block's sum is scaled before it is
+    // added.
     template <class W, int ROWS_, int COLUMNS_>
     void multiply(int64_t row, int64_t n, float* out, u8v& seen) const {
         const int64_t padded = steps_of<W>(width) * STEP_OF<W>;
@@ -204,15 +223,15 @@ struct FewRows {
             dot<W, ROWS_, COLUMNS_>(rows + row, block * padded, column<W>(n) + begin, p.b.row_stride, count, sums, seen);
             for (int r = 0; r < ROWS_; ++r)
                 for (int c = 0; c < COLUMNS_; ++c)
-                    add(sums[r * COLUMNS_ + c] * rows[row + r].unshift, row + r, n + c, block, out[r * SOME + c]);
+                    add(sums[r * COLUMNS_ + c] * rows[row + r].unshift, row + r, n + c, block, out[r * SUM_COLUMNS + c]);
         }
     }
 
     template <class W>
-    void multiply_plainly(int64_t row, int64_t n, float* out) const {
+    void multiply_unshifted(int64_t row, int64_t n, float* out) const {
         for (int64_t begin = 0, block = 0; begin < p.k; begin += width, ++block) {
             const int64_t count = least_of(width, p.k - begin);
-            add(plain_dot<W>(rows[row].x + begin, column<W>(n) + begin, count), row, n, block, *out);
+            add(unshifted_dot<W>(rows[row].x + begin, column<W>(n) + begin, count), row, n, block, *out);
         }
     }
 
@@ -221,7 +240,7 @@ struct FewRows {
         total = block ? total + scaled : scaled;
     }
 
-    // Several columns at a time, so that there are as many sums as keep the multipliers busy.
+    // 1 x 4, 2 x 2 or 3 x 2 sums at once: independent chains, so that FMAs do not wait for one another.
     template <class W, int ROWS_>
     void multiply_rows(int64_t row, int64_t first, int64_t last, float* out, u8v& seen) const {
         constexpr int columns = ROWS_ == 1 ? 4 : 2;
@@ -230,14 +249,15 @@ struct FewRows {
         for (; n < last; ++n) multiply<W, ROWS_, 1>(row, n, out + n - first, seen);
     }
 
+    // All rows, three at a time: columns [first, last) of b come from memory for the first three, from the cache for the rest.
     template <class W>
     void multiply_columns(int64_t first, int64_t last, float* out) const {
         u8v seen = {};
         int64_t row = 0;
-        for (; row + 3 <= p.m; row += 3) multiply_rows<W, 3>(row, first, last, out + row * SOME, seen);
-        if (row + 2 == p.m) multiply_rows<W, 2>(row, first, last, out + row * SOME, seen);
-        if (row + 1 == p.m) multiply_rows<W, 1>(row, first, last, out + row * SOME, seen);
-        mend<W>({0, p.m, first, last}, seen, out);
+        for (; row + 3 <= p.m; row += 3) multiply_rows<W, 3>(row, first, last, out + row * SUM_COLUMNS, seen);
+        if (row + 2 == p.m) multiply_rows<W, 2>(row, first, last, out + row * SUM_COLUMNS, seen);
+        if (row + 1 == p.m) multiply_rows<W, 1>(row, first, last, out + row * SUM_COLUMNS, seen);
+        recompute_special<W>({0, p.m, first, last}, seen, out);
     }
 
     template <class W>
@@ -251,17 +271,18 @@ struct FewRows {
         return W::has_special(seen);
     }
 
-    // Makes sums in the plain way where a row or a column asks for it.
+    // Recomputes sums without a shift: of columns with a NaN or Inf code, and of rows whose unshift is 0.
     template <class W>
-    void mend(const Part& part, u8v seen, float* sums) const {
+    void recompute_special(const Part& part, u8v seen, float* sums) const {
         const bool special = W::has_special(seen);
         for (int64_t n = part.column; n < part.last_column; ++n) {
             const bool whole_column = special && has_special<W>(n);
             for (int64_t row = part.row; row < part.last_row; ++row)
-                if (whole_column || rows[row].unshift == 0) multiply_plainly<W>(row, n, part.of(sums, row, n));
+                if (whole_column || rows[row].unshift == 0) multiply_unshifted<W>(row, n, part.of(sums, row, n));
         }
     }
 
+    // Scales, bias and one rounding to the output's dtype.
     template <class T>
     void finish_as(const Part& part, float* sums) const {
         for (int64_t row = part.row; row < part.last_row; ++row)
@@ -279,13 +300,14 @@ struct FewRows {
         else finish_as<F16>(part, sums);
     }
 
+    // At least 16,384 multiplications for a row of a part: fewer are not worth another thread.
     template <class W>
     void run() const {
-        const int64_t groups = (p.n + SOME - 1) / SOME;
-        parallel_for(groups, largest<int64_t>(1, 16384 / (p.k * SOME)), [&](int64_t begin, int64_t end) {
+        const int64_t groups = (p.n + SUM_COLUMNS - 1) / SUM_COLUMNS;
+        parallel_for(groups, largest<int64_t>(1, 16384 / (p.k * SUM_COLUMNS)), [&](int64_t begin, int64_t end) {
             for (int64_t group = begin; group < end; ++group) {
-                float sums[FEW * SOME];
-                const int64_t first = group * SOME, last = least_of(first + SOME, p.n);
+                float sums[MAX_FEW_ROWS * SUM_COLUMNS];
+                const int64_t first = group * SUM_COLUMNS, last = least_of(first + SUM_COLUMNS, p.n);
                 multiply_columns<W>(first, last, sums);
                 finish({0, p.m, first, last}, sums);
             }
@@ -293,12 +315,14 @@ struct FewRows {
     }
 };
 
+// Reads and shifts the rows of a, in parallel where K is large, then multiplies. `dense` numbers of x, then `padded` shifted
+// ones, a row.
 template <class W>
 void few_rows_of(const GemmProblem& p) {
     static thread_local Scratch numbers;
     const int64_t width = p.block ? p.block : p.k, dense = (p.k + LANES - 1) / LANES * LANES;
     const int64_t padded = (p.k + width - 1) / width * steps_of<W>(width) * STEP_OF<W>;
-    Row rows[FEW];
+    Row rows[MAX_FEW_ROWS];
     float* memory = numbers.floats(p.m * (dense + padded));
     parallel_for(p.m, largest<int64_t>(1, 4096 / p.k), [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {

@@ -1,12 +1,24 @@
-// Sums as Hopper's tensor cores make them: numerics/accumulate.py is the definition, and these are its bits.
+// GEMM of FP8 codes with the sums of Hopper's FP8 tensor cores, bit for bit; numerics/accumulate.py is the definition.
 //
-// A lane is an output. K is taken in chunks of 128, four steps of 32; of each chunk both operands are decoded once, into
-// panels with K outermost: the FP32 values, and beside them the exponents of the values, one byte each. A step looks for
-// the largest exponent first: sums of bytes, four times as many to a vector as FP32 numbers. Then every product is scaled
-// by a power of two, which makes one quantum 1, cut by its conversion to an integer, and added.
+// For each step of 32 along K, with e the largest exponent among its products and the running total:
 //
-// Everything is exact. A product of two values has at most 8 significant bits and lies between 2^-32 and 2^32; a term is
-// less than 2^15 quanta, 33 of them are less than 2^21; and no power of two here comes near the ends of FP32.
+//   total = cut( q · (trunc(total / q) + Σ trunc(a[k] · b[k] / q)) ),  q = 2^(e - 13), cut: towards zero, to 13 fraction bits
+//
+// a [M, K], b [N, K] codes of E4M3 or E5M2, either stride 1; out [M, N] FP32 row-major, added to. one_chain: one running total
+// over K (hopper-fast); otherwise chains of 128, each scaled if there are scales, and added in FP32 (hopper-slow).
+//
+// A lane is an output. K is taken in chunks of 128, four steps. Both operands of a chunk are decoded once, in parallel, into
+// panels with K outermost: FP32 values, and their exponents, one byte each. With AVX2 a right panel is 16 KiB of values and 4
+// KiB of exponents. A thread owns HOPPER_TILE panels of rows by one panel of columns. A step first finds e by adding exponent
+// bytes, four times as many a vector as FP32 numbers; then every product is scaled by a power of two that makes a quantum 1,
+// truncated by its conversion to an integer, and added.
+//
+// Everything is exact, so lanes and threads do not matter. A product of two values has at most 8 significant bits and lies
+// between 2^-32 and 2^32; a term is less than 2^15 quanta, 33 of them less than 2^21; no power of two here comes near the ends
+// of FP32.
+//
+// Proof: tests/oracle/test_native_hopper.py, against the definition and mmaemu. Reference: Xie et al., "MMA-Sim: Bit-Accurate
+// Reference Model of Tensor Cores and Matrix Cores", arXiv 2511.10909.
 #pragma once
 
 #include "memory.h"
@@ -18,21 +30,23 @@ namespace {
 
 constexpr int HOPPER_STEP = 32, HOPPER_CHUNK = 128;  // of K; a chunk is hopper-slow's chain
 constexpr int HOPPER_FRACTION_BITS = 13;
-constexpr int HOPPER_VECTORS = 4, HOPPER_COLUMNS = HOPPER_VECTORS * LANES;  // a vector of bytes
-constexpr int HOPPER_ROWS = 8;
-constexpr int64_t HOPPER_TILE = 8;  // panels of rows that meet a panel of columns while the cache holds it
+constexpr int HOPPER_VECTORS = 4, HOPPER_COLUMNS = HOPPER_VECTORS * LANES;  // as many bytes as a vector
+constexpr int HOPPER_ROWS = 8;  // rows in a panel of a, of which one is multiplied at a time
+constexpr int64_t HOPPER_TILE = 8;  // panels of rows (64 rows) that use a panel of columns while the cache holds it
 
-// The exponents of a value are stored with this added, 34 ... 63; what is zero or not finite has none, stored as 0. So
-// the sum of two tells whether it is a product's, 68 or more, and one without falls below the exponent of any total.
+// Exponents, -14 ... 15, are stored with this added: 34 ... 63. A zero, NaN or Inf is stored as 0. A sum of two bytes then is
+// 68 or more exactly for a nonzero product, and at most 63 otherwise, which lies below the exponent of any product and never
+// becomes the maximum beside one.
 constexpr uint32_t EXPONENT_OFFSET = 48;
 
+// A chunk of WIDTH rows of an operand: values and exponents, [k][WIDTH] each.
 template <int WIDTH>
 struct HopperPanel {
     alignas(64) float values[HOPPER_CHUNK * WIDTH];
     alignas(64) uint8_t exponents[HOPPER_CHUNK * WIDTH];
     bool is_special;  // has NaN or Inf
 
-    // Rows [row, row + count) of columns [begin, end), zeros up to the next step.
+    // Fills rows [row, row + count) of columns [begin, end); zeros up to a whole step add nothing and have no exponent.
     void fill(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end) {
         const int64_t elements = (end - begin + HOPPER_STEP - 1) / HOPPER_STEP * HOPPER_STEP * WIDTH;
         if (end - begin < HOPPER_CHUNK) std::memset(values, 0, elements * sizeof(float));
@@ -42,6 +56,7 @@ struct HopperPanel {
     }
 
 private:
+    // A subnormal code takes the smallest normal exponent, as in the definition.
     template <class F>
     void find_exponents(int64_t elements) {
         u32v special{};
@@ -60,9 +75,10 @@ private:
 using HopperLeft = HopperPanel<HOPPER_ROWS>;
 using HopperRight = HopperPanel<HOPPER_COLUMNS>;
 
+// Truncation toward zero, as cvttps2dq does it: the tensor core drops bits below the quantum.
 inline u32v truncated(f32v x) { return bits_as<u32v>(__builtin_convertvector(x, i32v)); }
 
-// The largest exponent of a step's products for every column, as a row's and a panel's exponents are stored, added.
+// For every column the largest sum of exponent bytes of a step's 32 products; at most 126, so bytes hold it.
 inline u8v largest_exponents(const uint8_t* a, const uint8_t* b) {
     u8v found{};
     for (int k = 0; k < HOPPER_STEP; k += 2) {
@@ -73,7 +89,8 @@ inline u8v largest_exponents(const uint8_t* a, const uint8_t* b) {
     return found;
 }
 
-// One step of one row: 32 products for every column and the totals so far become the new totals.
+// One step of one row: adds 32 products to the totals of HOPPER_COLUMNS columns. quanta = 2^(e - 13), per_quantum = 2^(13 - e),
+// both made in the exponent field.
 inline void add_step(const float* a, const float* b, u8v exponents, f32v* totals) {
     constexpr uint32_t one = 1u << 23, dropped = (1u << (23 - HOPPER_FRACTION_BITS)) - 1;
     uint8_t bytes[HOPPER_COLUMNS];
@@ -94,12 +111,14 @@ inline void add_step(const float* a, const float* b, u8v exponents, f32v* totals
             sums[v] += truncated(left * load<f32v>(b + k * HOPPER_COLUMNS + v * LANES) * per_quantum[v]);
     }
     for (int v = 0; v < HOPPER_VECTORS; ++v) {
+        // Less than 2^21 in magnitude, so the conversion is exact; the mask keeps 13 fraction bits of the new total.
         const f32v sum = __builtin_convertvector(bits_as<i32v>(sums[v]), f32v) * quanta[v];
         totals[v] = bits_as<f32v>(bits_as<u32v>(sum) & ~dropped);
     }
 }
 
-// A chunk of one row: adds to the totals of all columns, in memory.
+// A chunk of one row: adds `steps` steps to the totals out [HOPPER_COLUMNS]. Not inlined, so that totals stay in registers over
+// the steps.
 __attribute__((noinline)) void add_steps(const HopperLeft& a, int row, const HopperRight& b, int steps, float* out) {
     f32v totals[HOPPER_VECTORS];
     for (int v = 0; v < HOPPER_VECTORS; ++v) totals[v] = load<f32v>(out + v * LANES);
@@ -111,7 +130,8 @@ __attribute__((noinline)) void add_steps(const HopperLeft& a, int row, const Hop
     for (int v = 0; v < HOPPER_VECTORS; ++v) store(out + v * LANES, totals[v]);
 }
 
-// Where the plain sum is NaN or Inf, it is the result.
+// Columns with NaN or Inf among their products: the plain FP32 sum says which, and replaces the result. Only where a panel has
+// a special code.
 void add_specials(const HopperLeft& a, int row, const HopperRight& b, int steps, const float* before, float* out) {
     for (int i = 0; i < HOPPER_COLUMNS; i += LANES) {
         f32v sum = load<f32v>(before + i);
@@ -130,7 +150,7 @@ struct HopperGemm {
     HopperLeft* left = nullptr;
     HopperRight* right = nullptr;
 
-    // In one chain over K, a panel that had NaN or Inf once is looked at to the end: they stay in the totals.
+    // In one chain over K, a panel that had NaN or Inf keeps its mark for all later chunks: the totals keep them, too.
     template <int WIDTH>
     void fill(HopperPanel<WIDTH>& panel, const Operand& from, int64_t row, int64_t rows, int64_t begin) const {
         const bool was_special = p.one_chain && begin > 0 && panel.is_special;
@@ -151,7 +171,8 @@ struct HopperGemm {
         return operand.scale[(operand.scale_per_row ? row * blocks : 0) + block];
     }
 
-    // Adds a chunk's sums to `count` columns of one row of the output, or continues them.
+    // One chunk of one row and `count` columns: continues the output's totals (one_chain), or adds a chain of 128 to it,
+    // scaled. The scaled product is FP64, rounded once to FP32.
     void add_row(const HopperLeft& a, int64_t row, const HopperRight& b, int64_t count, int64_t begin, const double* scales,
                  float* out) const {
         const int steps = int((least_of<int64_t>(HOPPER_CHUNK, p.k - begin) + HOPPER_STEP - 1) / HOPPER_STEP);
@@ -178,7 +199,7 @@ struct HopperGemm {
         for (int64_t row = first_row; row < last_row; ++row) {
             float* out = p.out + row * p.n + column;
             if (row + 1 < last_row)
-                for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(out + p.n + i, 1);  // its first step waits for it
+                for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(out + p.n + i, 1);  // the next row's first step needs it
             add_row(left[row / HOPPER_ROWS], row, right[panel], count, begin, scales, out);
         }
     }
@@ -190,6 +211,7 @@ struct HopperGemm {
             fill_panels(begin);
             parallel_for(down * column_panels, 1, [&](int64_t first, int64_t last) {
                 for (int64_t tile = first; tile < last; ++tile) {
+                    // Tiles of rows innermost: neighbouring tiles share a panel of columns.
                     const int64_t row = tile % down * rows;
                     add_tile(row, least_of(row + rows, p.m), tile / down, begin);
                 }

@@ -1,7 +1,8 @@
-// What every instruction-set level offers: one table of functions, filled once per level by level.cpp.
+// The interface of the native kernels: one table of functions for each instruction-set level, filled by level.cpp.
 //
-// Nothing here knows of torch or Python: pointers, sizes in elements, strides in elements. The Python side checks dtypes
-// and shapes; these functions trust their arguments.
+// Independent of torch and Python, so that one build serves every release of both: pointers, sizes in elements, strides in
+// elements. The Python side checks dtypes and shapes; these functions trust their arguments. Matrices are row-major unless
+// strides say otherwise.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,8 @@ struct QuantizeProblem {
     int64_t block_rows, block_columns;
     bool propagate;             // an infinite input becomes Inf (NaN in E4M3) instead of the maximum
     ScaleRule rule;
-    const float* given_amax;    // null, or what to provide for instead of what is measured
-    bool zero_is_unknown;       // a given amax of 0 leaves its group to what is measured
+    const float* given_amax;    // null, or the amaxes that scales are made from instead of the measured ones
+    bool measure_if_zero;       // a given amax of 0 means unknown: that group's measured amax is used
     const float* given_scale;   // null, or fixed decode scales; amaxes and the rule play no part then
     uint8_t* codes;             // [rows, columns], dense; null where values are written
     void* values;               // null, or where the codes' values go instead: laid out as x is, of its dtype, or x itself;
@@ -53,7 +54,7 @@ struct QuantizeProblem {
     Counts* counts;
 };
 
-// What became of a tensor's elements, in FP64: doctor/statistics.py says what each is.
+// Statistics of a cast, in FP64; doctor/statistics.py defines each.
 struct CastSums {
     // Of all elements.
     double elements, nonfinite, saturated, amax, scale, stale_ratio;
@@ -102,7 +103,7 @@ struct RandomBitsProblem {
     uint32_t* out;
 };
 
-// What an operand of a product is made of.
+// The element type of a GEMM's operand.
 enum class Element : int { e4m3 = 0, e5m2 = 1, f32 = 2, bf16 = 3, f16 = 4, int8 = 5 };  // int8: a decoder's weights alone
 
 // One operand of y = a · bᵀ: [rows, K]. One of the strides, in elements, is 1.
@@ -124,8 +125,8 @@ struct GemmProblem {
     Dtype out_dtype;
 };
 
-// Sums of products as Hopper's tensor cores make them, added to what is in `out`: one chain over K, or chains of 128, each
-// times its scales if there are any (FP64 products, rounded once to FP32).
+// GEMM with the sums of Hopper's FP8 tensor cores, added to `out`: one chain over K, or chains of 128, each times its scales if
+// there are any (in FP64, rounded once to FP32).
 struct HopperProblem {
     Operand a, b;
     int64_t m, n, k;
@@ -169,7 +170,7 @@ struct AttentionProblem {
     float* out;                 // [rows, heads, head dim]
 };
 
-// What the input of a linear layer becomes before it is multiplied: inference/native_decoder.py says more.
+// The cast of a linear layer's input before its GEMM; inference/native_decoder.py says which recipe uses which.
 enum class InputCast : int { none = 0, e4m3_dynamic = 1, e4m3_static = 2, int8_dynamic = 3 };
 
 // The weight of a linear layer, [rows, K]: y = cast(x) · weightᵀ + bias.
@@ -181,12 +182,12 @@ struct Weight {
     const float* input_scale;   // of e4m3_static
 };
 
-// How a row becomes INT8: numerics/integers.py is the definition.
+// Quantization of a row to INT8; numerics/integers.py is the definition.
 struct IntegerRule {
     float half_range, least_scale;
 };
 
-// What static scales made of the elements of inputs.
+// Elements that were cast with a static scale, and those of them that it saturated.
 struct Saturation {
     int64_t elements, saturated;
 };
@@ -213,8 +214,8 @@ struct DecoderProblem {
     int64_t page_count;         // of one layer
     Rows rows;
     float* hidden;              // [rows, hidden], the residual stream, in and out
-    int64_t told;               // so many rows, the last ones, get logits
-    float* logits;              // [told, rows of the head]
+    int64_t logit_rows;         // the last logit_rows rows get logits
+    float* logits;              // [logit_rows, rows of the head]
     Saturation* saturation;     // is added to
 };
 

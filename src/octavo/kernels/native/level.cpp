@@ -1,5 +1,6 @@
-// Every kernel at one instruction-set level. The build compiles this file once a level, with that level's flags and its
-// name as OCTAVO_LEVEL.
+// All kernels at one instruction-set level. The build compiles this file once a level, with that level's flags and its name as
+// OCTAVO_LEVEL (CMakeLists.txt: baseline, avx2, avx512, avx512_bf16). Only the table has external linkage, and each level's has
+// a name of its own.
 #include "cast_sums.h"
 #include "decoder.h"
 #include "dequantize.h"
@@ -8,6 +9,7 @@
 #include "quantize.h"
 #include "stochastic.h"
 
+// Two steps, so that OCTAVO_LEVEL is expanded before ## and # see it.
 #define OCTAVO_JOINED(level) level##_kernels
 #define OCTAVO_TABLE(level) OCTAVO_JOINED(level)
 #define OCTAVO_TEXT(level) #level

@@ -1,3 +1,4 @@
+// Selection of instruction-set levels at run time. Compiled with baseline flags: it runs before the processor is known.
 #include "kernels.h"
 
 namespace octavo {
@@ -7,6 +8,8 @@ const std::vector<const Kernels*>& levels() {
         std::vector<const Kernels*> found{&baseline_kernels};
 #if defined(OCTAVO_X86)
         __builtin_cpu_init();
+        // A level needs every extension that its file is compiled with (CMakeLists.txt); the operating system's support is
+        // included.
         const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

@@ -1,6 +1,14 @@
-// The sums of few_rows.h for any number of rows of a, to the bit: a row's result depends neither on how many rows there are
-// nor on which. Whoever serves several sequences in one call needs that: what one of them is told may not depend on the
-// others.
+// GEMM of few_rows.h for any number of rows of a, bit for bit: same chains, same order, other loops.
+//
+// a [M, K], M >= 4; b [N, K] row-major FP8 codes or BF16; out [M, N] row-major. A server that batches sequences needs a row's
+// result to be independent of how many rows there are and which (tests/unit/inference/test_read_rows.py). One order of
+// additions for all makes long prompts a fifth slower than gemm.h would be, and needs no second order.
+//
+// few_rows.h decodes b's words again for every three rows; here a thread decodes WIDE columns once, into a panel, and
+// multiplies it with tiles of up to SIDE rows (tiles.h). Words are transposed first, so that a vector's lanes are columns:
+// chain c of the sum, lane c of few_rows.h, becomes a pass of its own over K, and nothing is added across lanes until all LANES
+// chains are added, element by element. The panel holds halves of words, two numbers in 32 bits: FP32 numbers of 16 columns
+// would not stay in the first-level cache.
 #pragma once
 
 #include <vector>
@@ -11,17 +19,18 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t MANY = 4;  // rows
+constexpr int64_t MIN_MANY_ROWS = 4;  // rows of a; up to three share a decoded word in few_rows.h already
 
-static_assert(WIDE <= SOME, "sums of WIDE columns are finished together");
+static_assert(WIDE <= SUM_COLUMNS, "sums of WIDE columns are finished together");
 
-// Products of numbers with halves of words, one chain for each lane of few_rows.h.
+// Arithmetic of a tile: FP32 numbers times halves of words, one chain for each lane of few_rows.h, fused in its operand order.
 struct Halves {
     typedef float Number;
     typedef f32v Vector;
     static constexpr int CHAINS = LANES, IN_WORD = 2;
 
-    // Read from memory each time: no register is left for it, and one that is needed would be stored and loaded instead.
+    // volatile: the mask is an operand in memory. Kept in a register it would displace one of the 16 that a 6 x 2 tile fills,
+    // and GCC would spill that.
     static inline const volatile u32v HIGH = u32v{} + 0xffff0000u;
 
     static f32v number(u32v half, int place) { return bits_as<f32v>(place ? half & (u32v)HIGH : half << 16); }
@@ -34,16 +43,17 @@ struct ManyRows {
     typedef u8v Seen;  // largest magnitudes
     const GemmProblem& p;
     const Tiles<Halves>& tiles;
-    float* plain;  // the rows of a as they are, `dense` apart
+    float* unshifted_rows;  // rows of a in FP32, `dense` apart, for sums that take no shift
     int64_t dense;
     Row* rows;
     const FewRows few{p, rows};
 
-    // Rows of a as they are, and shifted as a tile.
+    // Converts a tile's rows to FP32, and shifted into the tile's layout [chain][place][row]: lane `lane`'s numbers are chain
+    // `lane`'s.
     void shift_tile(int64_t tile) const {
         const int64_t first = tiles.first_row(tile), count = tiles.rows_of(tile);
         for (int64_t r = 0; r < count; ++r) {
-            float *x = plain + (first + r) * dense, *to = tiles.chain(tile, 0) + r;
+            float *x = unshifted_rows + (first + r) * dense, *to = tiles.chain(tile, 0) + r;
             read_row(p.a, first + r, p.k, x);
             const Shift shift = W::shift(x, p.k);
             rows[first + r] = {x, nullptr, shift.unshift};
@@ -57,18 +67,19 @@ struct ManyRows {
         }
     }
 
+    // b's rows [column, last), as bytes.
     ByteRows bytes(int64_t column, int64_t last) const {
         constexpr int64_t size = sizeof(typename W::Element);
         const auto* first = reinterpret_cast<const uint8_t*>(few.column<W>(column));
         return {first, p.b.row_stride * size, last - column, p.k * size};
     }
 
-    // Halves of columns of words, [chain][half][WIDE].
-    u8v take_apart(const ByteRows& columns, int64_t apart, uint32_t* panel) const {
+    // Decodes columns into the panel [chain][half][WIDE]; returns the byte maxima of code magnitudes.
+    u8v unpack(const ByteRows& columns, int64_t chain_stride, uint32_t* panel) const {
         u8v seen = {};
         columns.for_words([&](int64_t step, int v, const u32v(&words)[LANES]) {
             uint32_t* to = panel + step * W::HALVES * WIDE + v * LANES;
-            for (int chain = 0; chain < LANES; ++chain, to += apart) {
+            for (int chain = 0; chain < LANES; ++chain, to += chain_stride) {
                 seen = largest_byte(seen, W::magnitudes(words[chain]));
                 u32v halves[W::HALVES];
                 W::halve(words[chain], halves);
@@ -78,18 +89,18 @@ struct ManyRows {
         return seen;
     }
 
-    // The chains, [chain][row][WIDE], added as sum_of_lanes does, and unshifted.
+    // Adds the chains [chain][row][WIDE] by halves, in sum_of_lanes' order, multiplies by unshift, scales and stores.
     void finish(const Part& part, u8v seen, uint32_t* chains) const {
-        const int64_t count = (part.last_row - part.row) * WIDE, apart = AT_ONCE * WIDE;
+        const int64_t count = (part.last_row - part.row) * WIDE, chain_size = AT_ONCE * WIDE;
         for (int64_t half = LANES / 2; half; half /= 2)
             for (int64_t i = 0; i < half; ++i)
-                for (int64_t j = i * apart; j < i * apart + count; j += LANES)
-                    store(chains + j, load<f32v>(chains + j) + load<f32v>(chains + half * apart + j));
-        float sums[AT_ONCE * SOME];
+                for (int64_t j = i * chain_size; j < i * chain_size + count; j += LANES)
+                    store(chains + j, load<f32v>(chains + j) + load<f32v>(chains + half * chain_size + j));
+        float sums[AT_ONCE * SUM_COLUMNS];
         for (int64_t r = 0; r < part.last_row - part.row; ++r)
             for (int i = 0; i < WIDE; i += LANES)
-                store(sums + r * SOME + i, load<f32v>(chains + r * WIDE + i) * all(rows[part.row + r].unshift));
-        few.mend<W>(part, seen, sums);
+                store(sums + r * SUM_COLUMNS + i, load<f32v>(chains + r * WIDE + i) * all(rows[part.row + r].unshift));
+        few.recompute_special<W>(part, seen, sums);
         few.finish(part, sums);
     }
 
@@ -97,7 +108,7 @@ struct ManyRows {
         parallel_for(tiles.count, largest<int64_t>(1, 4096 / (p.k * SIDE)), [&](int64_t first, int64_t last) {
             for (int64_t tile = first; tile < last; ++tile) shift_tile(tile);
         });
-        TiledProduct<Halves, ManyRows>{tiles, *this, p.n}.run();
+        TiledGemm<Halves, ManyRows>{tiles, *this, p.n}.run();
     }
 };
 
@@ -121,8 +132,9 @@ void many_rows(const GemmProblem& p) {
     }
 }
 
-// Where columns are better taken apart once for all rows than for every three of them.
-inline bool takes_many_rows(const GemmProblem& p) { return p.m >= MANY && !p.block && has_words_in_rows(p.b); }
+// From MIN_MANY_ROWS rows on, decoding columns once for all rows pays. Blocks of K have scaled sums, which only few_rows.h
+// computes.
+inline bool use_many_rows(const GemmProblem& p) { return p.m >= MIN_MANY_ROWS && !p.block && has_words_in_rows(p.b); }
 
 }  // namespace
 }  // namespace octavo

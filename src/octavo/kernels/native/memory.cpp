@@ -1,3 +1,4 @@
+// Scratch memory (memory.h).
 #include "memory.h"
 
 #include <cstdlib>
@@ -6,7 +7,7 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t KEPT = 4 << 20;  // numbers, 16 MiB
+constexpr int64_t KEPT = 4 << 20;  // numbers, 16 MiB a buffer: a thread must not keep a large GEMM's sums for ever
 
 }  // namespace
 
@@ -14,6 +15,8 @@ Scratch::~Scratch() { std::free(data_); }
 
 float* Scratch::floats(int64_t count) {
     if (count > size_) {
+        // Freed first: old and new need not exist at once, and the contents are not kept. 64 bytes are a cache line and an
+        // AVX-512 vector.
         std::free(data_);
         data_ = nullptr;
         size_ = 0;

@@ -1,4 +1,5 @@
-// Memory that a thread keeps between calls: fresh memory would cost more than what is written to it.
+// Scratch memory that a thread keeps between calls. Fresh pages cost more than writing them does: the kernel zeroes each, a
+// fault for every 4 KiB.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// The Python module: addresses and sizes in, nothing of torch. kernels/native_bindings.py and products.py and
-// inference/native_decoder.py look at all of it first.
+// The Python module octavo.kernels._native: addresses and sizes as integers, nothing of torch. Arguments are positional and
+// unchecked here; kernels/native_bindings.py, kernels/native_gemm.py and inference/native_decoder.py check every dtype, shape
+// and stride first. The GIL is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -19,6 +20,7 @@ using namespace octavo;
 
 namespace {
 
+// Level by index into levels(); negative: the best this processor has. A wrong index is an exception (at).
 const Kernels& kernels(int level) {
     const auto& tables = levels();
     return *tables.at(level < 0 ? tables.size() - 1 : static_cast<size_t>(level));
@@ -37,7 +39,7 @@ Operand operand(const BoundOperand& o) {
             at<const float>(std::get<4>(o)), std::get<5>(o)};
 }
 
-// A decoder, with what it needs at every call.
+// A decoder's constant arguments, kept between calls: a token passes only addresses of what changes.
 class Decoder {
 public:
     // Address, element, strides, scale, scale per row, rows, block, bias, cast of the input, its scale: what nanobind makes of
@@ -69,10 +71,10 @@ public:
                            weight(out), weight(gate_up), weight(down)});
     }
 
-    // The elements that met a static scale, and how many of them were beyond it.
+    // Decodes the next positions; returns how many elements were cast with a static scale, and how many of them saturated.
     std::tuple<int64_t, int64_t> run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
              uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, int64_t page_count, uintptr_t table, int64_t table_stride,
-             int64_t told, uintptr_t logits) const {
+             int64_t logit_rows, uintptr_t logits) const {
         DecoderProblem problem = problem_;
         problem.layers = layers_.data();
         problem.layer_count = static_cast<int64_t>(layers_.size());
@@ -84,7 +86,7 @@ public:
         problem.page_count = page_count;
         problem.rows = {rows, at<const int64_t>(sequence), at<const int64_t>(position)};
         problem.hidden = at<float>(hidden);
-        problem.told = told;
+        problem.logit_rows = logit_rows;
         problem.logits = at<float>(logits);
         Saturation saturation{};
         problem.saturation = &saturation;
@@ -123,23 +125,24 @@ NB_MODULE(_native, m) {
     m.def("is_busy", &is_busy);
     m.def("assume_busy", &assume_busy);
     m.def("release_threads", &release_threads, nb::call_guard<nb::gil_scoped_release>());
+    // Asks for large pages for a fresh output: 512 times fewer page faults than with 4 KiB.
     m.def("expect_writes", [](uintptr_t address, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
         constexpr uintptr_t page = 4096;
         const uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
-        if (begin < end) madvise(at<void>(begin), end - begin, MADV_HUGEPAGE);  // a hint: the answer does not matter
+        if (begin < end) madvise(at<void>(begin), end - begin, MADV_HUGEPAGE);  // a hint: failure changes nothing
 #endif
     });
     m.def(
         "quantize",
         [](int level, uintptr_t x, int dtype, int64_t rows, int64_t columns, int64_t stride, int format,
            int64_t block_rows, int64_t block_columns, bool propagate, int rounding, double amax_floor, int margin,
-           uintptr_t given_amax, bool zero_is_unknown, uintptr_t given_scale, uintptr_t codes, uintptr_t values,
+           uintptr_t given_amax, bool measure_if_zero, uintptr_t given_scale, uintptr_t codes, uintptr_t values,
            uintptr_t scale, uintptr_t measured, bool counting) {
             Counts counts{};
             const QuantizeProblem problem{
                 {at<const void>(x), Dtype(dtype), rows, columns, stride}, Format(format), block_rows, block_columns,
-                propagate, {ScaleRounding(rounding), amax_floor, margin}, at<const float>(given_amax), zero_is_unknown,
+                propagate, {ScaleRounding(rounding), amax_floor, margin}, at<const float>(given_amax), measure_if_zero,
                 at<const float>(given_scale), at<uint8_t>(codes), at<void>(values), at<float>(scale), at<float>(measured),
                 counting, &counts};
             {
@@ -148,6 +151,7 @@ NB_MODULE(_native, m) {
             }
             return std::make_tuple(counts.nonfinite, counts.saturated, counts.underflowed);
         });
+    // The number of doubles the caller allocates for the sums.
     m.attr("CAST_SUMS") = sizeof(CastSums) / sizeof(double);
     m.def("cast_sums",
           [](int level, uintptr_t x, int dtype, int64_t rows, int64_t columns, int64_t stride, int format,

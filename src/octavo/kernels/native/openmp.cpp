@@ -1,3 +1,4 @@
+// OpenMP entry points and the team that makes GNU's runtime wait asleep (openmp.h).
 #include "openmp.h"
 
 #include <dlfcn.h>
@@ -17,16 +18,17 @@ void find(F& function, const char* name) {
     function = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
 }
 
-// GNU's runtime has no call for how its threads wait. They spin for milliseconds unless the threads of all teams are more
-// than the cores. So a thread of ours keeps a team of as many as are missing; they sleep.
-// It is not needed for any result: where there is no memory for its threads, which would end the process inside the runtime,
-// there is no team.
+// GNU's runtime has no call that sets how its threads wait: they spin for milliseconds unless the threads of all teams are more
+// than the cores. So one thread of octavo's keeps an extra team of as many threads as are missing, which only sleep. No result
+// depends on it. Where the system can start no more threads, the team is left out, since failing to start one inside the
+// runtime ends the process; can_start() tries first.
 class SleepingTeam {
 public:
     void keep(int64_t until) {
         const std::lock_guard<std::mutex> lock(mutex_);
         until_ = until;
         const OpenMP& openmp = OpenMP::runtime();
+        // max_threads() of torch's team plus these exceed the processors.
         size_ = static_cast<unsigned>(std::max(2, openmp.processors() - openmp.max_threads() + 2));
         if (!started_) started_ = can_start([this] { run(); });
         begun_.notify_one();
@@ -69,6 +71,7 @@ OpenMP::OpenMP() {
     find(processors, "omp_get_num_procs");
     find(in_parallel, "omp_in_parallel");
     find(pause, "omp_pause_resource_all");
+    // LLVM's and Intel's runtimes have kmp_* calls, GNU's has none.
     is_gnu = dlsym(RTLD_DEFAULT, "kmp_set_blocktime") == nullptr;
 }
 
@@ -78,7 +81,7 @@ const OpenMP& OpenMP::runtime() {
 }
 
 void OpenMP::end_team() const {
-    constexpr int soft = 1;
+    constexpr int soft = 1;  // omp_pause_soft: threads end, settings stay
     if (pause) pause(soft);
 }
 

@@ -1,12 +1,12 @@
-// The OpenMP runtime that torch has brought into the process. torch makes its symbols global, so they are found at run time
-// and nothing is linked.
+// The OpenMP runtime of torch, called through symbols found at run time (torch loads it with global symbols). Nothing is
+// linked: a second runtime in the process would have threads of its own beside torch's.
 #pragma once
 
 #include <cstdint>
 
 namespace octavo {
 
-// GNU's entry point, which the runtimes of LLVM and Intel have too.
+// Entry points; null without a runtime. GOMP_parallel is GNU's, which the runtimes of LLVM and Intel offer too.
 struct OpenMP {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
     int (*max_threads)() = nullptr;
@@ -18,14 +18,14 @@ struct OpenMP {
     static const OpenMP& runtime();
 
     bool is_complete() const { return parallel && max_threads && processors && in_parallel; }
-    void end_team() const;  // the calling thread's
+    void end_team() const;  // of the calling thread
 
 private:
     OpenMP();
 };
 
-// Lets threads that wait at the end of an operation sleep until then, torch's operations included: one that spins keeps the
-// core from the thread that it waits for. Of GNU's runtime only. Time is that of now_ns().
+// Until then (in now_ns() time), threads that wait at the end of an operation sleep instead of spinning, torch's operations
+// included: on a busy machine a spinning thread holds the core of the thread that it waits for. GNU's runtime only.
 void wait_asleep(int64_t until);
 
 int64_t now_ns();

@@ -1,9 +1,10 @@
-// Threads: those of the OpenMP runtime that torch has brought into the process, while the machine has cores for them.
+// parallel_for: on torch's OpenMP threads while cores are free, on octavo's own (pool.h) while the machine is busy.
 //
-// Threads of our own beside torch's, which spin for a while after each of its operations, lose where the machine is idle: a
-// training step took 1.12 to 1.14 times as long. Where it is busy, OpenMP's regions wait for threads that have no core, for
-// several ms each. So a region that had to wait (busy_period.h) puts the following ones on our own threads (pool.h) for a
-// while. In a forked child, where the runtime would wait for threads that it does not have, all regions run on them.
+// Torch's threads spin for a while after each of its operations. Own threads beside them made a training step on idle cores
+// 1.12 to 1.14 times as long. On a busy machine OpenMP's regions wait for threads that have no core, several ms each. So a
+// region that had to wait (busy_period.h) puts the following ones on the pool for a while. In a forked child, where the runtime
+// would wait for threads that do not exist there, all regions run on the pool. Results do not depend on any of this: kernels
+// fix their order of additions.
 #pragma once
 
 #include <cstdint>
@@ -12,33 +13,33 @@
 
 namespace octavo {
 
-// Whether torch's runtime was found.
+// Whether an OpenMP runtime was found in the process.
 bool has_threads();
 
-// Ends the calling thread's OpenMP team, whose other threads wait for its next work; it has a new one as soon as it needs one.
+// Ends the calling thread's OpenMP team, whose other threads wait for its next work; the next region makes a new one.
 // The runtime counts all teams' threads, and where they are more than there are cores none of them spins any more: each
 // operation then wakes threads that sleep, which made a decoder's steps of 16 rows 1.4 to 1.8 times as long.
 void release_threads();
 
-// How many the calling thread may use: torch.set_num_threads' number if it was called there, or torch has worked there since,
-// else OMP_NUM_THREADS'. Where that is the number of cores, the default, at most limit_threads'. 1 without a runtime
-// and inside another parallel region.
+// The number of threads the calling thread may use: torch.set_num_threads' number if it was called there, or torch has worked
+// there since, else OMP_NUM_THREADS'. Where that is the number of cores, the default, at most limit_threads'. 1 without a
+// runtime and inside another parallel region.
 int max_threads();
 
-// What a container's quota allows.
+// Sets the most threads that a container's CPU quota allows.
 void limit_threads(int most);
 
-// Looks whether the calling thread's team finds a core each; every larger region looks, too.
+// Runs an empty region, which detects whether the calling thread's team has a core each, as every larger region does.
 void check_threads();
 
-// Whether regions run on our own threads now, and lets them for a time: a test's or a benchmark's.
+// Whether regions run on the pool now; and makes them for some seconds, for tests and benchmarks.
 bool is_busy();
 void assume_busy(double seconds);
 
 using Body = Region::Body;
 
-// Runs body(context, begin, end) over [0, count) in parts of at least `grain`, on at most max_threads() threads. What a part
-// throws ends the others early and is thrown again, the first of it.
+// Runs body(context, begin, end) over [0, count) in parts of at least `grain`, on at most max_threads() threads. An exception
+// in a part ends the others early; the first is thrown again on the calling thread.
 void parallel_for(int64_t count, int64_t grain, Body body, void* context);
 
 template <class F>

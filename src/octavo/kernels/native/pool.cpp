@@ -1,3 +1,4 @@
+// The pool's threads (pool.h): claiming parts, sleeping and waking.
 #include "pool.h"
 
 #include <time.h>
@@ -11,10 +12,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int SPINS = 1000;  // some 20 µs: longer than the pause between two regions of a decoder's layer
-constexpr auto ALONE = std::chrono::microseconds(50);  // a thread's waking takes about 10, mostly of the caller's time
+constexpr int SPINS = 1000;  // some 20 µs: longer than between two regions of a decoder's layer, so helpers are awake for the next
+// The caller works alone this long before it wakes helpers: waking one takes about 10 µs, mostly of the caller's time.
+constexpr auto ALONE = std::chrono::microseconds(50);
+// A helper that stood still longer than LOST had no core; it leaves the regions of the next REST to the others.
 constexpr auto LOST = std::chrono::milliseconds(1), REST = std::chrono::milliseconds(50);
 
+// Tells the core that this is a spin loop: it yields to the other hardware thread.
 void pause() {
 #if defined(__SSE2__)
     _mm_pause();
@@ -23,7 +27,7 @@ void pause() {
 #endif
 }
 
-// How long the calling thread has stood still since it began, without a core or a page.
+// Wall-clock time less CPU time of the calling thread: how long it had no core, or waited for a page.
 class Standstill {
 public:
     bool is_long() const { return (Clock::now() - begun_) - (cpu_time() - used_) > LOST; }
@@ -39,6 +43,7 @@ private:
     const std::chrono::nanoseconds used_ = cpu_time();
 };
 
+// Spins for `condition`; false if it did not come in SPINS turns.
 template <class F>
 bool comes_soon(const F& condition) {
     for (int i = 0; i < SPINS; ++i) {
@@ -54,6 +59,8 @@ template <class F>
 void Pool::take_parts(const F& go_on) {
     const InRegion taking;
     for (int64_t left = left_; left > 0 && go_on(); left = left_)
+        // A claim by compare and swap never takes left_ below 0, so a helper that is late by a region claims a part of the new
+        // one or none.
         if (left_.compare_exchange_weak(left, left - 1)) run_part(left);
 }
 
@@ -63,7 +70,7 @@ void Pool::in_thread(Pool& pool, int index) {
 
 void Pool::run(Region& region, int threads) {
     const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-    if (!turn) {
+    if (!turn) {  // another thread's region is running
         for (int64_t i = 0; i < region.parts(); ++i) region.run(i);
         return;
     }
@@ -78,8 +85,9 @@ void Pool::run(Region& region, int threads) {
 void Pool::begin(Region& region, int helpers) {
     try {
         for (; started_ < helpers; ++started_) start_(*this, started_);
-    } catch (const std::system_error&) {  // no memory for another thread, or a limit: those that are there do its parts
+    } catch (const std::system_error&) {  // out of memory or thread limit: the threads there are do all parts
     }
+    // left_ last: it publishes the region.
     region_ = &region;
     helpers_ = helpers;
     unfinished_ = region.parts();
@@ -87,7 +95,7 @@ void Pool::begin(Region& region, int helpers) {
 }
 
 void Pool::wake_helpers() {
-    if (left_ == 0 || asleep_ == 0) return;  // who falls asleep counts itself first, and then looks at left_
+    if (left_ == 0 || asleep_ == 0) return;  // no wake-up is lost: a sleeper counts itself, then reads left_
     { const std::lock_guard<std::mutex> lock(mutex_); }
     begun_.notify_all();
 }
@@ -97,7 +105,7 @@ void Pool::help(int index) {
         wait_for_parts(index);
         const Standstill standstill;
         take_parts([&standstill] { return !standstill.is_long(); });
-        if (standstill.is_long()) std::this_thread::sleep_for(REST);  // the region has waited for it, and others would
+        if (standstill.is_long()) std::this_thread::sleep_for(REST);  // this region waited for it; the next ones shall not
     }
 }
 
@@ -113,7 +121,7 @@ void Pool::wait_for_parts(int index) {
 void Pool::run_part(int64_t left) {
     region_->run(region_->parts() - left);
     if (--unfinished_ > 0) return;
-    { const std::lock_guard<std::mutex> lock(mutex_); }  // the region may be gone by now
+    { const std::lock_guard<std::mutex> lock(mutex_); }  // not read any more: the region may be gone
     finished_.notify_one();
 }
 

@@ -1,8 +1,8 @@
-// Threads of our own, for a busy machine: a region ends when its parts are done, not when all threads have come.
+// Thread pool for a busy machine: a region ends when its parts are done, not when all threads have arrived.
 //
-// The caller takes parts like the others, and waits for those alone that others have begun; a thread that comes late finds
-// none left. Between regions threads wait asleep, after a moment, so that other work has the core, and are woken for regions
-// alone that turn out to be long. One that has lost its core in the middle of a part rests: there are fewer threads then.
+// The caller takes parts like the others, and waits only for parts that others have begun; a thread that comes late finds none
+// left. Between regions threads spin some 20 µs, then sleep, so that other work has the core, and are woken only for regions
+// that turn out to be long. A thread that lost its core in the middle of a part pauses for 50 ms: fewer threads then work.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@ public:
     // region runs, and inside a part.
     void run(Region& region, int threads);
 
-    // What a helper does, for ever.
+    // A helper thread's loop; never returns.
     [[noreturn]] void help(int index);
 
     static void in_thread(Pool& pool, int index);
@@ -40,14 +40,14 @@ private:
     bool has_parts_for(int index) const { return left_ > 0 && index < helpers_; }
 
     const Start start_;
-    std::mutex turn_;  // of the thread whose region runs
+    std::mutex turn_;  // held by the thread whose region runs
     int started_ = 0;  // helpers, ever
 
-    // Read only by who has claimed a part: the caller changes it when none is left and all are done.
+    // Read only by a thread that has claimed a part; the caller changes it when no part is left and all are done.
     Region* region_ = nullptr;
     std::atomic<int64_t> left_{0}, unfinished_{0};  // unclaimed parts; parts that are not done
     std::atomic<int> helpers_{0}, asleep_{0};
-    std::mutex mutex_;  // of both:
+    std::mutex mutex_;  // of both condition variables
     std::condition_variable begun_, finished_;
 };
 

@@ -1,8 +1,16 @@
-// amax, scale and codes of a matrix, one scale a group.
+// Casts a matrix to FP8 with one scale a group: amax, scale, codes (or their values), counts.
 //
-// A group, or a part of a large one, is measured and cast while it is in the first-level cache: memory is read once,
-// except by a scale for the whole tensor that has to be measured first. Whatever needs care, NaN and Inf among the
-// elements, is seen in the maximum of the magnitudes' bits and then handled by a slow loop.
+//   amax = max |x| over the group's finite elements    encode_scale = scale rule(amax)    scale = 1 / encode_scale
+//   code = RNE(x · encode_scale), saturated at the format's maximum, in FP32
+//
+// x [rows, columns], rows `stride` apart; codes [rows, columns], dense; scale, measured [row groups, column groups], dense.
+// One thread owns a span of SPAN elements (tensorwise), a block (blockwise, rowwise), or a band of rows by up to COLUMN_TILE
+// columns (one scale a column). Groups are measured and cast while they are in the first-level cache, so memory is read once;
+// tensorwise dynamic scaling reads it twice, because no element can be cast before the last was measured.
+//
+// NaN and Inf show in the maximum of the magnitudes' bits, so the fast loops test nothing; a group that has one is measured
+// again by a scalar loop. Definition: numerics/cast.py and numerics/scaling.py, equal to the bit at every level
+// (tests/oracle/test_native_casts.py, tests/native/casts.cpp).
 #pragma once
 
 #include "dequantize.h"
@@ -13,70 +21,79 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t SPAN = 4096;         // elements that are measured and cast in one go
-constexpr int64_t COLUMN_TILE = 1024;  // columns with a scale each that are worked on together, at most
+// Elements measured and cast together: 16 KiB of FP32 and 4 KiB of codes, in a first-level cache of 32 KiB.
+constexpr int64_t SPAN = 4096;
+constexpr int64_t COLUMN_TILE = 1024;  // columns with a scale each, at most: 4 KiB of amaxes and 4 KiB of scales
 constexpr int64_t PARALLEL_ELEMENTS = 16384;  // fewer are not worth another thread
 
-// Magnitudes, by their bits.
+// Magnitudes are compared as integers: for non-negative FP32 the order of the bits is the order of the values, NaN above Inf
+// above all finite numbers. Integer maxima need no rule for NaN.
 
 inline uint32_t f32_bits(float value) { return bits_as<uint32_t>(value); }
 
 // The largest magnitude of n elements, in FP32 bits; at least EXPONENT where one of them is NaN or Inf.
 inline uint32_t largest_magnitude(const float* x, int64_t n) {
-    u32v found[4] = {};
+    u32v maxima[4] = {};  // four independent maxima hide the latency of one
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
         for (int part = 0; part < 4; ++part)
-            found[part] = largest(found[part], load<u32v>(x + i + part * LANES) & MAGNITUDE);
-    const u32v both = largest(largest(found[0], found[1]), largest(found[2], found[3]));
+            maxima[part] = largest(maxima[part], load<u32v>(x + i + part * LANES) & MAGNITUDE);
+    const u32v both = largest(largest(maxima[0], maxima[1]), largest(maxima[2], maxima[3]));
     uint32_t result = largest_lane(both);
     for (; i < n; ++i) result = largest(result, f32_bits(x[i]) & MAGNITUDE);
     return result;
 }
 
-template <class T>  // 16 bits each, twice the lanes
+// BF16 and FP16 are compared in their own 16 bits, twice the lanes, and only the maximum is converted.
+template <class T>
 inline uint32_t largest_magnitude(const T* x, int64_t n) {
     constexpr int lanes = 2 * LANES;
-    u16v found[2] = {};
+    u16v maxima[2] = {};
     int64_t i = 0;
     for (; i + 2 * lanes <= n; i += 2 * lanes)
         for (int part = 0; part < 2; ++part)
-            found[part] = largest(found[part], load<u16v>(x + i + part * lanes) & uint16_t(0x7fff));
-    const u16v both = largest(found[0], found[1]);
+            maxima[part] = largest(maxima[part], load<u16v>(x + i + part * lanes) & uint16_t(0x7fff));
+    const u16v both = largest(maxima[0], maxima[1]);
     const u32v pairs = bits_as<u32v>(both);
     T result = {uint16_t(largest_lane(largest(pairs & 0xffff, pairs >> 16)))};
     for (; i < n; ++i) result.bits = largest(result.bits, uint16_t(x[i].bits & 0x7fff));
     return f32_bits(as_f32(result));
 }
 
-struct Measured {
+struct Measurement {
     uint32_t amax = 0;  // of the finite elements, in FP32 bits
     int64_t nonfinite = 0;
 };
 
-// Of rows of n elements, `stride` apart.
+// amax of rows of n elements, `stride` apart. The second loop runs only where the first saw NaN or Inf.
 template <class T>
-inline Measured measure(const T* x, int64_t n, int64_t rows = 1, int64_t stride = 0) {
-    Measured found;
-    for (int64_t r = 0; r < rows; ++r) found.amax = largest(found.amax, largest_magnitude(x + r * stride, n));
-    if (found.amax < EXPONENT) return found;
-    found.amax = 0;
+inline Measurement measure(const T* x, int64_t n, int64_t rows = 1, int64_t stride = 0) {
+    Measurement measurement;
+    for (int64_t r = 0; r < rows; ++r) measurement.amax = largest(measurement.amax, largest_magnitude(x + r * stride, n));
+    if (measurement.amax < EXPONENT) return measurement;
+    // For FP16, as_f32 maps its NaN and Inf to FP32's, so one test serves all dtypes.
+    measurement.amax = 0;
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t i = 0; i < n; ++i) {
             const uint32_t bits = f32_bits(as_f32(x[r * stride + i])) & MAGNITUDE;
-            if (bits >= EXPONENT) ++found.nonfinite;
-            else found.amax = largest(found.amax, bits);
+            if (bits >= EXPONENT) ++measurement.nonfinite;
+            else measurement.amax = largest(measurement.amax, bits);
         }
-    return found;
+    return measurement;
 }
 
-// Scales.
-
+// The encode scale for an amax, F::max / amax under the rule's rounding; numerics/scaling.py is the definition.
+//
+// All in FP64 until one rounding to FP32. `provided` is at least the smallest normal double, so that an amax of 0 divides to a
+// finite number and its exponent field is valid. The result is clamped to FP32's normal numbers: its reciprocal, the decode
+// scale, is then finite and not 0.
 template <class F>
 inline float encode_scale_of(float amax, const ScaleRule& rule) {
     const double floor = largest(rule.amax_floor, 2.2250738585072014e-308);
     const double provided = largest(static_cast<double>(amax), floor);
     if (rule.rounding == ScaleRounding::floor || rule.rounding == ScaleRounding::even) {
+        // floor: 2^(max_exponent - floor(log2 amax)). even: amax is first rounded to the format's mantissa, by adding half of
+        // its last place; a carry moves the exponent.
         const uint64_t half = rule.rounding == ScaleRounding::even ? uint64_t(1) << (51 - F::mantissa_bits) : 0;
         const int exponent = static_cast<int>((bits_as<uint64_t>(provided) + half) >> 52) - 1023;
         const int wanted = F::max_exponent - rule.margin - exponent;
@@ -86,29 +103,29 @@ inline float encode_scale_of(float amax, const ScaleRule& rule) {
     const double quotient = target / provided;
     const float limited =
         static_cast<float>(least_of(largest(quotient, double(__FLT_MIN__)), double(__FLT_MAX__)));
+    // rceil rounds the decode scale up to a power of two, so the encode scale down: its mantissa is dropped.
     return rule.rounding == ScaleRounding::rceil ? bits_as<float>(f32_bits(limited) & EXPONENT) : limited;
 }
 
 inline bool is_given(const QuantizeProblem& p, int64_t g) {
-    return p.given_amax && (p.given_amax[g] > 0 || !p.zero_is_unknown);
+    return p.given_amax && (p.given_amax[g] > 0 || !p.measure_if_zero);
 }
 
 // The encode scale of group g; its decode scale is written unless it was given.
 template <class F>
 inline float group_scale(const QuantizeProblem& p, int64_t g, uint32_t measured_amax) {
-    if (p.given_scale) return least_of(1.0f / p.given_scale[g], __FLT_MAX__);
+    if (p.given_scale) return least_of(1.0f / p.given_scale[g], __FLT_MAX__);  // 1 / subnormal is Inf
     const float amax = is_given(p, g) ? p.given_amax[g] : bits_as<float>(measured_amax);
     const float encode_scale = encode_scale_of<F>(amax, p.rule);
     p.scale[g] = 1.0f / encode_scale;
     return encode_scale;
 }
 
-// Casts.
-
 struct CastCounts {
     int64_t saturated = 0, underflowed = 0;
 };
 
+// Statistics of n lanes: finite elements beyond the maximum before saturation, and nonzero ones whose code is zero.
 template <class F>
 inline void count(CastCounts& counts, f32v x, f32v scaled, u32v codes, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
@@ -119,8 +136,10 @@ inline void count(CastCounts& counts, f32v x, f32v scaled, u32v codes, int64_t n
     }
 }
 
-// Most of a row of finite elements with one scale, and how many that are. As many elements ahead lies what is measured
-// next: memory goes on reading while these, which are in a cache, are cast.
+// Casts whole groups of 4 · LANES finite elements with one positive scale; returns how many, the caller does the rest.
+//
+// Prefetches n elements ahead, where the next span to be measured lies: memory goes on reading while these, which the
+// first-level cache holds, are cast.
 template <class F, class T>
 inline int64_t cast_finite(const T* x, uint8_t* codes, int64_t n, float scale) {
     const f32v scales = all(scale);
@@ -138,6 +157,7 @@ inline int64_t cast_finite(const T* x, uint8_t* codes, int64_t n, float scale) {
     return i;
 }
 
+// BF16 stays in pairs: two elements share a 32-bit lane until the codes are joined (encode_words), so a pair costs one load.
 template <class F>
 inline int64_t cast_finite(const Bf16* x, uint8_t* codes, int64_t n, float scale) {
     const f32v scales = all(scale);
@@ -151,11 +171,13 @@ inline int64_t cast_finite(const Bf16* x, uint8_t* codes, int64_t n, float scale
     return i;
 }
 
-// One row of elements; `scales` steps from lane to lane, or is the same for all.
+// Casts n elements of a row. SCALE_PER_COLUMN: scales[n], one an element; otherwise scales[0] is for all. FINITE leaves out the
+// tests for NaN and Inf; `inf` is the code of an infinite input.
 template <class T, class F, bool SCALE_PER_COLUMN, bool FINITE, bool COUNTING>
 inline void cast_row(const T* x, uint8_t* codes, int64_t n, const float* scales, uint32_t inf, CastCounts& counts) {
     const f32v same = all(scales[0]);
     auto scale_at = [&](int64_t i) { return SCALE_PER_COLUMN ? load<f32v>(scales + i) : same; };
+    // A scale of 0 or NaN, possible only if the caller gave it, takes the general loops.
     int64_t i = FINITE && !SCALE_PER_COLUMN && !COUNTING && scales[0] > 0 ? cast_finite<F>(x, codes, n, scales[0]) : 0;
     if (!COUNTING)
         for (; i + 4 * LANES <= n; i += 4 * LANES) {
@@ -177,7 +199,7 @@ inline void cast_row(const T* x, uint8_t* codes, int64_t n, const float* scales,
     }
 }
 
-// One problem, its types known.
+// A QuantizeProblem with its element type T and format F known at compile time.
 template <class T, class F>
 struct Quantizer {
     const QuantizeProblem& p;
@@ -186,19 +208,21 @@ struct Quantizer {
 
     template <bool SCALE_PER_COLUMN>
     void cast_codes(const T* from, uint8_t* to, int64_t n, const float* scales, bool finite) const {
-        CastCounts found;
+        CastCounts cast_counts;
         if (!p.counting) {
-            if (finite) cast_row<T, F, SCALE_PER_COLUMN, true, false>(from, to, n, scales, inf, found);
-            else cast_row<T, F, SCALE_PER_COLUMN, false, false>(from, to, n, scales, inf, found);
+            if (finite) cast_row<T, F, SCALE_PER_COLUMN, true, false>(from, to, n, scales, inf, cast_counts);
+            else cast_row<T, F, SCALE_PER_COLUMN, false, false>(from, to, n, scales, inf, cast_counts);
             return;
         }
-        cast_row<T, F, SCALE_PER_COLUMN, false, true>(from, to, n, scales, inf, found);
-        __atomic_fetch_add(&p.counts->saturated, found.saturated, __ATOMIC_RELAXED);
-        __atomic_fetch_add(&p.counts->underflowed, found.underflowed, __ATOMIC_RELAXED);
+        cast_row<T, F, SCALE_PER_COLUMN, false, true>(from, to, n, scales, inf, cast_counts);
+        // Relaxed is enough: integers in any order, read after the region has ended.
+        __atomic_fetch_add(&p.counts->saturated, cast_counts.saturated, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&p.counts->underflowed, cast_counts.underflowed, __ATOMIC_RELAXED);
     }
 
-    // n elements of a row, of group g or, with a scale per column, of as many groups from there on: to codes at `at`, or
-    // to their values, by way of codes that stay in the first-level cache.
+    // Casts n elements of one row to codes at offset `at`, or to the codes' values (fake quantization) through a buffer of SPAN
+    // codes in the first-level cache. g is their group, or with SCALE_PER_COLUMN the first of n groups. `values` may be x
+    // itself: a part is read completely before it is written.
     template <bool SCALE_PER_COLUMN>
     void cast(const T* from, int64_t at, int64_t n, const float* scales, int64_t g, bool finite) const {
         if (!p.values) {
@@ -216,12 +240,12 @@ struct Quantizer {
         }
     }
 
-    void add_nonfinite(int64_t found) const {
-        if (found) __atomic_fetch_add(&p.counts->nonfinite, found, __ATOMIC_RELAXED);
+    void add_nonfinite(int64_t nonfinite) const {
+        if (nonfinite) __atomic_fetch_add(&p.counts->nonfinite, nonfinite, __ATOMIC_RELAXED);
     }
 
-    // One scale for the tensor.
-
+    // Tensorwise. Calls each(from, at, n) for all spans in parallel; a dense matrix counts as one long row, so that spans are
+    // full.
     template <class Each>
     void for_each_span(const Each& each) const {
         const bool dense = p.x.stride == p.x.columns;
@@ -236,42 +260,43 @@ struct Quantizer {
         });
     }
 
-    static void raise(uint32_t* shared, uint32_t found) {
+    // shared = max(shared, value), atomically. A maximum has no order, so the result does not depend on the threads.
+    static void raise(uint32_t* shared, uint32_t value) {
         uint32_t seen = __atomic_load_n(shared, __ATOMIC_RELAXED);
-        while (seen < found && !__atomic_compare_exchange_n(shared, &seen, found, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+        while (seen < value && !__atomic_compare_exchange_n(shared, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
         }
     }
 
     void per_tensor() const {
         uint32_t amax = 0;
-        auto look = [&](const T* from, int64_t n) {
-            const Measured found = measure(from, n);
-            raise(&amax, found.amax);
-            add_nonfinite(found.nonfinite);
-            return found.nonfinite == 0;
+        auto measure_span = [&](const T* from, int64_t n) {
+            const Measurement measurement = measure(from, n);
+            raise(&amax, measurement.amax);
+            add_nonfinite(measurement.nonfinite);
+            return measurement.nonfinite == 0;
         };
+        // With a scale or amax given, measuring and casting are one pass; otherwise all is measured first.
         const bool known = p.given_scale || is_given(p, 0);
-        if (!known) for_each_span([&](const T* from, int64_t, int64_t n) { look(from, n); });
+        if (!known) for_each_span([&](const T* from, int64_t, int64_t n) { measure_span(from, n); });
         const float encode_scale = group_scale<F>(p, 0, amax);
         const bool finite = p.counts->nonfinite == 0;
         for_each_span([&](const T* from, int64_t at, int64_t n) {
-            cast<false>(from, at, n, &encode_scale, 0, known ? look(from, n) : finite);
+            cast<false>(from, at, n, &encode_scale, 0, known ? measure_span(from, n) : finite);
         });
         p.measured[0] = bits_as<float>(amax);
     }
 
-    // A scale for every block.
-
+    // Casts the block of group g whose first element is [row, column]; edge blocks are smaller.
     void block(int64_t g, int64_t row, int64_t column) const {
         const int64_t rows = least_of(p.block_rows, p.x.rows - row);
         const int64_t columns = least_of(p.block_columns, p.x.columns - column);
-        const Measured found = measure(x + row * p.x.stride + column, columns, rows, p.x.stride);
-        add_nonfinite(found.nonfinite);
-        p.measured[g] = bits_as<float>(found.amax);
-        const float encode_scale = group_scale<F>(p, g, found.amax);
+        const Measurement measurement = measure(x + row * p.x.stride + column, columns, rows, p.x.stride);
+        add_nonfinite(measurement.nonfinite);
+        p.measured[g] = bits_as<float>(measurement.amax);
+        const float encode_scale = group_scale<F>(p, g, measurement.amax);
         for (int64_t r = row; r < row + rows; ++r)
             cast<false>(x + r * p.x.stride + column, r * p.x.columns + column, columns, &encode_scale, g,
-                        found.nonfinite == 0);
+                        measurement.nonfinite == 0);
     }
 
     void per_block() const {
@@ -283,14 +308,15 @@ struct Quantizer {
         });
     }
 
-    // A scale for every column of a band of rows: what a transposed operand's rows are.
-
+    // Scales for `tile` columns of one band of rows, from column `first` on: the rowwise scales of a transposed operand,
+    // without transposing it. Rows are read in memory order, twice: once into amax[], once to cast.
     void columns(int64_t band, int64_t first, int64_t tile) const {
         const int64_t n = least_of(tile, p.x.columns - first), row = band * p.block_rows;
         const int64_t last = least_of(row + p.block_rows, p.x.rows), g = band * p.x.columns + first;
         uint32_t amax[COLUMN_TILE] = {};
         float scales[COLUMN_TILE];
         for (int64_t r = row; r < last; ++r) raise_columns(amax, x + r * p.x.stride + first, n);
+        // One NaN or Inf anywhere in the tile sends all of it through the scalar loop.
         const bool finite = largest_magnitude(reinterpret_cast<const float*>(amax), n) < EXPONENT;
         if (!finite) {
             std::memset(amax, 0, sizeof amax);
@@ -322,6 +348,7 @@ struct Quantizer {
     }
 
     void per_column() const {
+        // At least one tile a thread, in multiples of 64 columns: 64 codes are a cache line.
         const int64_t share = p.x.columns / max_threads() / 64 * 64;
         const int64_t tile = least_of(largest<int64_t>(share, 64), COLUMN_TILE);
         const int64_t bands = (p.x.rows + p.block_rows - 1) / p.block_rows, tiles = (p.x.columns + tile - 1) / tile;
@@ -333,6 +360,7 @@ struct Quantizer {
 
     void run() const {
         const bool all_rows = p.block_rows >= p.x.rows, all_columns = p.block_columns >= p.x.columns;
+        // Rowwise is a block of one row and all columns.
         if (all_rows && all_columns) per_tensor();
         else if (p.block_columns == 1) per_column();
         else per_block();

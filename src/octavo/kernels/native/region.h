@@ -1,4 +1,6 @@
-// A region of work: [0, count) in parts, whose first exception ends it early.
+// A parallel region: body(context, begin, end) over [0, count) in parts; the first exception ends it early.
+//
+// Shared by OpenMP's teams and the pool, so that a part runs the same way on both.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +14,12 @@
 
 namespace octavo {
 
-// Subnormal numbers count as what they are, whatever torch.set_flush_denormal says: codes are made of them.
+// Clears flush-to-zero and denormals-are-zero on this thread and restores them. Kernels need subnormals whatever
+// torch.set_flush_denormal says: shifted codes (words.h) and tiny scales are subnormal FP32 numbers.
 class Subnormals {
 public:
 #if defined(__SSE2__)
-    Subnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }  // FTZ, DAZ
+    Subnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }  // FTZ is bit 15, DAZ bit 6
     ~Subnormals() { _mm_setcsr(before_); }
 
 private:
@@ -30,9 +33,10 @@ private:
 #endif
 };
 
+// Set while the thread runs a part: a region inside one runs on that thread alone, since all threads are in use.
 inline thread_local bool in_region = false;
 
-// While a thread takes parts: a region inside a part is the thread's alone.
+// Marks the calling thread as inside a region for its own lifetime.
 class InRegion {
 public:
     InRegion() : before_(in_region) { in_region = true; }
@@ -49,11 +53,11 @@ struct Region {
     void* context;
     int64_t count, part;
     std::atomic<bool> failed{false};
-    std::exception_ptr error{};  // the first; none may leave a thread, which would end the process
+    std::exception_ptr error{};  // the first; an exception that left its thread would end the process
 
     int64_t parts() const { return (count + part - 1) / part; }
 
-    // Each part once. After an exception the rest does nothing.
+    // Runs part `index`; after an exception in any part it does nothing.
     void run(int64_t index) {
         if (failed.load(std::memory_order_relaxed)) return;
         try {

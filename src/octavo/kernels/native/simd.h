@@ -1,7 +1,16 @@
-// Vectors of one level's width, in GCC's vector extension: plain operators, and the compiler picks the instructions.
+// Vectors of one instruction set's width, in GCC's vector extension: plain operators, and the compiler selects instructions.
 //
-// Included by level.cpp only, which is compiled once for every level. Everything stands in an unnamed namespace: two
-// levels must never share a function, or the linker might keep the copy whose instructions this processor lacks.
+//   level                   OCTAVO_WIDTH   LANES   registers
+//   avx512, avx512_bf16     64 bytes       16      32
+//   avx2 (with FMA, F16C)   32 bytes        8      16
+//   neon, baseline          16 bytes        4      32 (NEON), 16 (SSE2)
+//
+// Intrinsics appear only where GCC 12 writes something much slower: widening bytes, broadcasts, minima, FP16 conversions,
+// packing. All branches of a function return the same numbers; only fused() may differ, in the baseline, which has no FMA.
+// Kernels are built with -ffp-contract=off, so a * b + c is never fused by the compiler.
+//
+// Included by level.cpp only, which is compiled once for every level. Everything is in an unnamed namespace: two levels must
+// never share a function, or the linker might keep the copy whose instructions this processor lacks.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +44,7 @@ typedef uint16_t u16h __attribute__((vector_size(OCTAVO_WIDTH / 2)));  // as man
 typedef uint8_t u8q __attribute__((vector_size(OCTAVO_WIDTH / 4)));
 typedef uint8_t u8v __attribute__((vector_size(OCTAVO_WIDTH)));
 
+// memcpy, since operands have no alignment and codes alias other types; it compiles to one unaligned load.
 template <class V, class T>
 inline V load(const T* from) {
     V value;
@@ -55,6 +65,7 @@ inline To bits_as(From value) {
     return result;
 }
 
+// A broadcast, by intrinsic because GCC 12 writes something slower. `f32v{} + value` would also turn -0 into +0.
 inline f32v all(float value) {
 #if defined(__AVX512F__)
     return (f32v)_mm512_set1_ps(value);
@@ -80,7 +91,7 @@ inline f32v fused(f32v a, f32v b, f32v c) {
 #endif
 }
 
-// The lower and the upper half of the lanes in FP64.
+// The lower and the upper half of the lanes in FP64: a vector of doubles has half as many.
 struct Doubles {
     f64v low, high;
 };
@@ -102,6 +113,7 @@ constexpr inline V largest(V a, V b) {
     return a > b ? a : b;
 }
 
+// Lane by lane; GCC 12 compiles the select on bytes to more than the one instruction there is.
 inline u8v largest_byte(u8v a, u8v b) {
 #if defined(__AVX512BW__)
     return (u8v)_mm512_max_epu8((__m512i)a, (__m512i)b);
@@ -112,7 +124,7 @@ inline u8v largest_byte(u8v a, u8v b) {
 #endif
 }
 
-// The largest of the lanes, by halves.
+// The largest lane, by halves: log2(LANES) steps.
 inline uint32_t largest_lane(u32v value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epu32((__m512i)value);
@@ -156,7 +168,7 @@ inline bool any(V mask) {  // of a comparison: all bits of a lane, or none
     return found != 0;
 }
 
-// LANES bytes or 16-bit words, zero-extended. GCC would take __builtin_convertvector apart into single elements.
+// LANES bytes or 16-bit words, zero-extended to 32 bits. GCC 12 compiles __builtin_convertvector here to one insert an element.
 inline u32v widen(const uint8_t* from) {
 #if defined(__AVX512F__)
     return (u32v)_mm512_cvtepu8_epi32(load<__m128i>(from));
@@ -177,11 +189,12 @@ inline u32v widen(const uint16_t* from) {
 #endif
 }
 
-// The low halves of the lanes, which hold no more.
+// LANES 32-bit lanes below 2^16, as 16-bit words.
 inline void store_words(uint16_t* to, u32v value) {
 #if defined(__AVX512F__)
     store(to, _mm512_cvtepi32_epi16((__m512i)value));
 #elif defined(__AVX2__)
+    // AVX2 packs within each 128-bit half, so the two wanted quadwords are 0 and 2.
     const __m256i packed = _mm256_packus_epi32((__m256i)value, (__m256i)value);
     store(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #else
@@ -189,7 +202,7 @@ inline void store_words(uint16_t* to, u32v value) {
 #endif
 }
 
-// Lanes of two vectors in turn: a[0], b[0], a[1], b[1] ...
+// Two vectors interleaved: low = a[0], b[0], a[1], b[1] ..., high = the rest.
 struct Zipped {
     f32v low, high;
 };
@@ -205,14 +218,15 @@ constexpr i32v EVENS = {0, 2, 4, 6}, TURNS = {0, 4, 1, 5};
 
 inline Zipped zip(f32v a, f32v b) { return {__builtin_shuffle(a, b, TURNS), __builtin_shuffle(a, b, TURNS + LANES / 2)}; }
 
-// The even lanes of two vectors, and the odd ones.
+// The even lanes of two vectors, and the odd ones: the inverse of zip.
 struct Unzipped {
     f32v even, odd;
 };
 
 inline Unzipped unzip(f32v a, f32v b) { return {__builtin_shuffle(a, b, EVENS), __builtin_shuffle(a, b, EVENS + 1)}; }
 
-// LANES vectors of lanes, lane i of vector j to lane j of vector i.
+// Transposes a LANES x LANES matrix of 32-bit lanes in place. AVX2: 8 x 8 in three rounds of 8 shuffles, of which only the last
+// crosses 128-bit halves. Otherwise log2(LANES) rounds of interleaving vector i with vector i + LANES / 2.
 inline void transpose(u32v (&x)[LANES]) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     __m256i pairs[8], fours[8];
@@ -242,7 +256,7 @@ inline void transpose(u32v (&x)[LANES]) {
 #endif
 }
 
-// Elements in memory. A wide load reads LANES elements.
+// Elements in memory; load_f32 and store_f32 convert LANES of them from and to FP32.
 
 struct Bf16 { uint16_t bits; };
 struct F16 { uint16_t bits; };
@@ -275,11 +289,13 @@ inline f32v load_f32(const F16* from) {
 #endif
 }
 
-// Round to nearest even; a NaN stays one.
+// Round to nearest even; a NaN stays a NaN.
 inline void store_f32(float* to, f32v value) { store(to, value); }
 
 inline void store_f32(Bf16* to, f32v value) {
     const u32v bits = bits_as<u32v>(value);
+    // Adds half a unit of bit 16 less one, plus that bit itself: ties go to even, and a carry moves the exponent as it should.
+    // A NaN could carry into Inf, so its mantissa is truncated and made quiet instead.
     const u32v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const u32v is_nan = (u32v)((bits & 0x7fffffff) > 0x7f800000);
     store_words(&to->bits, is_nan ? (bits >> 16) | 0x40 : rounded);
@@ -295,7 +311,8 @@ inline void store_f32(F16* to, f32v value) {
 #endif
 }
 
-// LANES elements or fewer, those through a buffer: what lies beyond is zero, and is not written.
+// `count` <= LANES elements. Fewer go through a buffer: lanes past the end are zero when loaded and not written when stored, so
+// no access passes the end of a tensor.
 template <class T>
 inline f32v load_f32(const T* from, int64_t count) {
     if (count == LANES) return load_f32(from);
@@ -312,7 +329,7 @@ inline void store_f32(T* to, f32v value, int64_t count) {
     std::memcpy(to, buffer, count * sizeof(T));
 }
 
-// The low byte of every lane.
+// LANES lanes below 256, as bytes. AVX2's packs leave bytes 0 to 3 in doubleword 0 and bytes 4 to 7 in doubleword 4.
 inline void store_bytes(uint8_t* to, u32v value) {
 #if defined(__AVX512F__)
     store(to, _mm512_cvtepi32_epi8((__m512i)value));
@@ -326,7 +343,7 @@ inline void store_bytes(uint8_t* to, u32v value) {
 #endif
 }
 
-// Four vectors of bytes at once, which is cheaper where bytes are packed across halves of a register.
+// Four vectors at once: with AVX2 three packs and one permutation, where four calls take eight and four.
 inline void store_bytes(uint8_t* to, u32v a, u32v b, u32v c, u32v d) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i ab = _mm256_packus_epi32((__m256i)a, (__m256i)b), cd = _mm256_packus_epi32((__m256i)c, (__m256i)d);
@@ -340,7 +357,8 @@ inline void store_bytes(uint8_t* to, u32v a, u32v b, u32v c, u32v d) {
 #endif
 }
 
-// Four vectors of codes without signs, and numbers that have them.
+// Codes without signs, bytes[4], and the numbers whose signs they get. With AVX2 the numbers are packed with signed saturation,
+// which keeps every sign bit, so signs are joined once for all bytes instead of once a vector.
 inline void store_bytes(uint8_t* to, const u32v (&bytes)[4], const f32v (&signs)[4]) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     auto words = [](auto a, auto b) { return _mm256_packs_epi32((__m256i)a, (__m256i)b); };
@@ -360,7 +378,7 @@ inline void store_bytes(uint8_t* to, u32v value, int64_t count) {
     std::memcpy(to, buffer, count);
 }
 
-// The lower halves of the lanes, those of `odd` between those of `even`.
+// 16-bit words: the low halves of `even` at even places, those of `odd` at odd places.
 inline u16v join_halves(u32v even, u32v odd) {
 #if defined(__AVX512F__)
     return (u16v)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)even, (__m512i)(odd << 16));
@@ -371,7 +389,8 @@ inline u16v join_halves(u32v even, u32v odd) {
 #endif
 }
 
-// The low bytes of words below 256, and the highest bit of words, to the same place.
+// Bytes from words below 256 of `a` then `b`, each with the top bit of the word at its place in sign_of_a, sign_of_b. x86 packs
+// within 128-bit parts; the last permutation restores the order.
 inline u8v narrow(u16v a, u16v b, u16v sign_of_a, u16v sign_of_b) {
 #if defined(__AVX512F__)
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
@@ -388,12 +407,13 @@ inline u8v narrow(u16v a, u16v b, u16v sign_of_a, u16v sign_of_b) {
 #endif
 }
 
-// Tables of 16 bytes, repeated over a register: byte index % 16 of them, zero where the index has its highest bit set.
+// Look-ups in a table of 16 bytes (pshufb, vqtbl1q). The baseline x86 level has no such instruction, and no tables.
 #if defined(__AVX2__) || defined(__aarch64__)
 #define OCTAVO_BYTE_TABLES
 
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
+// The table in every 128-bit part: pshufb looks up within its own part.
 inline u8v repeated(u8x16 table) {
 #if defined(__AVX512F__)
     return (u8v)_mm512_broadcast_i32x4((__m128i)table);
@@ -404,7 +424,7 @@ inline u8v repeated(u8x16 table) {
 #endif
 }
 
-// Of 16 words, the low bytes, or the high ones.
+// The low bytes of 16 words; high_bytes the high ones.
 inline u8x16 low_bytes(const uint16_t* words) {
     const u8x16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
     return __builtin_shuffle(load<u8x16>(words), load<u8x16>(words + 8), even);
@@ -415,6 +435,7 @@ inline u8x16 high_bytes(const uint16_t* words) {
     return __builtin_shuffle(load<u8x16>(words), load<u8x16>(words + 8), odd);
 }
 
+// table[index & 15], or 0 where bit 7 of the index is set. vqtbl1q gives 0 for any index above 15, so bits 4 to 6 are masked.
 inline u8v look_up(u8v table, u8v index) {
 #if defined(__AVX512F__)
     return (u8v)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
@@ -425,7 +446,8 @@ inline u8v look_up(u8v table, u8v index) {
 #endif
 }
 
-// Words out of their low and high bytes, which spread_bytes loaded: the first half of them, or the second.
+// spread_bytes loads bytes in such an order that store_joined, whose unpack instructions work within 128-bit parts, writes
+// words in the order of memory: one permutation of the codes instead of two of the words.
 inline u8v spread_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)
     return (u8v)_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), load<__m512i>(from));
@@ -436,6 +458,7 @@ inline u8v spread_bytes(const uint8_t* from) {
 #endif
 }
 
+// 4 · LANES words low | high << 8.
 inline void store_joined(uint16_t* to, u8v low, u8v high) {
 #if defined(__AVX512F__)
     store(to, _mm512_unpacklo_epi8((__m512i)low, (__m512i)high));

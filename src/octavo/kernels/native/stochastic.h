@@ -1,5 +1,13 @@
-// FP32 numbers to codes with random numbers that are given, and the random numbers: cast_stochastic in numerics/cast.py is
-// the definition of the first, numerics/random_bits.py of the second.
+// Stochastic rounding of FP32 numbers to FP8 codes, and the random bits for it.
+//
+//   code = ⌊|x| / quantum + random / 2^20⌋ quanta, with x's sign: rounds up with probability = dropped fraction, to 20 bits
+//   random bits of element i = word i % 4 of Philox-4x32-10(counter = i / 4, key = seed)
+//
+// x, random, codes are dense vectors of `count` elements; a thread owns spans of 4,096. Random bits are a function of seed and
+// place, so that a GPU, a CPU and any number of threads round to the same codes. Definitions: cast_stochastic in
+// numerics/cast.py and numerics/random_bits.py; tests/oracle/test_native_stochastic.py, tests/native/stochastic.cpp.
+//
+// Reference: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011 (Philox).
 #pragma once
 
 #include "fp8.h"
@@ -10,18 +18,20 @@ namespace octavo {
 namespace {
 
 constexpr int STOCHASTIC_BITS = 20;
-constexpr int PHILOX_COUNTERS = 32;  // made together
+constexpr int PHILOX_COUNTERS = 32;  // computed together: 128 words, of each of the four two vectors of AVX-512
 
-// The dropped fraction is what a number has below its quantum, cut off after as many bits as the random number has: both
-// are whole numbers then, and a carry into the quanta is what rounds up.
+// Codes of LANES numbers within the maximum, or Inf or NaN. `fixed` is |x| in units of quantum / 2^20; its conversion truncates
+// the fraction to 20 bits, as many as `random` has. The integer sum carries into the quanta where fraction + random >= 1: that
+// rounds up.
 template <class F>
 inline u32v encode_stochastic(f32v x, u32v random) {
     constexpr uint32_t smallest = uint32_t(127 + F::min_exponent) << 23;
     constexpr uint32_t reciprocal = uint32_t(2 * 127 + F::mantissa_bits + STOCHASTIC_BITS) << 23;  // less a power's field
     const u32v bits = bits_as<u32v>(x), magnitude = bits & MAGNITUDE;
-    const u32v power = largest(magnitude & EXPONENT, all(smallest));
+    const u32v power = largest(magnitude & EXPONENT, all(smallest));  // subnormals share the smallest normal binade's quantum
     const f32v fixed = bits_as<f32v>(magnitude) * bits_as<f32v>(reciprocal - power);
     const u32v quanta = ((u32v)__builtin_convertvector(fixed, i32v) + random) >> STOCHASTIC_BITS;
+    // In the smallest normal binade and below, the count of quanta is the code; each binade above adds 2^mantissa_bits codes.
     const u32v finite = quanta + ((power - smallest) >> (23 - F::mantissa_bits));
     const u32v special = magnitude > EXPONENT ? all(F::nan_code) : all(F::inf_code);
     return (magnitude >= EXPONENT ? special : finite) | ((bits >> 24) & 0x80);
@@ -50,7 +60,8 @@ void round_stochastic_as(const StochasticProblem& p) {
     });
 }
 
-// Counters beside each other, a loop over them for each step, which compilers turn into vectors.
+// Philox-4x32-10 of counters first ... first + 31: words[i][j] is word i of counter first + j. The loop over counters is
+// innermost and has no dependency, so GCC vectorizes it; 64-bit products of 32-bit words are its only wide operation.
 inline void philox(uint64_t seed, uint64_t first, uint32_t (&words)[4][PHILOX_COUNTERS]) {
     for (int j = 0; j < PHILOX_COUNTERS; ++j) {
         words[0][j] = uint32_t(first + j), words[1][j] = uint32_t((first + j) >> 32);

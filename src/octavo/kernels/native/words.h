@@ -1,14 +1,22 @@
-// Weights as they lie in memory, 32 bits at a time: four FP8 codes or two BF16 numbers.
+// Weights decoded in the order of memory, 32 bits a lane: a word is four FP8 codes or two BF16 numbers.
 //
-// A word becomes one or two others, its halves, of two FP32 numbers each, which only need a shift or a mask: the bits of an
-// FP8 code go where FP32 has its sign, the end of its exponent and the start of its mantissa. The exponent is then too small
-// by FP32's bias less the format's. Rows that such weights are multiplied with are multiplied by a power of two that makes
-// up for it as far as FP32 reaches, and sums by the rest. Codes of subnormals become subnormals, which are exact as well
-// (some processors are slow at them; a weight has few). NaN and Inf codes become finite numbers, and a row may span too many
-// binades: such sums are made in the plain way.
+//   word (4 codes)   -> 2 halves, 3 shifts and 2 masks      half (2 numbers) -> low number: shift by 16; high number: mask
 //
-// Every sum is a chain for each lane, of its words' numbers in the order of their places: of each half the low number, then
-// the high one. The chains are added by halves at the end.
+// A half is two 16-bit words, each the upper half of an FP32. A code's sign goes to FP32's sign, its exponent to the end of
+// FP32's exponent field, its mantissa to the start of FP32's mantissa:
+//
+//   E4M3  S EEEE MMM  ->  S 0000EEEE MMM0000      value · 2^-120
+//   E5M2  S EEEEE MM  ->  S 000EEEEE MM00000      value · 2^-112
+//
+// That needs no addition of biases and no case for subnormals; it made few rows twice as fast in cache as decode<F>(). The
+// other operand's row is multiplied by a power of two that makes up for 2^-MISSING as far as FP32 reaches, the finished sum by
+// the rest: both exact. Subnormal codes become subnormal FP32 numbers, also exact (some processors are slow at them; a weight
+// has few). Two cases take an unshifted sum instead: NaN and Inf codes, which become finite numbers here, and rows that span
+// too many binades for one shift.
+//
+// Order of additions, the same for one row and for many, so that a row's bits never depend on the batch: one FMA chain for each
+// lane, over its words' numbers in the order half 0 low, half 0 high, half 1 low, half 1 high; at the end lanes are added by
+// halves.
 #pragma once
 
 #include "fp8.h"
@@ -16,18 +24,19 @@
 namespace octavo {
 namespace {
 
-constexpr int STEP = 4 * LANES;  // codes of a vector
+constexpr int STEP = 4 * LANES;  // codes in a vector of words
 
 inline float power_of_two(int exponent) { return bits_as<float>(uint32_t(127 + exponent) << 23); }
 
 template <class F>
-constexpr int MISSING = 127 - (1 - F::min_exponent);  // binades that a shifted code's exponent lacks
+constexpr int MISSING = 127 - (1 - F::min_exponent);  // difference of the biases, 120 or 112
 
-// The number at a place of a word's half, 0 or 1.
+// Number `place` (0 low, 1 high) of every half, in FP32.
 inline f32v number_of(u32v half, int place) { return bits_as<f32v>(place ? half & 0xffff0000u : half << 16); }
 
-// Words of FP8 codes: the first half has bytes 0 and 2, the second bytes 1 and 3. Their values times 2^-MISSING, but for
-// special codes.
+// Splits words of codes b0 b1 b2 b3: halves[0] holds (b0, b2), halves[1] holds (b1, b3), as values · 2^-MISSING; NaN and Inf
+// codes become finite. The 16-bit arithmetic shift brings copies of the sign; the mask `kept` leaves the sign bit, exponent and
+// mantissa.
 template <class F>
 inline void halve_codes(u32v words, u32v (&halves)[2]) {
     constexpr int right = F::mantissa_bits + 1;
@@ -37,13 +46,15 @@ inline void halve_codes(u32v words, u32v (&halves)[2]) {
     halves[1] = bits_as<u32v>((i16v)(codes >> right) & kept);
 }
 
-// Whether there is a special code among those whose largest magnitudes were seen.
+// Whether `seen`, byte maxima of code magnitudes, includes a NaN or Inf code. Tested once for SUM_COLUMNS columns, not for
+// each.
 template <class F>
 inline bool has_special(u8v seen) {
     return any(seen >= uint8_t(F::inf_code));
 }
 
-// The lanes' sum, by halves.
+// The sum of the lanes, by halves: lane i + lane i + LANES / 2, and so on. All levels of one width use this order, and
+// many_rows.h repeats it.
 inline float sum_of_lanes(f32v value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)value);
@@ -58,12 +69,13 @@ inline float sum_of_lanes(f32v value) {
 #endif
 }
 
-// What a row is multiplied by, and its sums then: by 0 if the row spans too many binades.
+// factor: multiplies the row before; unshift: multiplies its sums after, 0 if the row spans too many binades for a shift.
 struct Shift {
     float factor, unshift;
 };
 
-// The power of two that brings the largest of n finite numbers to FP32's last binade but one.
+// The exponent of the power of two that brings the largest of n finite numbers to FP32's last binade but one (exponent
+// field 253), at most 127, so that the power itself is an FP32 number. NaN and Inf count as 0.
 inline int shift_of(const float* x, int64_t n) {
     i32v most = {};
     for (int64_t i = 0; i < n; i += LANES) {
@@ -73,7 +85,8 @@ inline int shift_of(const float* x, int64_t n) {
     return least_of(127, 253 - int(largest_lane((u32v)most) >> 23));
 }
 
-inline float least_magnitude(const float* x, int64_t n) {  // but zero
+// The smallest nonzero magnitude of n numbers. The horizontal minimum is taken as EXPONENT minus a maximum.
+inline float least_magnitude(const float* x, int64_t n) {
     i32v least = (i32v)all(EXPONENT);
     for (int64_t i = 0; i < n; i += LANES) {
         const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & int32_t(MAGNITUDE);
@@ -83,6 +96,7 @@ inline float least_magnitude(const float* x, int64_t n) {  // but zero
     return bits_as<float>(EXPONENT - largest_lane(EXPONENT - (u32v)least));
 }
 
+// FP8 weights. Members are the interface of NumberWords, too: numbers in a word, halves of it, and how a row is shifted.
 template <class F>
 struct CodeWords {
     typedef uint8_t Element;
@@ -93,7 +107,7 @@ struct CodeWords {
     static bool has_special(u8v seen) { return octavo::has_special<F>(seen); }
     static f32v decode(const uint8_t* from, int64_t count) { return octavo::decode<F>(from, count); }
 
-    // The smallest number times the smallest code must still be normal after the shift.
+    // Smallest number · smallest code · 2^shift must be a normal FP32, so that no product loses bits.
     static Shift shift(const float* x, int64_t k) {
         const int shift = shift_of(x, k);
         constexpr int smallest_code = F::min_exponent - F::mantissa_bits - MISSING<F>;
@@ -102,6 +116,7 @@ struct CodeWords {
     }
 };
 
+// BF16 weights: a word is a half already, and nothing is shifted.
 struct NumberWords {
     typedef Bf16 Element;
     static constexpr int IN_WORD = 2, HALVES = 1;
@@ -120,7 +135,8 @@ constexpr int64_t STEP_OF = W::IN_WORD * LANES;
 template <class W>
 inline int64_t steps_of(int64_t k) { return (k + STEP_OF<W> - 1) / STEP_OF<W>; }
 
-// Calls each(i, lane, place) for the numbers of a vector.
+// Calls each(i, lane, place) for the numbers of a vector: element i of memory is number `place`, in order of additions, of lane
+// `lane`.
 template <class W, class Each>
 inline void for_places(const Each& each) {
     for (int lane = 0; lane < LANES; ++lane)
