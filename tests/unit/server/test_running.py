@@ -249,5 +249,5 @@ def test_others_may_ask_with_a_key_or_where_that_is_wanted(host, loopback):
     if loopback:
         address.check_secure(key=None, insecure=False)
     else:
-        with pytest.raises(ConfigError, match="other machines can ask this server; give --api-key-file"):
+        with pytest.raises(ConfigError, match="other machines can send requests to this server; give --api-key-file"):
             address.check_secure(key=None, insecure=False)
