@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.inference import Event
-from octavo.inference.sampling import MOST_LOGPROBS, Chosen
+from octavo.inference.sampling import MOST_LOGPROBS, SampledToken
 from octavo.inference.text_stream import TextStream
 from octavo.server.answers import AnswerRequest, finish_reason, respond
 from octavo.server.fields import Boolean, Field, FieldKind, Integer, JsonObject, ListOf, OneOf, String
@@ -65,14 +65,14 @@ class Completions:
         return await respond(request, service, requests, form, body=body)
 
     def _answer_request(self, ids: list[int], body: dict[str, Any], choice: int) -> AnswerRequest:
-        scored = body["echo"] and body["logprobs"] is not None
+        score_token = body["echo"] and body["logprobs"] is not None
         params = params_of(
             body,
             self._service,
             choice=choice,
             max_tokens=body["max_tokens"],
             logprobs=body["logprobs"],
-            prompt_logprobs=scored,
+            prompt_logprobs=score_token,
         )
         return AnswerRequest(ids, params, PROMPT)
 
@@ -113,8 +113,8 @@ class CompletionForm:
         request = self._requests[index]
         if request.params.logprobs is None:
             return None
-        tokens = [Chosen(request.prompt_ids[0]), *event.prompt] if echoed else []
-        tokens += [] if event.token is None else [Chosen(event.token, event.logprob, event.top)]
+        tokens = [SampledToken(request.prompt_ids[0]), *event.prompt] if echoed else []
+        tokens += [] if event.token is None else [SampledToken(event.token, event.logprob, event.top)]
         texts = [self._service.text_of(each.token) for each in tokens]
         offsets = [self._offset(index, each.token) for each in tokens]
         return (
@@ -134,7 +134,7 @@ class CompletionForm:
         self._offsets[index] += len(self._texts[index].add(token))
         return offset
 
-    def _likeliest(self, sampled: Chosen) -> dict[str, float] | None:
+    def _likeliest(self, sampled: SampledToken) -> dict[str, float] | None:
         """Log probabilities of the likeliest tokens and the sampled one, by text.
 
         Tokens that hold parts of characters may share a text; the likeliest of them is returned.

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.inference import Engine, Histogram
+from octavo.inference import Engine, LatencyHistogram
 from octavo.server.operations import Operation
 
 __all__ = ["EngineCollector", "Metrics"]
@@ -53,7 +53,7 @@ class EngineCollector(Collector):
             finished.add_metric([reason.value], count)
         yield finished
         for name, shown, about in HISTOGRAMS:
-            histogram: Histogram = getattr(metrics, name)
+            histogram: LatencyHistogram = getattr(metrics, name)
             yield HistogramMetricFamily(shown, about, buckets=_buckets(histogram), sum_value=histogram.total)
         yield GaugeMetricFamily("octavo_requests_waiting", "Requests in the queue", value=load.waiting)
         yield GaugeMetricFamily("octavo_requests_running", "Requests in the batch", value=load.running)
@@ -81,7 +81,7 @@ class Metrics:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+def _buckets(histogram: LatencyHistogram) -> list[tuple[str, float]]:
     """Cumulative counts up to each bound; the last is the total."""
     counts = list(histogram.counts)
     bounds = [*map(str, histogram.bounds), "+Inf"]
