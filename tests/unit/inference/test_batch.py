@@ -81,5 +81,5 @@ def test_what_does_not_fit_is_refused_and_the_batch_stays(model):
     with pytest.raises(BackendError, match="new_cache"):
         runner.step(torch.tensor([1]), KVCacheBatch(3, 2, 12, sequences=1, max_positions=64))
     cache: Any = batch.sequences[0]
-    with pytest.raises(TypeError, match=r"from new_batch\(\), not into a PagedKVCache"):
+    with pytest.raises(TypeError, match=r"from new_batch\(\), not a PagedKVCache"):
         runner.step(torch.tensor([1]), cache)

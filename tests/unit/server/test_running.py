@@ -124,7 +124,7 @@ def test_the_first_signal_drains(start):
         stream = client.completions.create(model="tiny", prompt="Hi", max_tokens=300, seed=1, stream=True)
         first = next(iter(stream))
         server.handle_exit(signal.SIGTERM, None)
-        with pytest.raises(openai.InternalServerError, match="takes no more requests"):
+        with pytest.raises(openai.InternalServerError, match="accepts no requests"):
             client.completions.create(model="tiny", prompt="Hi")
         rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length"
