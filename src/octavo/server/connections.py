@@ -136,7 +136,7 @@ class BoundedProtocol(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request, unless an answer has begun that this would stand in."""
+        """Refuse invalid HTTP, unless an answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(Refusal(400, "this is no HTTP/1.1 request; check its first line, its headers and its body"))
         self.transport.close()

@@ -28,7 +28,7 @@ __all__ = ["EXITS", "OPEN_PATHS", "Guard"]
 EXITS = "octavo.exits"  # key in a request's scope of the exit stack that is closed after the request
 OPEN_PATHS = ("/", "/health", "/v2/health/live", "/v2/health/ready")
 BEARER = "bearer "
-ENDED = Refusal(503, "the server ended before it answered; ask another", code="draining", headers=CLOSE)
+ENDED = Refusal(503, "the server ended before it answered; use another server", code="draining", headers=CLOSE)
 
 
 class Guard:

@@ -44,7 +44,7 @@ class Lane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a text waits or is worked on."""
+        """True while a text is waiting or in work."""
         return self._texts > 0
 
     @property
@@ -118,7 +118,7 @@ class Lanes:
 
     @property
     def are_busy(self) -> bool:
-        """Whether one of them is."""
+        """True while a lane is busy."""
         return self.rendering.is_busy or self.short.is_busy or self.long.is_busy
 
     @property

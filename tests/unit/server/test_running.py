@@ -169,7 +169,7 @@ def test_a_request_that_is_tokenised_when_a_drain_begins_is_refused_as_others_ar
         go.set()
         status, error = asked.result(60)
     assert (status, error["code"]) == (503, "draining")
-    assert "takes no more requests" in error["message"]
+    assert "accepts no requests" in error["message"]
     thread.join(60)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -187,7 +187,7 @@ def test_a_request_that_is_tokenised_when_the_server_ends_is_refused_as_others_a
         status, error = asked.result(60)
         assert not go.is_set()
     assert (status, error["code"]) == (503, "draining")
-    assert error["message"] == "the server ended before it answered; ask another"
+    assert error["message"] == "the server ended before it answered; use another server"
     thread.join(60)
     assert "Traceback" not in capfd.readouterr().err
 
