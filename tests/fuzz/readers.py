@@ -31,7 +31,7 @@ from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, 
 from octavo.parsing import parse_json, read_tensors
 from octavo.quantization import Mix, load_calibration, load_mix, load_qat, run_qat, save_mix, save_qat
 from octavo.recipes import from_toml, to_toml
-from octavo.server.fields import FieldError, Record
+from octavo.server.fields import FieldError, JsonObject
 from octavo.server.refusals import Refusal
 from octavo.server.tensors import INFER, unpack
 from octavo.text.sources import load_documents
@@ -316,7 +316,7 @@ READERS: dict[str, Reader] = {
         read=lambda folder: read_api_key(folder / "key"),
     ),
     "request": Reader(
-        functions=(Record.read, parse_json),
+        functions=(JsonObject.read, parse_json),
         write=lambda folder: (folder / "body.json").write_text(json.dumps(BODY)),
         read=lambda folder: _json_record(folder / "body.json"),
     ),

@@ -112,7 +112,7 @@ def test_without_a_key_there_is_no_field_and_a_refusal_is_shown(page, start):
     assert not page.locator("#key").is_visible()
     page.fill("#prompt", "x" * 400)
     page.keyboard.press("Enter")
-    page.locator(".error", has_text="tokens, and 320 are taken; shorten it").wait_for()
+    page.locator(".error", has_text="tokens, and at most 320 are accepted; shorten it").wait_for()
 
 
 @pytest.mark.parametrize("width", [900, 360])

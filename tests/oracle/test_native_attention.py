@@ -207,8 +207,8 @@ def test_what_does_not_fit_is_refused():
     for place, text in (
         (torch.tensor([128]), "128 positions, 0 to 127, not 128 to 128"),
         (torch.tensor([-1]), "128 positions, 0 to 127, not -1 to -1"),
-        (position.int(), r"int64 \[R\], contiguous, not \(1,\) torch\.int32 and \(1,\) torch\.int32"),
-        (torch.tensor([[3]]), r"int64 \[R\], contiguous, not \(1, 1\) torch\.int64 and \(1, 1\) torch\.int64"),
+        (position.int(), r"contiguous int64 \[R\], not \(1,\) torch\.int32 and \(1,\) torch\.int32"),
+        (torch.tensor([[3]]), r"contiguous int64 \[R\], not \(1, 1\) torch\.int64 and \(1, 1\) torch\.int64"),
     ):
         with pytest.raises(BackendError, match=text):
             native(queries, t, place)
@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(BackendError, match="a cache has keys"):
             CacheTensors(*parts)
-    with pytest.raises(BackendError, match="a cache is on a CPU, not on cpu and meta"):
+    with pytest.raises(BackendError, match="a cache must be on a CPU, not on cpu and meta"):
         CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table.to("meta"))
     with pytest.raises(BackendError, match="contiguous, not of strides"):
         CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table.expand(2, -1).t().contiguous().t())

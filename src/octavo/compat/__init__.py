@@ -1,4 +1,4 @@
-"""Names of other software, built only from octavo's own parts: see docs/compat.md."""
+"""APIs of other software, built from octavo: see docs/compat.md."""
 
 from octavo.compat.dynamic_scaler import DynamicScaler
 

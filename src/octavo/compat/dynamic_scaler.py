@@ -1,20 +1,19 @@
-"""The source article's ``DynamicScaler``, with its method names and its idea, and with numbers that hold.
+"""``DynamicScaler`` of the source article, with its method names and corrected numerics.
 
-**Its scale multiplies before the cast**: codes ≈ x · scale, so divide codes by it. Everywhere else in octavo ``scale``
-decodes.
+***Its scale multiplies before the cast**: codes ≈ x · scale, so divide codes by it. In octavo ``scale`` decodes.
 
 | the article's pseudocode                              | here                                                        |
 |-------------------------------------------------------|-------------------------------------------------------------|
 | 240 as E5M2's maximum                                 | 57344; 240 is a maximum of E4M3 variants                    |
 | the window starts with 32 scales of 65536, which bend | it starts empty; the first tensor gives the first scale     |
 | the mean for 128 calls                                |                                                             |
-| 0.99 goes to a variable that nothing reads before it  | the scale in use becomes 0.99 of itself, and the next call  |
-| is overwritten                                        | derives no new one                                          |
+| 0.99 is assigned to a variable that is overwritten    | the scale is multiplied by 0.99, and the next call derives  |
+| before it is read                                     | no new one                                                  |
 | ``maximum / (amax + 1e-8)``, NaN where an element is  | octavo's amax → scale: of the finite elements; a tensor     |
-|                                                       | without any, or of zeros, leaves the window as it is        |
+|                                                       | without any, or of zeros, does not change the window        |
 
-What remains is the article's: the mean of a window of encode scales. While amaxes grow it lags behind, and what lies
-beyond the maximum saturates; octavo's own delayed recipes take the window's largest amax.
+As in the article, the scale is the mean of a window of encode scales. It lags behind growing amaxes, and values out of
+range saturate; octavo's delayed recipes use the window's largest amax.
 """
 
 from collections import deque
@@ -33,14 +32,14 @@ BACKOFF = 0.99  # the article's; a factor of 2 takes 69 overflows
 
 
 class DynamicScaler:
-    """Casts gradients to E5M2 by the mean of the last scales.
+    """Cast of gradients to E5M2 by the mean of the last scales.
 
     Args:
         history_size: scales in the window.
         update_freq: calls between two new scales.
 
     Attributes:
-        scale: multiplies before the cast; 1 until a tensor with an amax was seen.
+        scale: multiplies before the cast; 1 before the first tensor with an amax.
         history: the window, oldest first.
         overflow_count: overflows seen by :meth:`check_overflow`.
 
@@ -65,14 +64,14 @@ class DynamicScaler:
 
     @torch.no_grad()
     def scale_tensor(self, x: Tensor, update_freq: int | None = None) -> tuple[Tensor, float]:
-        """Cast ``x`` and, every ``update_freq`` calls, let its amax enter the window first.
+        """Cast ``x`` after adding its amax to the window, every ``update_freq`` calls.
 
         Args:
-            x: float16, bfloat16, float32 or float64. Zeros stay zeros, NaN and ±Inf stay what they are.
-            update_freq: of this call; None is the scaler's.
+            x: float16, bfloat16, float32 or float64. Zeros, NaN and ±Inf are preserved.
+            update_freq: update frequency for this call; None is the scaler's.
 
         Returns:
-            float8_e5m2 codes, saturated at ±57344, and the scale that multiplied: exactly a float32.
+            float8_e5m2 codes, saturated at ±57344, and the encode scale, exact in float32.
         """
         check_sizes(update_freq=update_freq)
         due = self.iteration % (update_freq or self.update_freq) == 0 or not self.history
@@ -83,7 +82,7 @@ class DynamicScaler:
         return cast_nearest(x, E5M2, torch.tensor(self.scale, dtype=torch.float32, device=x.device)), self.scale
 
     def check_overflow(self, x: Tensor) -> bool:
-        """Whether ``x`` holds NaN or ±Inf; if so, the scale backs off and the next call derives no new one.
+        """Return True if ``x`` holds NaN or ±Inf; then reduce the scale, and keep it for the next call.
 
         Args:
             x: any floating dtype, codes included.

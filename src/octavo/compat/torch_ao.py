@@ -1,22 +1,22 @@
-"""``torch.ao.quantization``'s training for FP8: a ``QConfig``, and nothing else of the program changes.
+"""FP8 training by ``torch.ao.quantization``: a program changes only its ``QConfig``.
 
     model.qconfig = fp8_qconfig()
     model = torch.ao.quantization.prepare_qat(model)      # octavo.prepare_qat
     ...                                                   # train
     model = torch.ao.quantization.convert(model)          # octavo.convert_qat
 
-``QConfig``'s own parts cannot say this. torch.ao's layer casts a weight and an output, where FP8 casts the two operands
-of a product; ``convert`` takes weights of qint8 alone; and ``prepare_qat`` fails on ``nn.MultiheadAttention``, whose
-``out_proj`` its layer refuses. So octavo's layers do the work, which torch.ao does not know and leaves alone:
+A ``QConfig`` of torch.ao's observers cannot express FP8 training. torch.ao's layer casts a weight and an output, where
+FP8 casts both operands of a GEMM; ``convert`` supports only qint8 weights; and ``prepare_qat`` fails on
+``nn.MultiheadAttention``, because of its ``out_proj``. So octavo's layers are used, which torch.ao does not modify:
 
-- ``prepare_qat`` hands the ``QConfig`` from module to module, from the outermost inwards, and tells its constructors
-  which module they are for. The first module of a part of the model has that part prepared, and the ``qconfig`` of all
-  within set to None: no observers, no layers of torch.ao's.
-- ``convert`` ends by deleting every module's ``qconfig``. A layer whose own goes away is converted.
+- ``prepare_qat`` visits modules from the outermost inwards and passes each to the constructors of its ``QConfig``. At
+  the first module of a part of the model octavo prepares that part and sets the ``qconfig`` of its submodules to None,
+  so that torch.ao adds no observers or layers.
+- ``convert`` ends by deleting every module's ``qconfig``. A layer is converted when its ``qconfig`` is deleted.
 
-A module's own ``qconfig`` counts, as torch.ao has it: None leaves out the module and what is within.
+As in torch.ao, a module's ``qconfig`` of None excludes the module and its submodules.
 
-torch.ao.quantization is deprecated in favour of torchao, and is there in torch 2.13.
+torch.ao.quantization is deprecated in favour of torchao, and still part of torch 2.13.
 """
 
 import inspect
@@ -39,14 +39,14 @@ __all__ = ["fp8_qconfig"]
 
 
 def fp8_qconfig(recipe: Any = "static", **options: Any) -> QConfig:
-    """A ``QConfig`` with which ``torch.ao.quantization`` trains and converts as octavo does, to the bit.
+    """``QConfig`` with which ``torch.ao.quantization`` trains and converts bit for bit as octavo.
 
     Args:
-        recipe: as in :func:`octavo.prepare_qat`.
-        options: its other arguments; ``layer_filter`` is called with paths within the module that has the ``qconfig``.
+        recipe: see :func:`octavo.prepare_qat`.
+        options: its other arguments; ``layer_filter`` gets paths relative to the module that has the ``qconfig``.
 
     Raises:
-        TypeError: no such argument.
+        TypeError: unknown argument.
         ConfigError: a recipe that :func:`octavo.prepare_qat` refuses.
 
     Example:
@@ -67,13 +67,13 @@ def fp8_qconfig(recipe: Any = "static", **options: Any) -> QConfig:
 
 @dataclass(eq=False, slots=True)
 class _Preparing:
-    """The constructor of an observer, as far as ``prepare_qat`` asks one."""
+    """Observer constructor with the interface that ``prepare_qat`` uses."""
 
     recipe: Any
     options: dict[str, Any]
 
     def __call__(self) -> nn.Module:
-        """An observer that does nothing."""
+        """Return an observer that does nothing."""
         return nn.Identity()
 
     def with_args(self, **_: Any) -> "_Preparing":
@@ -85,19 +85,19 @@ class _Preparing:
         module = inspect.getclosurevars(factory_kwargs).nonlocals.get("module")
         if not isinstance(module, nn.Module):
             raise ConfigError(
-                "this torch's prepare_qat does not say which module a QConfig is for; call octavo.prepare_qat(model) "
+                "prepare_qat of this torch does not pass the module of a QConfig; call octavo.prepare_qat(model) "
                 "and octavo.convert_qat(model) instead of torch.ao.quantization's"
             )
-        if not any(isinstance(each, QATLinear) for each in module.modules()):  # prepare_qat asks twice
+        if not any(isinstance(each, QATLinear) for each in module.modules()):  # prepare_qat calls this twice
             try:
                 _prepare(module, self.recipe, **self.options)
-            except (AttributeError, TypeError) as error:  # which torch.ao would take for an answer, and go on
+            except (AttributeError, TypeError) as error:  # torch.ao would suppress these
                 raise ConfigError(f"this model cannot be prepared with octavo's QConfig: {error}") from error
         return self
 
 
 class _TorchAOLinear(QATLinear):
-    """A layer in training that is converted when torch.ao deletes its ``qconfig``."""
+    """Layer in training that is converted when torch.ao deletes its ``qconfig``."""
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -113,8 +113,8 @@ class _TorchAOLinear(QATLinear):
 def _prepare(module: nn.Module, recipe: Any, *, layer_filter: Any = None, **options: Any) -> None:
     """Prepare the part of a model whose ``qconfig`` is this module's."""
     if not isinstance(module, nn.Linear) and not list(module.children()):
-        raise ConfigError(f"{type(module).__name__} is no layer that trains for FP8; leave its qconfig out")
-    part = cache(lambda: set(_part(module)))  # first asked for when attention's projections are layers
+        raise ConfigError(f"{type(module).__name__} is not a layer that octavo trains for FP8; remove its qconfig")
+    part = cache(lambda: set(_part(module)))  # evaluated after prepare_qat replaced attention's projections
     report = prepare_qat(
         module,
         recipe,
@@ -130,7 +130,7 @@ def _prepare(module: nn.Module, recipe: Any, *, layer_filter: Any = None, **opti
 
 
 def _part(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and what is within, up to modules that have a ``qconfig`` of their own."""
+    """Yield a module and its submodules, except those that have a ``qconfig`` and their submodules."""
     yield module
     for child in module.children():
         if not hasattr(child, "qconfig"):

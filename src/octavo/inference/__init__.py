@@ -1,9 +1,9 @@
-"""Generation: a model whose weights are FP8 codes, the cache of its keys and values, and an engine that serves many."""
+"""Text generation on a CPU: a model with FP8 weights, its key-value cache, and an engine for concurrent requests."""
 
 from octavo.inference.engine import Engine, EngineConfig
 from octavo.inference.engine_thread import Answer, EngineThread
 from octavo.inference.kv_cache import KVCacheBatch, PagedKVCache
-from octavo.inference.metrics import EngineMetrics, Histogram, Load
+from octavo.inference.metrics import EngineMetrics, LatencyHistogram, Load
 from octavo.inference.model_runner import ModelRunner
 from octavo.inference.recipes import ServingRecipe
 from octavo.inference.requests import Event, FinishReason, Usage
@@ -19,8 +19,8 @@ __all__ = [
     "EngineThread",
     "Event",
     "FinishReason",
-    "Histogram",
     "KVCacheBatch",
+    "LatencyHistogram",
     "Load",
     "ModelRunner",
     "PagedKVCache",

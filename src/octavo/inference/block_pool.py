@@ -1,16 +1,14 @@
-"""Which pages of the cache belong to whom: taken for a request, shared where texts begin alike, given back.
+"""Allocation of cache pages to requests, with sharing of common prefixes.
 
-A page holds the keys and values of 64 positions. What it holds depends only on the tokens up to its end, so a full page
-is known by a digest of its tokens and of the page before: a request whose prompt begins in the same way takes the page
-instead of reading the tokens again. A page is
+A page holds the keys and values of 64 positions, which depend only on the tokens up to its end. A full page therefore
+has a key, a digest of its tokens and of the previous page's key: a request whose prompt has the same beginning shares
+the page instead of computing it again. Every page is in one of three states:
 
-| state | owners | known by its tokens | taken from |
-|-------|--------|---------------------|------------|
-| free  | none   | no                  | first      |
-| idle  | none   | yes                 | then, those first that were given back longest ago |
-| used  | 1 to n | perhaps             | never      |
-
-and every page is in exactly one of the three.
+| state | owners | has a key | allocated                   |
+|-------|--------|-----------|-----------------------------|
+| free  | 0      | no        | first                       |
+| idle  | 0      | yes       | next, least recently used   |
+| used  | 1 to n | perhaps   | never                       |
 """
 
 from collections import OrderedDict
@@ -26,11 +24,11 @@ __all__ = ["BlockPool", "page_keys"]
 
 
 def page_keys(tokens: Sequence[int], *, parent: bytes = b"") -> Iterator[bytes]:
-    """A key for each full page of ``tokens``, in order; it stands for all tokens up to the page's end.
+    """Yield the key of each full page of ``tokens``, which identifies all tokens up to the page's end.
 
     Args:
-        tokens: ids, whose first is the first of a page.
-        parent: the key of the page before; nothing for the first.
+        tokens: token ids, starting at the beginning of a page.
+        parent: key of the previous page; empty for the first.
 
     Example:
         >>> one, two = page_keys(range(128))
@@ -44,13 +42,13 @@ def page_keys(tokens: Sequence[int], *, parent: bytes = b"") -> Iterator[bytes]:
 
 
 class BlockPool:
-    """The pages of a cache, by number.
+    """Allocator of the pages of a cache, by number.
 
     Args:
-        pages: how many there are.
+        pages: number of pages.
 
     Raises:
-        ConfigError: no page.
+        ConfigError: fewer than one page.
 
     Example:
         >>> pool = BlockPool(3)
@@ -65,65 +63,65 @@ class BlockPool:
         check_sizes(pages=pages)
         self._owners = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # given back longest ago first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
     @property
     def pages(self) -> int:
-        """All of them."""
+        """Number of all pages."""
         return len(self._owners)
 
     @property
     def available(self) -> int:
-        """Pages without an owner."""
+        """Number of pages without an owner."""
         return len(self._free) + len(self._idle)
 
     @property
     def idle(self) -> int:
-        """Pages without an owner that are known by their tokens."""
+        """Number of pages without an owner that have a key."""
         return len(self._idle)
 
     @property
     def used(self) -> int:
-        """Pages with an owner."""
+        """Number of pages with an owner."""
         return self.pages - self.available
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages known by the first of these keys, as far as they are known without a gap; nobody owns them yet."""
-        found = []
+        """Pages of the longest known prefix of these keys; their owners do not change."""
+        pages = []
         for key in keys:
             if key not in self._page_of:
                 break
-            found.append(self._page_of[key])
-        return found
+            pages.append(self._page_of[key])
+        return pages
 
     def can_take(self, count: int, shared: Iterable[int]) -> bool:
-        """Whether there are ``count`` pages besides ``shared``."""
+        """Return True if ``count`` pages without an owner are left besides ``shared``."""
         return count <= self.available - sum(page in self._idle for page in shared)
 
     def share(self, pages: Iterable[int]) -> None:
-        """One owner more for pages that :meth:`find` named."""
+        """Add an owner to pages from :meth:`find`."""
         for page in pages:
             self._idle.pop(page, None)
             self._owners[page] += 1
 
     def take(self, count: int) -> list[int]:
-        """Pages for one owner, with anything in them; :meth:`can_take` says whether there are enough."""
-        assert count <= self.available, f"{count} pages are asked for, and {self.available} have no owner"
+        """Allocate uninitialized pages to one owner; check :meth:`can_take` first."""
+        assert count <= self.available, f"{count} pages are requested, and {self.available} have no owner"
         return [self._take_one() for _ in range(count)]
 
     def publish(self, page: int, key: bytes) -> None:
-        """From now on a full page can be found; where another with the same tokens can, it stays that one."""
-        assert self._owners[page] > 0, f"page {page} has no owner, so nobody can have filled it"
+        """Assign a key to a full page, unless another page already has it."""
+        assert self._owners[page] > 0, f"page {page} has no owner that could have filled it"
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less; pages in the order of their text, the last of which is forgotten first."""
+        """Remove an owner of pages in text order; the last page will be reused first."""
         for page in reversed(pages):
-            assert self._owners[page] > 0, f"page {page} is given back more often than it was taken"
+            assert self._owners[page] > 0, f"page {page} is released more often than it was taken"
             self._owners[page] -= 1
             if self._owners[page] == 0 and page in self._key_of:
                 self._idle[page] = None

@@ -1,16 +1,16 @@
-"""The weights of a decoder's products, in any of the forms that are served, and what their inputs become first.
+"""Weights of a decoder's linear layers in the formats that are served, with the casts of their inputs.
 
     y = cast(x) · weightᵀ + bias
 
 | rows of the weight               | input             | cast(x)                                          |
 |----------------------------------|-------------------|--------------------------------------------------|
 | bfloat16                         | NONE              | x, FP32                                          |
-| FP8 codes, a scale a row         | NONE              | x                                                |
-|                                  | E4M3_DYNAMIC      | E4M3, a scale for every row of x                 |
-|                                  | E4M3_STATIC       | E4M3 with the one scale that calibration found   |
-| INT8 codes, a scale a row        | INT8_DYNAMIC      | INT8, a scale for every row of x                 |
+| FP8 codes, a scale per row       | NONE              | x                                                |
+|                                  | E4M3_DYNAMIC      | E4M3, a scale per row of x                       |
+|                                  | E4M3_STATIC       | E4M3 with one scale from calibration             |
+| INT8 codes, a scale per row      | INT8_DYNAMIC      | INT8, a scale per row of x                       |
 
-A scale measured over several rows of x is not among them: a row would be rounded otherwise in other company.
+A dynamic scale over several rows of x is not supported: the rounding of a row would depend on the other rows.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ Rows = Tensor | QuantizedTensor | Int8Rows
 
 
 class InputCast(Enum):
-    """What an input becomes; the numbers are those of native/kernels.h."""
+    """Cast of an input; values as in native/kernels.h."""
 
     NONE = 0
     E4M3_DYNAMIC = 1
@@ -41,11 +41,11 @@ class InputCast(Enum):
 
 @dataclass(slots=True)
 class Saturation:
-    """What static scales made of inputs, so far.
+    """Counts of elements cast with static scales.
 
     Attributes:
-        elements: that met one.
-        saturated: finite ones beyond it, which became E4M3's maximum.
+        elements: elements cast.
+        saturated: finite elements out of range, which became ±E4M3's maximum.
     """
 
     elements: int = 0
@@ -54,16 +54,16 @@ class Saturation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeight:
-    """One linear layer of a decoder, or several that read the same input, below each other.
+    """Weight of one linear layer, or of several with the same input, concatenated by rows.
 
     Attributes:
-        rows: [N, K], as in the table above.
+        rows: [N, K], in a format of the table above.
         bias: float32 [N], or None.
-        input: what the input becomes.
-        input_scale: float32 [], of E4M3_STATIC alone.
+        input: cast of the input.
+        input_scale: float32 [], only for E4M3_STATIC.
 
     Raises:
-        BackendError: rows, bias, cast and scale that do not go together.
+        BackendError: rows, bias, cast and scale do not match.
     """
 
     rows: Rows
@@ -76,7 +76,7 @@ class DecoderWeight:
             allowed = " or ".join(cast.name for cast in _casts_of(self.rows)) or "nothing"
             raise BackendError(f"an input of {_words(self.rows)} is cast {allowed}, not {self.input.name}")
         if (self.input_scale is not None) != (self.input is InputCast.E4M3_STATIC):
-            raise BackendError("a static cast has one scale, and no other has any")
+            raise BackendError("input_scale is for the cast E4M3_STATIC, which needs it, and for no other")
         if self.bias is not None and self.bias.shape != self.shape[:1]:
             raise BackendError(
                 f"a weight {tuple(self.shape)} has a bias [{self.shape[0]}], not {tuple(self.bias.shape)}"
@@ -91,34 +91,34 @@ class DecoderWeight:
 
     @property
     def data(self) -> Tensor:
-        """Codes or numbers."""
+        """Codes, or values in BF16."""
         return self.rows if isinstance(self.rows, Tensor) else self.rows.data
 
     @property
     def scale(self) -> Tensor | None:
-        """float32 [N, 1], or None of numbers."""
+        """float32 [N, 1], or None for BF16."""
         if isinstance(self.rows, Tensor):
             return None
         return self.rows.scale if isinstance(self.rows, Int8Rows) else self.rows.fp32_scale
 
     @property
     def nbytes(self) -> int:
-        """Of codes or numbers, scales and bias."""
+        """Bytes of data, scales and bias."""
         return sum(tensor.nbytes for tensor in (self.data, self.scale, self.bias) if tensor is not None)
 
     def part(self, rows: slice) -> "DecoderWeight":
-        """Some of the rows, over the same memory."""
-        own, bias = self.rows, None if self.bias is None else self.bias[rows]
-        if isinstance(own, Tensor):
-            return replace(self, rows=own[rows], bias=bias)
-        return replace(self, rows=replace(own, data=own.data[rows], scale=own.scale[rows]), bias=bias)
+        """View of some rows."""
+        weight, bias = self.rows, None if self.bias is None else self.bias[rows]
+        if isinstance(weight, Tensor):
+            return replace(self, rows=weight[rows], bias=bias)
+        return replace(self, rows=replace(weight, data=weight.data[rows], scale=weight.scale[rows]), bias=bias)
 
-    def dequantize(self, which: Tensor | None = None) -> Tensor:
-        """The rows' values, float32; of some rows, where ``which`` names them."""
+    def dequantize(self, indices: Tensor | None = None) -> Tensor:
+        """Dequantize all rows, or those of ``indices``, to float32."""
         data, scale = self.data, self.scale
-        if which is not None:
-            as_bytes = data.view(torch.uint8) if data.element_size() == 1 else data  # torch indexes no FP8
-            data, scale = as_bytes[which].view(data.dtype), None if scale is None else scale[which]
+        if indices is not None:
+            as_bytes = data.view(torch.uint8) if data.element_size() == 1 else data  # torch cannot index FP8
+            data, scale = as_bytes[indices].view(data.dtype), None if scale is None else scale[indices]
         values = data.float()
         return values if scale is None else values * scale
 

@@ -1,24 +1,23 @@
-"""``Engine``: the answers of many requests at once, each as if it were alone.
+"""Engine with continuous batching.
 
-A step reads a token of every request that is answering, and as many tokens of prompts as fit beside them, in one call
-of the model; then every request whose tokens are all read chooses its next. Requests come and go between steps.
+A step reads one token of every request that is generating, and as many prompt tokens as fit, in one call of the model;
+then every request whose tokens are all read samples its next. Requests start and end between steps.
 
-- **A request's tokens do not depend on the others**, to the bit: a row's logits depend on its own sequence alone
-  (``ModelRunner.read_rows``), and every request draws from a generator of its own.
-- **Pages are taken when a request starts**, as many as its longest answer needs, so that none is ever pushed out again.
-  Requests start in the order they came; one that does not fit waits, and those behind it, too.
-- **Prompts that begin alike share pages** (block_pool.py).
-- One thread calls :meth:`Engine.step`; :meth:`Engine.submit` and :meth:`Engine.cancel` may be called by any.
+- **The tokens of a request do not depend on other requests**, bit for bit: the logits of a row depend only on its own
+  sequence (``ModelRunner.read_rows``), and every request has its own random generator.
+- **Pages are allocated when a request starts**, enough for its longest answer, so that no request is ever preempted.
+  Requests start in order of arrival; one that does not fit waits, and so do those after it.
+- **Prompts with the same beginning share pages** (block_pool.py).
+- One thread calls :meth:`Engine.step`; :meth:`Engine.submit` and :meth:`Engine.cancel` are thread-safe.
 
-What an engine knows of the world is the clock and ``tell``, a function for each request that is given its events.
+The engine depends on the outside only by a clock and by ``tell``, a callback of each request that gets its events.
 """
 
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Listed
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from octavo.inference.model_runner import ModelRunner
 from octavo.inference.native_decoder import PAGE
 from octavo.inference.requests import Event, FinishReason
 from octavo.inference.sampling import SamplingParams
-from octavo.inference.sequence import Sequence
+from octavo.inference.sequence import EngineRequest
 from octavo.inference.text_stream import TextStream
 from octavo.nn.arguments import check_whole
 
@@ -46,18 +45,18 @@ MOST_RUNNING = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How much an engine takes on.
+    """Limits of an engine.
 
     Attributes:
-        max_running: requests that are answered at once, at most 65,536.
-        max_waiting: requests in the queue, above which more are refused.
-        cache_positions: room for the keys and values of all running requests; rounded up to pages.
-        step_rows: tokens that a step reads at most, ``max_running`` at least. More read prompts faster and keep answers
-            waiting longer.
-        cache_format: of keys and values: E4M3, BF16 or FP32.
+        max_running: concurrent requests, at most 65,536.
+        max_waiting: requests in the queue; more are refused.
+        cache_positions: positions in the cache of all running requests; rounded up to pages.
+        step_rows: most tokens per step, at least ``max_running``. More process prompts faster and delay running
+            answers longer.
+        cache_format: format of keys and values: E4M3, BF16 or FP32.
 
     Raises:
-        ConfigError: a number below 1 or above the most, or fewer rows than running requests.
+        ConfigError: a number out of range, or fewer rows than running requests.
     """
 
     max_running: int = 16
@@ -67,30 +66,30 @@ class EngineConfig:
     cache_format: Format = E4M3
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            if own.type is int:
-                check_whole(own.name, getattr(self, own.name), least=1)
+        for limit in fields(self):
+            if limit.type is int:
+                check_whole(limit.name, getattr(self, limit.name), least=1)
         if self.max_running > MOST_RUNNING:
             raise ConfigError(f"max_running must be at most {MOST_RUNNING:,}, not {self.max_running:,}")
         if self.step_rows < self.max_running:
             raise ConfigError(
-                f"a step reads a token of each of {self.max_running} running requests, so step_rows must be at least "
-                f"as many, not {self.step_rows}"
+                f"step_rows must be at least max_running, {self.max_running}, not {self.step_rows}: a step reads a "
+                "token of each running request"
             )
 
 
 class Engine:
-    """Answers requests.
+    """Generator of answers to concurrent requests.
 
     Args:
-        runner: the model, on a CPU.
-        tokenizer: makes text of tokens.
-        end_ids: tokens with which the model ends an answer.
-        config: how much is taken on.
-        clock: seconds; for deadlines and what is measured.
+        runner: model on a CPU.
+        tokenizer: decodes tokens to text.
+        end_ids: tokens that end an answer.
+        config: limits.
+        clock: returns seconds; for deadlines and metrics.
 
     Attributes:
-        metrics: what was counted so far.
+        metrics: counters since the start.
 
     Example:
         >>> from tokenizers import Tokenizer, models
@@ -105,11 +104,11 @@ class Engine:
         ...     max_positions=16,
         ... )
         >>> words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
-        >>> engine, told = Engine(ModelRunner(Llama(config)), words), []
-        >>> request = engine.submit([0, 1], SamplingParams(max_tokens=3, temperature=0), told.append)
+        >>> engine, num_logits = Engine(ModelRunner(Llama(config)), words), []
+        >>> request = engine.submit([0, 1], SamplingParams(max_tokens=3, temperature=0), num_logits.append)
         >>> while engine.step():
         ...     pass
-        >>> len(told), told[-1].finish.value, told[-1].usage.answer_tokens, engine.load.pages_used
+        >>> len(num_logits), num_logits[-1].finish.value, num_logits[-1].usage.answer_tokens, engine.load.pages_used
         (3, 'length', 3, 0)
     """
 
@@ -127,19 +126,19 @@ class Engine:
         count = -(-self.config.cache_positions // PAGE)
         pages = runner.new_batch(
             count, PAGE, fmt=self.config.cache_format
-        ).tensors  # refused first, if there is no room
+        ).tensors  # first: raises if the memory is insufficient
         self._pool = BlockPool(count)
         longest = min(self._pool.pages, -(-runner.config.max_positions // PAGE))
         self._cache = replace(pages, table=torch.zeros(self.config.max_running, longest, dtype=torch.int32))
-        self._rows = list(range(self.config.max_running))  # of the table, those that are free
-        self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
-        self._changed = threading.Condition()  # guards what waits, its start, and whether the engine is closed
+        self._rows = list(range(self.config.max_running))  # free rows of the table
+        self._running: list[EngineRequest] = []
+        self._waiting: deque[EngineRequest] = deque()
+        self._changed = threading.Condition()  # guards the queue, the start of requests, and _closed
         self._closed = False
 
     @property
     def load(self) -> Load:
-        """How busy the engine is, at one moment: a request that starts is waiting or running, never neither."""
+        """Consistent snapshot of the load: a request that starts counts as waiting or running."""
         pool = self._pool
         with self._changed:
             return Load(
@@ -152,56 +151,57 @@ class Engine:
 
     @property
     def positions(self) -> int:
-        """How many a prompt and its answer may have together: what the model knows and the cache has room for."""
+        """Most positions of a prompt with its answer, limited by the model and the cache."""
         return min(self._runner.config.max_positions, self._pool.pages * PAGE)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the model knows."""
+        """Size of the model's vocabulary."""
         return self._runner.config.vocab_size
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more requests."""
+        """True if new requests are refused."""
         return self._closed
 
-    def submit(self, prompt_ids: Listed[int], params: SamplingParams, tell: Callable[[Event], None]) -> Sequence:
-        """Take a request; its events come from whoever calls :meth:`step`.
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, tell: Callable[[Event], None]) -> EngineRequest:
+        """Queue a request.
 
         Args:
-            prompt_ids: at least one token.
-            params: what is asked for.
-            tell: is given every event, in order; the last has a reason. It must be quick, and must not raise.
+            prompt_ids: at least one token id.
+            params: sampling parameters.
+            tell: called with every event in order, by the thread that calls :meth:`step`; the last event has a finish
+                reason. It must be fast and must not raise.
 
         Returns:
-            What :meth:`cancel` takes.
+            Request for :meth:`cancel`.
 
         Raises:
             ConfigError: an empty prompt, or a token outside the vocabulary.
             ContextLengthError: more positions than the model or the cache has.
-            QueueFullError: too many wait; says when to try again.
-            ClosedError: the engine takes no more.
+            QueueFullError: the queue is full; with the time after which to retry.
+            ClosedError: the engine is closed.
         """
         text = TextStream(self._tokenizer, params.stop)
-        made = Sequence(list(prompt_ids), params, text=text, tell=tell, submitted_at=self._clock())
-        self._check(made)
+        request = EngineRequest(list(prompt_ids), params, text=text, on_event=tell, submitted_at=self._clock())
+        self._check(request)
         with self._changed:
             if self._closed:
-                raise ClosedError("this engine is being shut down and takes no more requests; ask another")
+                raise ClosedError("this engine is shutting down and accepts no requests; use another")
             if len(self._waiting) >= self.config.max_waiting:
                 self.metrics.refused += 1
                 seconds = self._retry_after_s()
                 raise QueueFullError(
-                    f"{len(self._waiting)} requests are waiting, which is as many as may; try again in {seconds:g} s",
+                    f"the queue is full with {len(self._waiting)} requests; try again in {seconds:g} s",
                     retry_after_s=seconds,
                 )
-            self._waiting.append(made)
+            self._waiting.append(request)
             self.metrics.submitted += 1
             self._changed.notify_all()
-        return made
+        return request
 
-    def cancel(self, request: Sequence) -> None:
-        """End a request before the next step; one that is over stays as it is."""
+    def cancel(self, request: EngineRequest) -> None:
+        """End a request before the next step; no effect on one that has ended."""
         with self._changed:
             request.cancelled = True
             self._changed.notify_all()
@@ -213,19 +213,19 @@ class Engine:
                 request.cancelled = True
 
     def close(self) -> None:
-        """Take no more requests; those that were taken are answered."""
+        """Refuse new requests; accepted ones are still answered."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def wait_for_work(self) -> bool:
-        """Return True as soon as there is something to do; False where there is none and none can come."""
+        """Wait for requests; return False if there are none and the engine is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._running or self._waiting or self._closed)
             return bool(self._running or self._waiting)
 
     def step(self) -> bool:
-        """One call of the model, and what comes before and after it; False where there was nothing to do."""
+        """Start and end requests, call the model once and sample tokens; return False if no request is left."""
         self._end_overdue()
         self._start_waiting()
         chunks = self._chunks()
@@ -234,18 +234,18 @@ class Engine:
         return bool(self._running or self._waiting)
 
     def fail(self, error: str) -> None:
-        """End all requests, and take no more: the engine broke."""
+        """End all requests with an error and refuse new ones."""
         self.close()
         for request in [*self._running, *self._take_waiting(lambda _: True)]:
             self._end(request, FinishReason.ERROR, error=error)
 
-    def _check(self, request: Sequence) -> None:
+    def _check(self, request: EngineRequest) -> None:
         tokens, positions = request.tokens, self.positions
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one token to continue from")
-        given: list[object] = [*tokens]  # whoever asks may not be typed
-        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in given):
-            raise ConfigError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}; this prompt has others")
+        untyped: list[object] = [*tokens]  # callers may pass other types
+        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in untyped):
+            raise ConfigError(f"token ids must be integers from 0 to {self.vocab_size - 1}; this prompt has others")
         needed = len(tokens) + request.params.max_tokens - 1
         if needed > positions:
             raise ContextLengthError(
@@ -254,29 +254,29 @@ class Engine:
             )
 
     def _retry_after_s(self) -> float:
-        """When a place in the queue may be free: what an answer took so far, over those that end in that time."""
+        """Estimate of the time until the queue has room: mean time of an answer / running requests, at least 1 s."""
         answers = self.metrics.answer_s
         return math.ceil(max(1.0, answers.total / max(answers.count, 1) / self.config.max_running))
 
     def _end_overdue(self) -> None:
         now = self._clock()
 
-        def reason(request: Sequence) -> FinishReason | None:
+        def reason(request: EngineRequest) -> FinishReason | None:
             limit = request.params.deadline_s
             if request.cancelled:
                 return FinishReason.CANCELLED
             return FinishReason.DEADLINE if limit is not None and now - request.submitted_at >= limit else None
 
         for request in [*self._running, *self._take_waiting(lambda request: reason(request) is not None)]:
-            if (why := reason(request)) is not None:
-                self._end(request, why)
+            if (finish := reason(request)) is not None:
+                self._end(request, finish)
 
-    def _take_waiting(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+    def _take_waiting(self, condition: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
         with self._changed:
-            taken = [request for request in self._waiting if wanted(request)]
-            for request in taken:
+            removed = [request for request in self._waiting if condition(request)]
+            for request in removed:
                 self._waiting.remove(request)
-        return taken
+        return removed
 
     def _start_waiting(self) -> None:
         with self._changed:
@@ -287,8 +287,8 @@ class Engine:
                 self.metrics.prompt_tokens += request.prompt_length
                 self.metrics.reused_tokens += request.reused
 
-    def _chunks(self) -> list[tuple[Sequence, int]]:
-        """Whose next tokens are read, and how many: first those that wait for one alone, then prompts as they came."""
+    def _chunks(self) -> list[tuple[EngineRequest, int]]:
+        """Requests to read with their numbers of tokens: first those with one unread token, then prompts in order."""
         budget, chunks = self.config.step_rows, []
         for request in sorted(self._running, key=lambda request: request.unread > 1):
             count = min(request.unread, budget)
@@ -297,15 +297,15 @@ class Engine:
             budget -= count
         return chunks
 
-    def _read(self, chunks: list[tuple[Sequence, int]]) -> None:
-        rows = [(own, own.read + i) for own, count in chunks for i in range(count)]
-        told = [(own, at) for own, at in rows if own.told_after(at)]
-        rows = [(own, at) for own, at in rows if not own.told_after(at)] + told
-        numbers = [(own.tokens[at], own.row, at) for own, at in rows]
+    def _read(self, chunks: list[tuple[EngineRequest, int]]) -> None:
+        rows = [(request, request.read + i) for request, count in chunks for i in range(count)]
+        logit_rows = [(request, at) for request, at in rows if request.needs_logits(at)]
+        rows = [(request, at) for request, at in rows if not request.needs_logits(at)] + logit_rows
+        numbers = [(request.tokens[at], request.row, at) for request, at in rows]
         tokens, sequence, position = (torch.tensor(column) for column in zip(*numbers, strict=True))
         before = replace(self._runner.saturation)
         logits = self._runner.read_rows(
-            tokens, self._cache, sequence=sequence, position=position, told=max(len(told), 1)
+            tokens, self._cache, sequence=sequence, position=position, num_logits=max(len(logit_rows), 1)
         )
         self.metrics.steps += 1
         self.metrics.rows += len(rows)
@@ -314,41 +314,41 @@ class Engine:
         for request, count in chunks:
             request.read += count
             request.publish(self._pool)
-        for (request, at), own in zip(told, logits, strict=False):
+        for (request, at), row in zip(logit_rows, logits, strict=False):
             if at + 1 < len(request.tokens):
-                request.score(at, own)
+                request.score(at, row)
             else:
-                self._answer(request, own)
+                self._answer(request, row)
 
-    def _answer(self, request: Sequence, logits: torch.Tensor) -> None:
+    def _answer(self, request: EngineRequest, logits: torch.Tensor) -> None:
         try:
-            chosen = request.choose(logits)
-        except ConfigError as error:  # its logits are not finite; others' may be
+            sampled = request.choose(logits)
+        except ConfigError as error:  # only this request's logits are not finite
             self._end(request, FinishReason.ERROR, error=str(error))
             return
         stop_ids = request.params.stop_ids if request.params.ignore_end else (*request.params.stop_ids, *self._end_ids)
-        if chosen.token in stop_ids:
+        if sampled.token in stop_ids:
             self._end(request, FinishReason.STOP)
             return
         self._measure(request)
-        request.say(chosen)
+        request.add_token(sampled)
         if request.finish is not None:
             self._forget(request)
 
-    def _measure(self, request: Sequence) -> None:
+    def _measure(self, request: EngineRequest) -> None:
         now = self._clock()
-        if request.told_at is None:
+        if request.last_token_at is None:
             self.metrics.first_token_s.observe(now - request.submitted_at)
         else:
-            self.metrics.token_s.observe(now - request.told_at)
-        request.told_at = now
+            self.metrics.token_s.observe(now - request.last_token_at)
+        request.last_token_at = now
         self.metrics.answer_tokens += 1
 
-    def _end(self, request: Sequence, reason: FinishReason, *, error: str | None = None) -> None:
+    def _end(self, request: EngineRequest, reason: FinishReason, *, error: str | None = None) -> None:
         request.end(reason, error=error)
         self._forget(request)
 
-    def _forget(self, request: Sequence) -> None:
+    def _forget(self, request: EngineRequest) -> None:
         assert request.finish is not None
         self.metrics.finished[request.finish] += 1
         self.metrics.answer_s.observe(self._clock() - request.submitted_at)

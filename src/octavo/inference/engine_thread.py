@@ -1,10 +1,9 @@
-"""A thread that steps an engine, and answers as asyncio wants them."""
+"""Thread that runs an engine, with answers as asynchronous iterators."""
 
 import asyncio
 import atexit
 import threading
-from collections.abc import AsyncIterator, Callable
-from collections.abc import Sequence as Listed
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 
 import torch
@@ -18,14 +17,14 @@ __all__ = ["Answer", "EngineThread"]
 
 
 class EngineThread:
-    """Steps an engine from a thread of its own, while there is work.
+    """Background thread that steps an engine while there is work.
 
     Args:
-        engine: nobody else may step it.
+        engine: engine; no other thread may step it.
 
     Attributes:
-        engine: the same.
-        failure: what broke the engine; None while it works.
+        engine: the engine.
+        failure: exception that ended the thread; None while it works.
 
     Example:
         >>> from tokenizers import Tokenizer, models
@@ -54,19 +53,21 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: BaseException | None = None
-        self._told: list[tuple[Answer, Event]] = []  # in this step
+        self._undelivered: list[tuple[Answer, Event]] = []  # events of this step
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
-        release_threads()  # of whoever loaded the model
+        release_threads()  # those of the thread that loaded the model
         self._thread.start()
-        atexit.register(self._end)  # as Python ends it kills daemon threads, in the middle of C++ too, which aborts
+        atexit.register(self._end)  # at exit Python kills daemon threads, which aborts if one runs C++
 
-    def answer(self, prompt_ids: Listed[int], params: SamplingParams) -> "Answer":
-        """Ask for an answer, from a running event loop; raises what :meth:`octavo.inference.Engine.submit` does."""
-        return Answer(self.engine, prompt_ids, params, tell=lambda own, event: self._told.append((own, event)))
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> "Answer":
+        """Submit a request from a running event loop; raises as :meth:`octavo.inference.Engine.submit`."""
+        return Answer(
+            self.engine, prompt_ids, params, tell=lambda answer, event: self._undelivered.append((answer, event))
+        )
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests and wait until those taken are answered; False where the time was not enough."""
+        """Close the engine and wait for accepted requests to end; return False on timeout."""
         self.engine.close()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -80,29 +81,29 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # each thread has a number of its own
+        torch.set_num_threads(self._threads)  # the setting is per thread
         try:
             while self.engine.wait_for_work():
                 while self.engine.step():
                     self._deliver()
                 self._deliver()
                 release_threads()
-        except BaseException as error:  # a panic of the tokenizer is no Exception
+        except BaseException as error:  # a panic of the tokenizer is not an Exception
             self.failure = error
-            self.engine.fail(f"the engine broke: {error}")
+            self.engine.fail(f"the engine failed: {error}")
             self._deliver()
-            raise  # to the thread's own report
+            raise  # for threading.excepthook
 
     def _deliver(self) -> None:
-        """Wake each event loop once for all that a step told: it would take Python's lock while tokens are chosen."""
-        told, self._told = self._told, []
+        """Wake each event loop once for all events of a step, since a loop takes the GIL from the engine."""
+        delivered, self._undelivered = self._undelivered, []
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answer, Event]]] = {}
-        for answer, event in told:
+        for answer, event in delivered:
             by_loop.setdefault(answer.loop, []).append((answer, event))
         for loop, events in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_hand_out, events)
-            except RuntimeError:  # the loop was closed, so nobody listens any more
+            except RuntimeError:  # the loop was closed
                 for answer, _ in events:
                     answer.cancel()
 
@@ -113,12 +114,12 @@ def _hand_out(events: list[tuple["Answer", Event]]) -> None:
 
 
 class Answer:
-    """The events of one request, for ``async with`` and ``async for``; leaving the block cancels what is left of it."""
+    """Events of one request, for ``async with`` and ``async for``; leaving the block cancels the request."""
 
     def __init__(
         self,
         engine: Engine,
-        prompt_ids: Listed[int],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         tell: Callable[["Answer", Event], None],
@@ -129,7 +130,7 @@ class Answer:
         self._request = engine.submit(prompt_ids, params, lambda event: tell(self, event))
 
     def cancel(self) -> None:
-        """End it before the next step."""
+        """End the request before the next step."""
         self._engine.cancel(self._request)
 
     async def __aenter__(self) -> AsyncIterator[Event]:

@@ -1,9 +1,9 @@
-"""The keys and values of all layers, in pages of 64 positions; in FP8, each vector with a scale of its own.
+"""Paged key-value cache of all layers, in pages of 64 positions; in FP8 with one scale per vector.
 
-A key or value of one head, D numbers, is cast when it is stored: E4M3 codes and, of sixteen scales, the one with the
-least squared error (:mod:`octavo.numerics.scale_search`). Nothing has to be calibrated, and no later position can
-saturate. With D = 64 the cache takes 66 bytes for what takes 128 in BF16.
-Keys lie dimension by dimension and values position by position, so that scores and weighted sums both add up rows.
+The key or value of one head, D elements, is cast to E4M3 when it is stored, with the scale of least squared error among
+sixteen (:mod:`octavo.numerics.scale_search`). This needs no calibration, and later positions cannot saturate. With
+D = 64 a vector takes 66 bytes instead of 128 in BF16.
+Keys are stored by dimension and values by position, so that scores and weighted sums both add contiguous rows.
 
 | tensor                 | shape                               | dtype                    |
 |------------------------|-------------------------------------|--------------------------|
@@ -12,8 +12,8 @@ Keys lie dimension by dimension and values position by position, so that scores 
 | key_scale, value_scale | [layers, pages, kv heads, 64]       | bfloat16, E4M3 only      |
 | table                  | [sequences, pages of one]           | int32                    |
 
-A cache is for one sequence. A batch has the pages of several in the same tensors, so that one call can read the next
-token of each.
+A cache belongs to one sequence. A batch holds the pages of several sequences in the same tensors, so that one call can
+read the next token of each.
 """
 
 from dataclasses import replace
@@ -34,13 +34,13 @@ __all__ = ["KVCacheBatch", "PagedKVCache"]
 
 
 class PagedKVCache:
-    """Room for the keys and values of one sequence.
+    """Key-value cache of one sequence.
 
     Args:
         layers: number of decoder layers.
-        kv_heads: key and value heads of a layer.
+        kv_heads: key and value heads per layer.
         head_dim: width of one head, D.
-        max_positions: how many positions must fit; rounded up to whole pages.
+        max_positions: capacity in positions; rounded up to whole pages.
         fmt: E4M3, BF16 or FP32.
 
     Attributes:
@@ -71,51 +71,51 @@ class PagedKVCache:
 
     @classmethod
     def over(cls, tensors: CacheTensors) -> "PagedKVCache":
-        """An empty cache of the one sequence that is in a table."""
-        made = cls.__new__(cls)
-        made.tensors = tensors
-        return made
+        """Create an empty cache over tensors whose table has one sequence."""
+        cache = cls.__new__(cls)
+        cache.tensors = tensors
+        return cache
 
     @property
     def length(self) -> int:
-        """Number of positions that are filled; a smaller number forgets what follows."""
+        """Number of filled positions; setting a smaller number discards the positions after it."""
         return self._length
 
     @length.setter
     def length(self, length: int) -> None:
         if not 0 <= length <= self._length:
             raise ConfigError(
-                f"{self._length} positions are filled, of which the first 0 to all can be kept, not {length}"
+                f"{self._length} positions are filled, so the length can be set from 0 to {self._length}, not {length}"
             )
         self._length = length
 
     def advance(self, count: int) -> None:
-        """Count positions that were stored."""
+        """Count newly stored positions."""
         self._length += count
 
     @property
     def capacity(self) -> int:
-        """How many positions have room."""
+        """Number of positions that fit."""
         return self.tensors.table.shape[1] * PAGE
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sequence's keys, values and their scales."""
+        """Bytes of the sequence's keys, values and scales."""
         t = self.tensors
         every = sum(x.nbytes for x in (t.keys, t.values, t.key_scale, t.value_scale) if x is not None)
         return every // t.keys.shape[1] * t.table.numel()
 
     def next_positions(self, count: int) -> Tensor:
-        """The positions that the next tokens take, int64 [count].
+        """Positions of the next tokens, int64 [count].
 
         Raises:
-            ConfigError: no room.
+            ConfigError: the cache is full.
         """
         self.check_room(count)
         return torch.arange(self.length, self.length + count, device="cpu")
 
     def check_room(self, count: int) -> None:
-        """Raise ConfigError where there is no room for as many positions."""
+        """Raise ConfigError if ``count`` more positions do not fit."""
         end = self.length + count
         if end > self.capacity:
             raise ConfigError(
@@ -124,7 +124,7 @@ class PagedKVCache:
             )
 
     def store(self, layer: int, position: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values, float32 [R, kv heads, D], of R positions of one layer."""
+        """Store keys and values, float32 [R, kv heads, D], of R positions of one layer."""
         t = self.tensors
         page, place = t.table[0, position // PAGE].long(), position % PAGE
         for to, scales, vectors in ((t.keys.transpose(-1, -2), t.key_scale, keys), (t.values, t.value_scale, values)):
@@ -132,37 +132,37 @@ class PagedKVCache:
                 to[layer, page, :, place] = vectors.to(to.dtype)
                 continue
             cast = quantize(vectors, E4M3, granularity=PerRow(), scale=searched_scale(vectors))
-            # torch assigns no codes by index
+            # torch has no indexed assignment for FP8
             to.view(torch.uint8)[layer, page, :, place] = cast.data.view(torch.uint8)
             scales[layer, page, :, place] = cast.scale[..., 0].to(scales.dtype)
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of the first positions of one layer, float32 [length, kv heads, D]."""
+        """Dequantize the first keys and values of one layer, float32 [length, kv heads, D] each."""
         t = self.tensors
         page = t.table[0, : -(-length // PAGE)].long()
-        found = []
+        keys_and_values = []
         for data, scales in ((t.keys.transpose(-1, -2), t.key_scale), (t.values, t.value_scale)):
             vectors = data[layer].float()[page]
             if scales is not None:
                 vectors = vectors * scales[layer, page].float()[..., None]
-            found.append(vectors.transpose(1, 2).flatten(0, 1)[:length])
-        return found[0], found[1]
+            keys_and_values.append(vectors.transpose(1, 2).flatten(0, 1)[:length])
+        return keys_and_values[0], keys_and_values[1]
 
 
 class KVCacheBatch:
-    """Room for the keys and values of several sequences, which advance together or one by one.
+    """Key-value caches of several sequences, which advance together or separately.
 
     Args:
-        layers: as in :class:`PagedKVCache`.
-        kv_heads: as there.
-        head_dim: as there.
-        sequences: how many.
-        max_positions: of each.
-        fmt: as there.
+        layers: see :class:`PagedKVCache`.
+        kv_heads: see :class:`PagedKVCache`.
+        head_dim: see :class:`PagedKVCache`.
+        sequences: number of sequences.
+        max_positions: capacity of each sequence.
+        fmt: see :class:`PagedKVCache`.
 
     Attributes:
-        tensors: of all sequences, with a row of the table for each.
-        sequences: a cache for each, over the same tensors.
+        tensors: tensors of all sequences; the table has a row for each.
+        sequences: cache of each sequence, over the same tensors.
 
     Raises:
         ConfigError: a size below 1, or another format.
@@ -189,16 +189,16 @@ class KVCacheBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of positions that are filled in each sequence."""
+        """Number of filled positions of each sequence."""
         return [sequence.length for sequence in self.sequences]
 
     def check_room(self) -> None:
-        """Raise ConfigError where a sequence has no room for another position."""
+        """Raise ConfigError if a sequence is full."""
         for sequence in self.sequences:
             sequence.check_room(1)
 
     def advance(self) -> None:
-        """Count a position of each sequence that was stored."""
+        """Count a newly stored position of each sequence."""
         for sequence in self.sequences:
             sequence.advance(1)
 
@@ -212,7 +212,7 @@ def _empty(
     fmt: Format,
     sequences: int = 1,
 ) -> CacheTensors:
-    """Zeros, and a table that deals out the pages in order."""
+    """Create zeros, with a table that assigns the pages in order."""
     check_sizes(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions, sequences=sequences)
     if fmt not in (E4M3, BF16, FP32):
         raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
@@ -222,7 +222,7 @@ def _empty(
         f"a cache of {sequences * each * PAGE:,} positions",
         numbers * fmt.torch_dtype.itemsize,
         torch.device("cpu"),
-        remedy="give it fewer (cache_positions)",
+        remedy="give fewer (cache_positions)",
     )
     vectors = (layers, sequences * each, kv_heads, PAGE)
     key_scale, value_scale = (

@@ -1,26 +1,26 @@
-"""What an engine counts: plain numbers, which only grow, for a server to show."""
+"""Counters of an engine, which only grow, for a server to report."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from octavo.inference.requests import FinishReason
 
-__all__ = ["EngineMetrics", "Histogram", "Load"]
+__all__ = ["EngineMetrics", "LatencyHistogram", "Load"]
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
-class Histogram:
-    """How often a number of seconds was at most each bound.
+class LatencyHistogram:
+    """Histogram of durations in seconds.
 
     Args:
-        bounds: ascending; what is above the last is counted behind it.
+        bounds: upper bounds of the bins, inclusive and ascending; a last bin counts larger values.
 
     Example:
-        >>> seen = Histogram((0.1, 1.0))
-        >>> seen.observe(0.1)
-        >>> seen.observe(2.0)
-        >>> seen.counts, seen.total, seen.count
+        >>> latency = LatencyHistogram((0.1, 1.0))
+        >>> latency.observe(0.1)
+        >>> latency.observe(2.0)
+        >>> latency.counts, latency.total, latency.count
         ([1, 0, 1], 2.1, 2)
     """
 
@@ -28,34 +28,34 @@ class Histogram:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Count one number."""
+        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def count(self) -> int:
-        """How many numbers were counted."""
+        """Number of counted values."""
         return sum(self.counts)
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineMetrics:
-    """Counters since the engine was made.
+    """Counters since the engine was created.
 
     Attributes:
-        submitted: requests that were taken.
-        refused: requests for which the queue was full.
-        finished: those that are over, by why.
-        prompt_tokens: of the requests that were started.
-        reused_tokens: of them, those whose keys and values were there already.
-        answer_tokens: that were told.
+        submitted: accepted requests.
+        refused: requests refused because the queue was full.
+        finished: requests that ended, by reason.
+        prompt_tokens: prompt tokens of started requests.
+        reused_tokens: of them, those whose keys and values were in the cache.
+        answer_tokens: generated tokens.
         steps: calls of the model.
-        rows: tokens that were read in them.
-        cast_elements: of inputs of linear layers, that met a static scale.
-        saturated_elements: of them, those beyond it, which were clipped.
-        first_token_s: from submission to the first token.
-        token_s: from one token of an answer to the next.
-        answer_s: from submission to the end.
+        rows: tokens read in all steps.
+        cast_elements: elements of linear layers' inputs cast with a static scale.
+        saturated_elements: of them, those that saturated.
+        first_token_s: time from submission to the first token.
+        token_s: time between tokens of an answer.
+        answer_s: time from submission to the end.
     """
 
     submitted: int = 0
@@ -68,21 +68,21 @@ class EngineMetrics:
     rows: int = 0
     cast_elements: int = 0
     saturated_elements: int = 0
-    first_token_s: Histogram = field(default_factory=Histogram)
-    token_s: Histogram = field(default_factory=Histogram)
-    answer_s: Histogram = field(default_factory=Histogram)
+    first_token_s: LatencyHistogram = field(default_factory=LatencyHistogram)
+    token_s: LatencyHistogram = field(default_factory=LatencyHistogram)
+    answer_s: LatencyHistogram = field(default_factory=LatencyHistogram)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy an engine is now.
+    """Current load of an engine.
 
     Attributes:
         waiting: requests in the queue.
         running: requests in the batch.
-        pages: of the cache.
-        pages_used: that belong to a request.
-        pages_idle: that belong to none and may be reused for a prompt that begins alike.
+        pages: pages of the cache.
+        pages_used: pages of running requests.
+        pages_idle: unused pages that a prompt with the same beginning can reuse.
     """
 
     waiting: int

@@ -1,9 +1,9 @@
-"""``ModelRunner``: a Llama-style model for generation on a CPU, its weights FP8 codes, its keys and values in a cache.
+"""Llama-style model for generation on a CPU, with quantized weights and a key-value cache.
 
-Every weight, the head's too, becomes E4M3 codes with one scale an output row, or what another recipe says
-(octavo.inference.recipes). Where the head shares the embedding's weight, the embedding reads the same codes.
-Activations are FP32, and with the native kernels all layers are one call; without them octavo.inference.reference
-computes the same, many times slower. On a GPU other servers generate, from files that ``octavo export`` writes.
+Every weight, including the head's, is stored as E4M3 codes with one scale per output row, or in the format of another
+recipe (octavo.inference.recipes). An embedding that shares the head's weight reads the head's codes. Activations are
+FP32. The native kernels run all layers in one call; without them octavo.inference.reference computes the same, many
+times slower. On a GPU use other servers, with files from ``octavo export``.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ from octavo.inference.kv_cache import KVCacheBatch, PagedKVCache
 from octavo.inference.native_decoder import (
     MAX_HEAD_DIM,
     CacheTensors,
-    Decoder,
-    DecoderLayer,
+    DecoderLayerTensors,
     DecoderShape,
+    DecoderTensors,
     NativeDecoder,
 )
-from octavo.inference.recipes import ServingRecipe, held_weight
+from octavo.inference.recipes import ServingRecipe, decoder_weight
 from octavo.inference.reference import ReferenceDecoder
 from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig, llama
@@ -38,21 +38,20 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class ModelRunner:
-    """Next-token logits of a model, as fast as its weights can be read.
+    """Next-token logits of a model.
 
     Args:
-        model: a decoder on a CPU; its weights are copied.
-        recipe: what its weights become, and their inputs; "fp8-static" reads the scales of layers that a calibration
-            was applied to (``Calibration.apply(model, hold_weights=True)``).
-        key_means: by layer, float32 [kv heads, D]: what its keys have in common, positions included. It is not stored,
-            so that what is can be rounded finer, and changes nothing else. A calibration has them
-            (``octavo calibrate --kv-cache``); None subtracts nothing.
-        level: an instruction-set level of the CPU's native kernels; None is the best, "torch" uses no kernels at all.
+        model: decoder on a CPU; its weights are copied.
+        recipe: format of the weights and their inputs; "fp8-static" reads the scales of a model to which a calibration
+            was applied (``Calibration.apply(model, hold_weights=True)``).
+        key_means: mean of the rotated keys by layer, float32 [kv heads, D], from ``octavo calibrate --kv-cache``. It is
+            subtracted from the keys before they are rounded, which cancels in the softmax. None subtracts nothing.
+        level: instruction-set level of the native kernels; None is the best, "torch" uses no native kernels.
 
     Raises:
-        ConfigError: a model that is not on a CPU, with heads wider than 512, or with weights held as blocks
-            of codes; or means of other layers or of another shape, or that are not finite; or an unknown recipe.
-        BackendError: a level that is not there.
+        ConfigError: the model is not on a CPU, has heads wider than 512 or weights in blocks of codes; the means have
+            other layers, another shape or values that are not finite; or the recipe is unknown.
+        BackendError: the level is not available.
 
     Example:
         >>> from octavo.models import LlamaConfig
@@ -83,7 +82,7 @@ class ModelRunner:
         check_choice("recipe", recipe, tuple(ServingRecipe))
         _check_on_cpu(model)
         if config.head_dim > MAX_HEAD_DIM:
-            raise ConfigError(f"heads may be {MAX_HEAD_DIM} wide, not {config.head_dim}")
+            raise ConfigError(f"heads may be at most {MAX_HEAD_DIM} wide, not {config.head_dim}")
         self.config = config
         means = _key_means(config, key_means)
         self._decoder = _decoder(model, ServingRecipe(recipe), means)
@@ -98,21 +97,21 @@ class ModelRunner:
 
     @property
     def max_length(self) -> int:
-        """Number of positions that the model knows."""
+        """Number of positions that the model supports."""
         return self.config.max_positions
 
     def reader(self, length: int) -> Callable[[list[int]], Tensor]:
         """Start a text of at most ``length`` tokens, for :func:`octavo.models.generate`.
 
         Returns:
-            A function from all token ids so far to the logits [V] of the next; it reads those that its cache lacks.
+            Function from all token ids so far to the logits [V] of the next; it reads those not in its cache.
         """
         cache = self.new_cache(length)
         return lambda ids: self(torch.tensor(ids[cache.length :], device="cpu"), cache)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, their scales and biases: what a token reads, but for a separate embedding."""
+        """Bytes of weights, scales and biases that each token reads; a separate embedding is not included."""
         weights = [self._decoder.head]
         for layer in self._decoder.layers:
             weights += [layer.qkv, layer.out, layer.gate_up, layer.down]
@@ -120,24 +119,24 @@ class ModelRunner:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of everything that is kept of the model: weights, embedding, norms, angles."""
-        own = self._decoder
-        numbers = [own.cos, own.sin, own.norm, *([] if self._embedding is None else [self._embedding])]
-        for layer in own.layers:
-            numbers += [layer.attention_norm, layer.mlp_norm, layer.key_mean]
-        return self.weight_bytes + sum(x.nbytes for x in numbers)
+        """Bytes of the whole model: weights, embedding, norms, rotary tables and key means."""
+        decoder = self._decoder
+        tensors = [decoder.cos, decoder.sin, decoder.norm, *([] if self._embedding is None else [self._embedding])]
+        for layer in decoder.layers:
+            tensors += [layer.attention_norm, layer.mlp_norm, layer.key_mean]
+        return self.weight_bytes + sum(x.nbytes for x in tensors)
 
     @property
     def saturation(self) -> Saturation:
-        """What static scales of inputs clipped so far; nothing but zeros for another recipe."""
+        """Counts of input elements cast with static scales; zeros for other recipes."""
         return self._decoder.saturation
 
     def new_cache(self, max_positions: int | None = None, *, fmt: Format = E4M3) -> PagedKVCache:
-        """An empty cache for one sequence; None makes room for all positions that the model knows."""
+        """Create an empty cache for one sequence; None is the model's number of positions."""
         return PagedKVCache(*self._sizes(), max_positions=self._room(max_positions), fmt=fmt)
 
     def new_batch(self, sequences: int, max_positions: int | None = None, *, fmt: Format = E4M3) -> KVCacheBatch:
-        """Empty caches for several sequences, which :meth:`step` reads together."""
+        """Create empty caches for several sequences, for :meth:`step`."""
         room = self._room(max_positions)
         return KVCacheBatch(*self._sizes(), sequences=sequences, max_positions=room, fmt=fmt)
 
@@ -149,24 +148,24 @@ class ModelRunner:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
-        """The logits after the given tokens, whose keys and values are added to the cache.
+        """Read the next tokens, add their keys and values to the cache and return the logits.
 
         Args:
-            tokens: int64 [T], at least one: what follows the positions in the cache.
+            tokens: int64 [T], at least one: the tokens after those in the cache.
             cache: from :meth:`new_cache`.
-            every: the logits after every one of them instead of the last.
+            every: return the logits after every token instead of the last.
 
         Returns:
             float32 [V], or [T, V].
 
         Raises:
-            TypeError: tokens that are no tensor of integers, or a cache that is none of one sequence.
-            BackendError: a cache of another model, or tokens that are not on a CPU.
-            ConfigError: no token, one outside the vocabulary, or more than the cache or the model has positions for.
-                The cache is as it was, whatever is raised.
+            TypeError: the tokens are not a tensor of integers, or the cache is not of one sequence.
+            BackendError: the cache is of another model, or the tokens are not on a CPU.
+            ConfigError: no tokens, a token outside the vocabulary, or more positions than the cache or the model has.
+                The cache is unchanged after any error.
         """
         self._check(tokens, cache)
-        tokens = tokens.long()  # torch takes bytes for a mask
+        tokens = tokens.long()  # torch treats uint8 indices as a mask
         cache.check_room(len(tokens))
         logits = self._read(tokens, cache, every=every)
         cache.advance(len(tokens))
@@ -174,9 +173,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, batch: KVCacheBatch) -> Tensor:
-        """The logits after one more token of every sequence of a batch, whose keys and values are added to it.
+        """Read the next token of every sequence of a batch, add its keys and values and return the logits.
 
-        The first tokens of a sequence are read by calling the runner with ``batch.sequences[i]``.
+        Call the runner with ``batch.sequences[i]`` to read the first tokens of a sequence.
 
         Args:
             tokens: int64 [sequences].
@@ -186,9 +185,9 @@ class ModelRunner:
             float32 [sequences, V].
 
         Raises:
-            TypeError: tokens that are no tensor of integers, or a batch that is none.
-            BackendError: a batch of another model, or tokens that are not on a CPU.
-            ConfigError: another number of tokens, one outside the vocabulary, or a sequence that is full.
+            TypeError: the tokens are not a tensor of integers, or ``batch`` is not a batch.
+            BackendError: the batch is of another model, or the tokens are not on a CPU.
+            ConfigError: a wrong number of tokens, a token outside the vocabulary, or a full sequence.
 
         Example:
             >>> from octavo.models import LlamaConfig
@@ -208,11 +207,11 @@ class ModelRunner:
             (torch.Size([2, 64]), [4, 1])
         """
         if not isinstance(batch, KVCacheBatch):
-            raise TypeError(f"a step reads into a batch, from new_batch(), not into a {type(batch).__name__}")
+            raise TypeError(f"step() takes a batch from new_batch(), not a {type(batch).__name__}")
         _check_integers(tokens)
         if tokens.shape != (len(batch.sequences),):
             raise ConfigError(
-                f"a step reads a token of each of {len(batch.sequences)} sequences, not {tuple(tokens.shape)} tokens"
+                f"step() takes a token of each of {len(batch.sequences)} sequences, not {tuple(tokens.shape)} tokens"
             )
         for token, cache in zip(tokens.split(1), batch.sequences, strict=True):
             self._check(token, cache)
@@ -220,7 +219,7 @@ class ModelRunner:
         tokens, positions = tokens.long(), batch.lengths
         if self._native is not None:
             sequence, position = (torch.tensor(x, device="cpu") for x in (range(len(tokens)), positions))
-            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, position, told=len(tokens))
+            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, position, num_logits=len(tokens))
         else:
             pairs = zip(tokens.split(1), batch.sequences, strict=True)
             logits = torch.cat([self._read(token, cache) for token, cache in pairs])
@@ -229,44 +228,46 @@ class ModelRunner:
 
     @torch.no_grad()
     def read_rows(
-        self, tokens: Tensor, tensors: CacheTensors, *, sequence: Tensor, position: Tensor, told: int
+        self, tokens: Tensor, tensors: CacheTensors, *, sequence: Tensor, position: Tensor, num_logits: int
     ) -> Tensor:
-        """Read any next tokens of any sequences of a cache at once: what an engine's step does.
+        """Read tokens of several sequences of a cache in one call, for a step of the engine.
 
-        What a row gives depends on its own sequence alone, to the bit: neither on the other rows nor on how a
-        sequence's tokens are cut into calls. Without native kernels that is so because rows are read one by one.
+        The logits of a row depend only on its own sequence, bit for bit: not on other rows, nor on how the tokens of a
+        sequence are split into calls. Without native kernels rows are read one by one to ensure this.
 
         Args:
             tokens: int64 [R], within the vocabulary.
-            tensors: all sequences' pages, with a row of the table for each.
-            sequence: int64 [R], the row of the table of every token.
-            position: int64 [R]; those of a sequence ascend, and follow what is in the cache.
-            told: how many rows, the last ones, get logits.
+            tensors: pages of all sequences; the table has a row for each.
+            sequence: int64 [R], row of the table for each token.
+            position: int64 [R]; positions of a sequence ascend and follow those in the cache.
+            num_logits: number of last rows that get logits.
 
         Returns:
-            float32 [told, V].
+            float32 [num_logits, V].
 
         Raises:
-            BackendError: rows, tables and positions that do not go together.
+            BackendError: rows, table and positions do not match.
         """
-        if not 1 <= told <= len(tokens):
-            raise BackendError(f"from 1 to all {len(tokens)} rows get logits, not {told}")
+        if not 1 <= num_logits <= len(tokens):
+            raise BackendError(f"the number of rows with logits must be from 1 to {len(tokens)}, not {num_logits}")
         if self._native is not None:
-            return self._native.run(self._embed(tokens), tensors, sequence, position, told=told)
+            return self._native.run(self._embed(tokens), tensors, sequence, position, num_logits=num_logits)
         assert self._reference is not None
         rows = []
-        for token, own, start in zip(tokens.split(1), sequence.tolist(), position.tolist(), strict=True):
-            cache = PagedKVCache.over(replace(tensors, table=tensors.table[own : own + 1]))
+        for token, row, start in zip(tokens.split(1), sequence.tolist(), position.tolist(), strict=True):
+            cache = PagedKVCache.over(replace(tensors, table=tensors.table[row : row + 1]))
             rows.append(self._reference.run(token, cache, start))
-        return torch.cat(rows[-told:])
+        return torch.cat(rows[-num_logits:])
 
     def _read(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
         """Run the native kernels, or the reference."""
         if self._reference is not None:
             return self._reference.run(tokens, cache, cache.length, every=every)
         assert self._native is not None
-        position, told = cache.next_positions(len(tokens)), len(tokens) if every else 1
-        return self._native.run(self._embed(tokens), cache.tensors, torch.zeros_like(position), position, told=told)
+        position, num_logits = cache.next_positions(len(tokens)), len(tokens) if every else 1
+        return self._native.run(
+            self._embed(tokens), cache.tensors, torch.zeros_like(position), position, num_logits=num_logits
+        )
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:
@@ -275,25 +276,23 @@ class ModelRunner:
 
     def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
         if not isinstance(cache, PagedKVCache):
-            raise TypeError(
-                f"a runner reads into a cache of one sequence, from new_cache(), not into a {type(cache).__name__}"
-            )
+            raise TypeError(f"a runner takes a cache of one sequence from new_cache(), not a {type(cache).__name__}")
         _check_integers(tokens)
         cache.tensors.check_made_for(*self._sizes())
         if tokens.device.type != "cpu":
-            raise BackendError(f"a runner reads tokens on a CPU, not on {tokens.device}; move them there")
+            raise BackendError(f"a runner takes tokens on a CPU, not on {tokens.device}; call tokens.cpu()")
         if tokens.ndim != 1 or not len(tokens):
             raise ConfigError(
-                f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
+                f"a runner takes at least one token of one sequence, shape [T], not {tuple(tokens.shape)}"
             )
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size:
             raise ConfigError(
-                f"token ids must be 0 or more and below the vocabulary's {self.config.vocab_size}, not "
+                f"token ids must be from 0 to {self.config.vocab_size - 1}, not "
                 f"{int(tokens.min())} to {int(tokens.max())}"
             )
         if cache.length + len(tokens) > self.config.max_positions:
             raise ConfigError(
-                f"this model knows {self.config.max_positions} positions, and {cache.length + len(tokens)} are needed; "
+                f"this model has {self.config.max_positions} positions, and {cache.length + len(tokens)} are needed; "
                 "shorten the text"
             )
 
@@ -301,7 +300,7 @@ class ModelRunner:
 def _check_integers(tokens: object) -> None:
     dtype = getattr(tokens, "dtype", type(tokens).__name__)
     if dtype not in _INTEGERS:
-        raise TypeError(f"tokens are a tensor of integers, not {dtype}")
+        raise TypeError(f"tokens must be a tensor of integers, not {dtype}")
 
 
 def _check_on_cpu(model: Llama) -> None:
@@ -313,23 +312,23 @@ def _check_on_cpu(model: Llama) -> None:
         )
 
 
-def _key_means(config: LlamaConfig, given: Mapping[int, Tensor] | None) -> list[Tensor]:
-    """Of every layer, zeros where none are given."""
+def _key_means(config: LlamaConfig, means: Mapping[int, Tensor] | None) -> list[Tensor]:
+    """Key means of every layer; zeros for None."""
     shape = (config.num_kv_heads, config.head_dim)
-    if given is None:
+    if means is None:
         return [torch.zeros(shape, device="cpu") for _ in range(config.num_layers)]
-    if given.keys() != {*range(config.num_layers)} or any(mean.shape != shape for mean in given.values()):
-        found = " and ".join(sorted({str(list(mean.shape)) for mean in given.values()})) or "none"
+    if means.keys() != {*range(config.num_layers)} or any(mean.shape != shape for mean in means.values()):
+        shapes = " and ".join(sorted({str(list(mean.shape)) for mean in means.values()})) or "none"
         raise ConfigError(
-            f"this model's keys have a mean {list(shape)} in each of {config.num_layers} layers, and given are "
-            f"{len(given)} of {found}; calibrate this model"
+            f"this model needs key means {list(shape)} for each of {config.num_layers} layers, and got {len(means)} of "
+            f"{shapes}; calibrate this model"
         )
-    if not all(bool(mean.isfinite().all()) for mean in given.values()):
-        raise ConfigError("a mean of keys is NaN or infinite, and would make every key so; calibrate again")
-    return [given[layer].detach().to("cpu", torch.float32, copy=True) for layer in range(config.num_layers)]
+    if not all(bool(mean.isfinite().all()) for mean in means.values()):
+        raise ConfigError("a key mean is NaN or infinite; calibrate again")
+    return [means[layer].detach().to("cpu", torch.float32, copy=True) for layer in range(config.num_layers)]
 
 
-def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> Decoder:
+def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> DecoderTensors:
     config, body = model.config, model.model
     shape = DecoderShape(
         hidden_size=config.hidden_size,
@@ -339,30 +338,30 @@ def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> De
         head_dim=config.head_dim,
         norm_eps=config.rms_norm_eps,
     )
-    own = [_layer(layer, recipe, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
-    head = held_weight(recipe, model.lm_head, is_head=True)
-    return Decoder(shape, own, _copied(body.cos), _copied(body.sin), _copied(body.norm.weight), head)
+    layers = [_layer(layer, recipe, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
+    head = decoder_weight(recipe, model.lm_head, is_head=True)
+    return DecoderTensors(shape, layers, _copied(body.cos), _copied(body.sin), _copied(body.norm.weight), head)
 
 
-def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> DecoderLayer:
+def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> DecoderLayerTensors:
     assert isinstance(layer, llama.DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
-    return DecoderLayer(
+    return DecoderLayerTensors(
         attention_norm=_copied(layer.input_layernorm.weight),
-        qkv=held_weight(recipe, attention.q_proj, attention.k_proj, attention.v_proj),
-        out=held_weight(recipe, attention.o_proj),
+        qkv=decoder_weight(recipe, attention.q_proj, attention.k_proj, attention.v_proj),
+        out=decoder_weight(recipe, attention.o_proj),
         mlp_norm=_copied(layer.post_attention_layernorm.weight),
         key_mean=key_mean,
-        gate_up=held_weight(recipe, mlp.gate_proj, mlp.up_proj),
-        down=held_weight(recipe, mlp.down_proj),
+        gate_up=decoder_weight(recipe, mlp.gate_proj, mlp.up_proj),
+        down=decoder_weight(recipe, mlp.down_proj),
     )
 
 
-def _copied(numbers: Tensor) -> Tensor:
-    return numbers.detach().to(torch.float32, copy=True)
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float32, copy=True)
 
 
-def _narrowed(numbers: Tensor) -> Tensor:
-    """A copy in BF16 where it holds just these numbers, else as they are."""
-    narrow = numbers.bfloat16()
-    return (narrow if torch.equal(narrow.to(numbers.dtype), numbers) else numbers).clone()
+def _narrowed(tensor: Tensor) -> Tensor:
+    """Copy in BF16 if that is exact, else in the same dtype."""
+    narrow = tensor.bfloat16()
+    return (narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor).clone()

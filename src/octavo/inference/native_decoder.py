@@ -1,15 +1,15 @@
-"""Native kernels for generation: attention over a paged cache, and a Llama-style decoder in one call.
+"""Native kernels for generation: attention over a paged cache, and a whole Llama-style decoder in one call.
 
 | tensor       | shape and dtype                                                                                     |
 |--------------|-----------------------------------------------------------------------------------------------------|
 | keys         | [pages, kv heads, D, PAGE], E4M3, bfloat16 or float32                                               |
 | values       | [pages, kv heads, PAGE, D], the same dtype                                                          |
-| scales       | [pages, kv heads, PAGE] bfloat16: the scale of every vector of codes; None in high precision        |
-| table        | [sequences, P] int32: the page that holds positions PAGE·i … PAGE·i + PAGE - 1 of a sequence        |
-| sequence     | [R] int64: the sequence of every row                                                                |
-| position     | [R] int64: its position; a row sees the positions up to its own                                     |
+| scales       | [pages, kv heads, PAGE] bfloat16: scale of each vector of codes; None in high precision             |
+| table        | [sequences, P] int32: page with positions PAGE·i … PAGE·i + PAGE - 1 of each sequence               |
+| sequence     | [R] int64: sequence of each row                                                                     |
+| position     | [R] int64: position of each row, which attends to the positions up to it                            |
 
-What comes out is defined by octavo.inference.reference, in torch's operations; sums are FP32 in another order.
+octavo.inference.reference defines the results with torch operations; sums are FP32 in another order.
 """
 
 import math
@@ -26,7 +26,16 @@ from octavo.kernels import native_bindings
 from octavo.numerics.integers import HALF_RANGE, LEAST_SCALE
 from octavo.numerics.scaling import AMAX_FLOOR
 
-__all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "Decoder", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "PAGE",
+    "CacheTensors",
+    "DecoderLayerTensors",
+    "DecoderShape",
+    "DecoderTensors",
+    "NativeDecoder",
+    "attend",
+]
 
 PAGE = 64  # as in native/kernels.h
 MAX_HEAD_DIM = 512
@@ -43,7 +52,7 @@ class DecoderShape:
         heads: query heads.
         kv_heads: key and value heads; divides ``heads``.
         head_dim: width of one head, even.
-        norm_eps: of the norms.
+        norm_eps: epsilon of the norms.
     """
 
     hidden_size: int
@@ -55,21 +64,21 @@ class DecoderShape:
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied with."""
+        """Factor of the attention scores, 1 / sqrt(D)."""
         return 1 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer's tensors; weights are [N, K].
+class DecoderLayerTensors:
+    """Tensors of one layer; weights are [N, K].
 
     Attributes:
         attention_norm: float32 [hidden].
-        qkv: rows for all query heads, then key heads, then value heads.
+        qkv: rows of the query heads, then key heads, then value heads.
         out: [hidden, heads · D].
         mlp_norm: float32 [hidden].
-        key_mean: float32 [kv heads, D], subtracted from turned keys before they are stored: it cancels in softmax.
-        gate_up: rows of the gate, then of the other half.
+        key_mean: float32 [kv heads, D], subtracted from the rotated keys before storing; it cancels in the softmax.
+        gate_up: rows of the gate, then of the up projection.
         down: [hidden, intermediate].
     """
 
@@ -83,24 +92,24 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
-    """What lies above a model's embedding.
+class DecoderTensors:
+    """Tensors of a model, except its embedding.
 
     Attributes:
-        shape: the sizes.
-        layers: the tensors of every layer.
+        shape: sizes.
+        layers: tensors of every layer.
         cos: float32 [positions, D], cosines of the rotary angles, the same in both halves.
-        sin: their sines.
-        norm: float32 [hidden], the last norm's.
+        sin: sines of the rotary angles.
+        norm: float32 [hidden], weight of the last norm.
         head: [V, hidden].
-        saturation: what static scales of inputs clipped, which whoever runs the decoder adds to.
+        saturation: counts of elements cast with static scales, updated by each run.
 
     Raises:
         BackendError: a tensor of another shape.
     """
 
     shape: DecoderShape
-    layers: Sequence[DecoderLayer]
+    layers: Sequence[DecoderLayerTensors]
     cos: Tensor
     sin: Tensor
     norm: Tensor
@@ -126,24 +135,24 @@ class Decoder:
                 f"{index}.gate_up": (layer.gate_up, (2 * s.intermediate_size, s.hidden_size)),
                 f"{index}.down": (layer.down, (s.hidden_size, s.intermediate_size)),
             }
-        for name, (tensor, wanted) in tensors.items():
-            if tensor.shape != wanted:
-                raise BackendError(f"a decoder of this shape has {name} {wanted}, not {tuple(tensor.shape)}")
+        for name, (tensor, expected) in tensors.items():
+            if tensor.shape != expected:
+                raise BackendError(f"a decoder of this shape has {name} {expected}, not {tuple(tensor.shape)}")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTensors:
-    """Keys and values of all layers: as in the table above, with the layers before the pages.
+    """Keys and values of all layers, in the layout of the table above with a first dimension for layers.
 
     Attributes:
         keys: [layers, pages, kv heads, D, PAGE].
         values: [layers, pages, kv heads, PAGE, D].
         key_scale: [layers, pages, kv heads, PAGE], or None.
-        value_scale: the same of the values.
-        table: the pages of every sequence.
+        value_scale: same as ``key_scale``.
+        table: pages of every sequence.
 
     Raises:
-        BackendError: shapes, dtypes or devices that do not go together.
+        BackendError: shapes, dtypes or devices do not match.
     """
 
     keys: Tensor
@@ -163,28 +172,28 @@ class CacheTensors:
         if not fits:
             raise BackendError(
                 f"a cache has keys [layers, pages, kv heads, D, {PAGE}], values [layers, pages, kv heads, {PAGE}, D], "
-                f"D up to {MAX_HEAD_DIM}, in E4M3 with bfloat16 scales of all vectors, or in bfloat16 or float32 "
-                f"without, and an int32 table, not {tuple(self.keys.shape)} {self.keys.dtype}, "
+                f"D up to {MAX_HEAD_DIM}, in E4M3 with a bfloat16 scale per vector, or in bfloat16 or float32 "
+                f"without scales, and an int32 table, not {tuple(self.keys.shape)} {self.keys.dtype}, "
                 f"{tuple(self.values.shape)} {self.values.dtype} and {self.table.dtype}"
             )
         tensors = (self.keys, self.values, self.table, *scales)
         if not all(tensor.is_contiguous() for tensor in tensors):
             strides = [tensor.stride() for tensor in tensors]
-            raise BackendError(f"keys, values, the table and the scales must be contiguous, not of strides {strides}")
+            raise BackendError(f"keys, values, table and scales must be contiguous, not of strides {strides}")
         if (devices := {str(tensor.device) for tensor in tensors}) != {"cpu"}:
-            raise BackendError(f"a cache is on a CPU, not on {' and '.join(sorted(devices))}")
+            raise BackendError(f"a cache must be on a CPU, not on {' and '.join(sorted(devices))}")
 
     def check_made_for(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        """Raise BackendError for a cache of another model."""
-        own = (self.keys.shape[0], self.keys.shape[2], self.keys.shape[3])
-        if own != (layers, kv_heads, head_dim):
+        """Raise BackendError if the cache is for another model."""
+        sizes = (self.keys.shape[0], self.keys.shape[2], self.keys.shape[3])
+        if sizes != (layers, kv_heads, head_dim):
             raise BackendError(
-                f"this cache is for {own[0]} layers with {own[1]} key heads of {own[2]} numbers, and the model has "
-                f"{layers} with {kv_heads} of {head_dim}; take one from the runner's new_cache()"
+                f"this cache is for {sizes[0]} layers with {sizes[1]} key heads of width {sizes[2]}, and the model has "
+                f"{layers} with {kv_heads} of {head_dim}; create one with the runner's new_cache()"
             )
 
     def addresses(self, layer: int) -> tuple[int, int, int, int]:
-        """Where a layer's keys, their scales, its values and their scales begin; 0 for none."""
+        """Addresses of a layer's keys, key scales, values and value scales; 0 for None."""
         tensors = (self.keys, self.key_scale, self.values, self.value_scale)
         keys, key_scale, values, value_scale = (0 if t is None else t[layer].data_ptr() for t in tensors)
         return keys, key_scale, values, value_scale
@@ -200,28 +209,28 @@ def attend(
     scale: float,
     level: str | None = None,
 ) -> Tensor:
-    """``softmax(queries · keysᵀ · scale) · values`` of every row over its sequence's cache.
+    """Compute ``softmax(queries · keysᵀ · scale) · values`` of each row over the cache of its sequence.
 
     Args:
-        queries: float32 [R, heads, D]; a key head serves heads / kv heads of them that stand side by side.
+        queries: float32 [R, heads, D]; each key head serves heads / kv heads adjacent query heads.
         cache: keys and values.
-        layer: which layer's.
-        sequence: of every row.
-        position: of every row.
-        scale: of the scores.
-        level: an instruction-set level; None is the best.
+        layer: index of the layer.
+        sequence: int64 [R], sequence of each row.
+        position: int64 [R], position of each row.
+        scale: factor of the scores.
+        level: instruction-set level; None is the best.
 
     Returns:
-        float32 [R, heads, D]. A row's numbers depend on its own sequence alone, and not on the number of threads.
+        float32 [R, heads, D]. A row depends only on its own sequence, and not on the number of threads.
 
     Raises:
-        BackendError: shapes or dtypes that do not go together, or rows beyond the cache.
+        BackendError: shapes or dtypes do not match, or rows are outside the cache.
     """
     _, _, kv_heads, dim, _ = cache.keys.shape
     rows, heads, head_dim = queries.shape
     if head_dim != dim or heads % kv_heads or len(sequence) != rows:
         raise BackendError(
-            f"queries [R, heads, {dim}], heads a multiple of {kv_heads}, go with this cache and R sequences and "
+            f"this cache needs queries [R, heads, {dim}] with heads a multiple of {kv_heads}, and R sequences and "
             f"positions, not {tuple(queries.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
         )
     _check_rows(cache, sequence, position, queries)
@@ -247,18 +256,18 @@ def attend(
 
 
 class NativeDecoder:
-    """A decoder, ready to be run by the native kernels.
+    """Decoder run by the native kernels.
 
     Args:
-        decoder: its tensors, which are kept.
-        level: an instruction-set level; None is the best.
+        decoder: tensors of the decoder; references to them are kept.
+        level: instruction-set level; None is the best.
     """
 
-    def __init__(self, decoder: Decoder, *, level: str | None = None) -> None:
+    def __init__(self, decoder: DecoderTensors, *, level: str | None = None) -> None:
         self._shape, self._saturation = decoder.shape, decoder.saturation
         shape = decoder.shape
         self._layers, self._positions = len(decoder.layers), len(decoder.cos)
-        self._kept: list[Tensor] = []
+        self._kept: list[Tensor] = []  # tensors that the kernels address
         self._vocabulary = decoder.head.shape[0]
         self._decoder = native_bindings.extension().Decoder(
             native_bindings.level_number(level),
@@ -272,35 +281,36 @@ class NativeDecoder:
             AMAX_FLOOR,
             HALF_RANGE,
             LEAST_SCALE,
-            *(self._numbers(numbers) for numbers in (decoder.cos, decoder.sin, decoder.norm)),
+            *(self._address(numbers) for numbers in (decoder.cos, decoder.sin, decoder.norm)),
             self._weight(decoder.head),
         )
         for layer in decoder.layers:
             weights = (layer.qkv, layer.out, layer.gate_up, layer.down)
             numbers = (layer.attention_norm, layer.mlp_norm, layer.key_mean)
-            self._decoder.add_layer(*map(self._numbers, numbers), *map(self._weight, weights))
+            self._decoder.add_layer(*map(self._address, numbers), *map(self._weight, weights))
 
-    def run(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, told: int = 1) -> Tensor:
-        """Read the next positions of some sequences; their keys and values go into the cache.
+    def run(
+        self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, num_logits: int = 1
+    ) -> Tensor:
+        """Read the next positions of some sequences and add their keys and values to the cache.
 
         Args:
-            hidden: float32 [R, hidden], contiguous: the rows of the embedding; overwritten.
-            cache: of all layers.
-            sequence: of every row.
-            position: of every row; of rows of one sequence, those that follow what is in the cache.
-            told: how many rows, the last ones, get logits; 1 to R.
+            hidden: float32 [R, hidden], contiguous: rows of the embedding; overwritten.
+            cache: cache of all layers.
+            sequence: int64 [R], sequence of each row.
+            position: int64 [R], position of each row; those of a sequence follow the positions in the cache.
+            num_logits: number of last rows that get logits; 1 to R.
 
         Returns:
-            float32 [told, V]. A row's numbers are the same bits whatever other rows there are, and for any number of
-            threads.
+            float32 [num_logits, V]. A row has the same bits for any other rows and any number of threads.
 
         Raises:
-            BackendError: a cache or rows of another model, or rows beyond the cache or the table of angles.
+            BackendError: cache or rows of another model, or rows outside the cache or the rotary tables.
         """
         self._check(hidden, cache, sequence, position)
-        if not 1 <= told <= len(hidden):
-            raise BackendError(f"of {len(hidden)} rows the last 1 to {len(hidden)} can be told logits, not {told}")
-        logits = native_bindings.fresh((told, self._vocabulary), torch.float32)
+        if not 1 <= num_logits <= len(hidden):
+            raise BackendError(f"the number of rows with logits must be from 1 to {len(hidden)}, not {num_logits}")
+        logits = native_bindings.fresh((num_logits, self._vocabulary), torch.float32)
         elements, saturated = self._decoder.run(
             hidden.data_ptr(),
             len(hidden),
@@ -311,7 +321,7 @@ class NativeDecoder:
             cache.keys.shape[1],
             cache.table.data_ptr(),
             cache.table.shape[1],
-            told,
+            num_logits,
             logits.data_ptr(),
         )
         self._saturation.elements += elements
@@ -321,18 +331,18 @@ class NativeDecoder:
     def _check(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
         cache.check_made_for(self._layers, self._shape.kv_heads, self._shape.head_dim)
         _check_rows(cache, sequence, position, hidden)
-        wanted = (len(sequence), self._shape.hidden_size)
-        if hidden.shape != wanted or hidden.dtype != torch.float32 or not hidden.is_contiguous() or not len(hidden):
+        expected = (len(sequence), self._shape.hidden_size)
+        if hidden.shape != expected or hidden.dtype != torch.float32 or not hidden.is_contiguous() or not len(hidden):
             raise BackendError(
-                f"this decoder reads float32 rows {wanted}, contiguous and at least one, not {tuple(hidden.shape)} "
+                f"this decoder takes float32 rows {expected}, contiguous and at least one, not {tuple(hidden.shape)} "
                 f"{hidden.dtype}"
             )
         if int(position.max()) >= self._positions:
             raise BackendError(
-                f"this decoder has angles for {self._positions} positions, not {int(position.max()) + 1}"
+                f"this decoder has rotary tables for {self._positions} positions, not {int(position.max()) + 1}"
             )
 
-    def _numbers(self, tensor: Tensor | None) -> int:
+    def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
             return 0
         self._kept.append(native_bindings.in_memory(tensor.float()).contiguous())
@@ -342,19 +352,19 @@ class NativeDecoder:
         data = native_bindings.in_memory(weight.data).contiguous()
         self._kept.append(data)
         layout = (data.data_ptr(), native_bindings.element_number(data.dtype), data.stride(0), 1)
-        scale, bias, input_scale = (self._numbers(own) for own in (weight.scale, weight.bias, weight.input_scale))
+        scale, bias, input_scale = (self._address(x) for x in (weight.scale, weight.bias, weight.input_scale))
         return (*layout, scale, True, data.shape[0], 0, bias, weight.input.value, input_scale)
 
 
 def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
-    """A kernel reads where it is told to."""
+    """Check sequences and positions, since a kernel would read any address that follows from them."""
     for name, tensor in {"sequences": sequence, "positions": position, "rows": rows}.items():
         if tensor.device.type != "cpu":
             raise BackendError(f"the kernels read tensors on a CPU, and the {name} are on {tensor.device}")
     fits = all(t.dtype == torch.int64 and t.ndim == 1 and t.is_contiguous() for t in (sequence, position))
     if not fits or len(sequence) != len(position):
-        given = " and ".join(f"{tuple(t.shape)} {t.dtype}" for t in (sequence, position))
-        raise BackendError(f"sequences and positions are int64 [R], contiguous, not {given}")
+        actual = " and ".join(f"{tuple(t.shape)} {t.dtype}" for t in (sequence, position))
+        raise BackendError(f"sequences and positions must be contiguous int64 [R], not {actual}")
     sequences, pages = cache.table.shape
     limits = {
         "sequences": (sequence, sequences),
@@ -362,6 +372,6 @@ def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor, rows: T
         "pages": (cache.table.flatten(), cache.keys.shape[1]),
     }
     for name, (numbers, limit) in limits.items():
-        found = numbers.tolist()
-        if found and (min(found) < 0 or max(found) >= limit):
-            raise BackendError(f"this cache has {limit} {name}, 0 to {limit - 1}, not {min(found)} to {max(found)}")
+        values = numbers.tolist()
+        if values and (min(values) < 0 or max(values) >= limit):
+            raise BackendError(f"this cache has {limit} {name}, 0 to {limit - 1}, not {min(values)} to {max(values)}")

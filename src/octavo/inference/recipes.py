@@ -1,16 +1,16 @@
-"""What a served model's weights are held as, and what their inputs are cast to.
+"""Serving recipes: format of a served model's weights, and cast of their inputs.
 
 | recipe       | weights                     | inputs of the layers' linears                                    |
 |--------------|-----------------------------|------------------------------------------------------------------|
-| bf16         | BF16                        | as they are                                                      |
-| int8         | INT8, a scale a row         | INT8, a scale a token (torchao's dynamic INT8)                   |
-| fp8          | E4M3, a scale a row         | as they are                                                      |
-| fp8-dynamic  | E4M3, a scale a row         | E4M3, a scale a token                                            |
-| fp8-static   | E4M3 as a calibration says  | E4M3 with the calibration's scale; as they are where it has none |
+| bf16         | BF16                        | FP32, not cast                                                   |
+| int8         | INT8, a scale per row       | INT8, a scale per token (torchao's dynamic INT8)                 |
+| fp8          | E4M3, a scale per row       | FP32, not cast                                                   |
+| fp8-dynamic  | E4M3, a scale per row       | E4M3, a scale per token                                          |
+| fp8-static   | E4M3, calibrated            | E4M3 with the calibration's scale; not cast without one          |
 
-Inputs "as they are" are FP32 on a CPU. The head's weight is held as the others are; its input is cast by ``int8``
-alone, since the rounding of that one input to E4M3 costs about as much as that of all others. One scale for all tokens
-of a call, as the recipe ``tensorwise`` has it, is not there: an answer would depend on what else is served.
+The head's weight has the same format as the others. Only ``int8`` casts the head's input: its rounding to E4M3 costs
+about as much accuracy as that of all other inputs. One scale for all tokens of a call, as in the recipe ``tensorwise``,
+is not supported: an answer would depend on concurrent requests.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 from octavo.numerics.integers import Int8Rows, quantize_int8
 from octavo.recipes import Scaling
 
-__all__ = ["ServingRecipe", "has_static_scales", "held_weight"]
+__all__ = ["ServingRecipe", "decoder_weight", "has_static_scales"]
 
 
 class ServingRecipe(StrEnum):
-    """One of the table above."""
+    """Recipe of the table above."""
 
     BF16 = "bf16"
     INT8 = "int8"
@@ -41,86 +41,82 @@ class ServingRecipe(StrEnum):
     FP8_STATIC = "fp8-static"
 
 
-def held_weight(recipe: ServingRecipe, *linears: nn.Linear, is_head: bool = False) -> DecoderWeight:
-    """Layers that read the same input as one product; codes that are held stay as they are.
+def decoder_weight(recipe: ServingRecipe, *linears: nn.Linear, is_head: bool = False) -> DecoderWeight:
+    """Concatenate the weights of layers with the same input and quantize them; FP8 codes are not quantized again.
 
     Args:
-        recipe: how.
-        linears: their rows come below each other.
-        is_head: whether this is a model's head.
+        recipe: format of the weight.
+        linears: layers, in the order of their rows.
+        is_head: whether this is the model's head.
 
     Raises:
-        ConfigError: layers of different widths, codes that the recipe cannot hold, or static scales that differ.
+        ConfigError: layers of different widths, codes that the recipe does not support, or different static scales.
     """
     if len({linear.in_features for linear in linears}) > 1:
-        raise ConfigError(f"layers side by side read the same tensor, and these read others: {linears}")
+        raise ConfigError(f"layers that share an input must have the same in_features, unlike {linears}")
     bias = _bias(linears)
     if recipe is ServingRecipe.BF16:
-        numbers = torch.cat([_plain(linear, recipe) for linear in linears]).bfloat16()
-        return DecoderWeight(rows=numbers, bias=bias)
+        weight = torch.cat([_hp_weight(linear, recipe) for linear in linears]).bfloat16()
+        return DecoderWeight(rows=weight, bias=bias)
     if recipe is ServingRecipe.INT8:
-        integers = [quantize_int8(_plain(linear, recipe)) for linear in linears]
-        joined = Int8Rows(torch.cat([own.data for own in integers]), torch.cat([own.scale for own in integers]))
+        integers = [quantize_int8(_hp_weight(linear, recipe)) for linear in linears]
+        joined = Int8Rows(torch.cat([x.data for x in integers]), torch.cat([x.scale for x in integers]))
         return DecoderWeight(rows=joined, bias=bias, input=InputCast.INT8_DYNAMIC)
-    codes = _codes([_codes_of(linear) for linear in linears])
+    codes = _concatenate([_weight_codes(linear) for linear in linears])
     if recipe is ServingRecipe.FP8_STATIC and (scale := _input_scale(linears)) is not None:
         return DecoderWeight(rows=codes, bias=bias, input=InputCast.E4M3_STATIC, input_scale=scale)
     dynamic = recipe is ServingRecipe.FP8_DYNAMIC and not is_head
     return DecoderWeight(rows=codes, bias=bias, input=InputCast.E4M3_DYNAMIC if dynamic else InputCast.NONE)
 
 
-def _plain(linear: nn.Linear, recipe: ServingRecipe) -> Tensor:
+def _hp_weight(linear: nn.Linear, recipe: ServingRecipe) -> Tensor:
     if isinstance(linear, Linear) and linear.held is not None:
-        raise ConfigError(
-            f"this model's weights are FP8 codes already, and {recipe} would round them once more; use fp8"
-        )
+        raise ConfigError(f"this model's weights are FP8 codes, which {recipe} would round again; use fp8")
     return linear.weight.detach().float()
 
 
 def _bias(linears: Sequence[nn.Linear]) -> Tensor | None:
-    """Of all rows, zeros where a layer has none."""
+    """Bias of all rows, with zeros for layers without one; None if no layer has one."""
     biases: list[Tensor | None] = [linear.bias for linear in linears]
     if not any(bias is not None for bias in biases):
         return None
-    whole = [
+    parts = [
         torch.zeros(linear.out_features, device=linear.weight.device) if bias is None else bias.detach().float()
         for linear, bias in zip(linears, biases, strict=True)
     ]
-    return torch.cat(whole)
+    return torch.cat(parts)
 
 
-def _codes(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+def _concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
     return QuantizedTensor(data, torch.cat([part.scale for part in parts]), PerRow(), torch.float32)
 
 
-def _codes_of(linear: nn.Linear) -> QuantizedTensor:
+def _weight_codes(linear: nn.Linear) -> QuantizedTensor:
     held = linear.held_weight() if isinstance(linear, Linear) else None
     if held is None:
         return quantize(linear.weight.detach().float(), E4M3, granularity=PerRow())
     if held.data.dtype != E4M3.torch_dtype or isinstance(held.granularity, PerBlock):
         raise ConfigError(
-            f"a runner reads E4M3 codes with a scale a row or one for all, and this weight is held as "
-            f"{held.data.dtype} {held.granularity}; octavo.restore(model) first"
+            f"a runner takes E4M3 codes with a scale per row or per tensor, and this weight is "
+            f"{held.data.dtype} {held.granularity}; call octavo.restore(model) first"
         )
     scale = held.scale.float().reshape(-1, 1).expand(held.shape[0], 1)
     return QuantizedTensor(held.data, scale, PerRow(), torch.float32)
 
 
 def _input_scale(linears: Sequence[nn.Linear]) -> Tensor | None:
-    """The one that all of them were calibrated to; None where none was."""
+    """Calibrated scale that all layers share; None if no layer has one."""
     scales = [
         float(layer.input_scale) if isinstance(layer, Linear) and _is_static(layer) else None for layer in linears
     ]
     if len({*scales}) > 1:
-        raise ConfigError(
-            f"layers that read the same tensor have the static scales {scales}, and one is needed; calibrate again"
-        )
+        raise ConfigError(f"layers that share an input must have the same static scale, not {scales}; calibrate again")
     return None if scales[0] is None else torch.tensor(scales[0])
 
 
 def has_static_scales(model: nn.Module) -> bool:
-    """Whether some layer of a model has a static scale for its input."""
+    """Return True if some layer of the model has a static scale for its input."""
     return any(_is_static(layer) for layer in model.modules())
 
 

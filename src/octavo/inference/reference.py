@@ -1,9 +1,9 @@
-"""The reference that the native kernels are compared with: ``Llama.forward`` over a paged cache, in torch's operations.
+"""Reference of the native kernels: ``Llama.forward`` over a paged cache, in torch operations.
 
-Weights and the casts of their inputs are those of octavo.inference.decoder_weights; everything between them is FP32.
-Keys and values go through the cache before any query sees them, its own position's too.
+Weights and input casts are those of octavo.inference.decoder_weights; all other operations are FP32. Keys and values
+are rounded to the cache's format before attention, including those of the query's own position.
 
-A vector m that is subtracted from all keys of a head, such as their mean, changes nothing but their rounding:
+Subtracting a vector m from all keys of a head, such as their mean, changes only their rounding:
 
     softmax_s(q · (k_s − m)) = softmax_s(q · k_s − q · m) = softmax_s(q · k_s)      q · m is the same for all s
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3
 from octavo.inference.decoder_weights import DecoderWeight, InputCast, Saturation
 from octavo.inference.kv_cache import PagedKVCache
-from octavo.inference.native_decoder import Decoder
+from octavo.inference.native_decoder import DecoderTensors
 from octavo.kernels import quantize
 from octavo.models import Llama, LlamaConfig
 from octavo.numerics import PerRow
@@ -30,15 +30,15 @@ __all__ = ["ReferenceDecoder", "attend", "linear"]
 
 
 class ReferenceDecoder:
-    """A Llama whose linears multiply what a decoder's codes decode to.
+    """Llama whose linear layers use a decoder's dequantized weights.
 
     Args:
-        config: the model's shape.
-        decoder: its tensors, which are kept.
-        embed: tokens, int64 [R], to float32 rows [R, hidden].
+        config: shape of the model.
+        decoder: tensors of the decoder; references to them are kept.
+        embed: function from tokens, int64 [R], to float32 rows [R, hidden].
     """
 
-    def __init__(self, config: LlamaConfig, decoder: Decoder, embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, decoder: DecoderTensors, embed: Callable[[Tensor], Tensor]) -> None:
         self._decoder = decoder
         self._model = _model_without_weights(config)
         body, saturation = self._model.model, decoder.saturation
@@ -46,23 +46,23 @@ class ReferenceDecoder:
         body.cos, body.sin, body.norm.weight = decoder.cos, decoder.sin, _fixed(decoder.norm)
         heads = (config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2)
         halves = [config.intermediate_size] * 2
-        for layer, own in zip(body.layers, decoder.layers, strict=True):
+        for layer, tensors in zip(body.layers, decoder.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
             layer.input_layernorm.weight, layer.post_attention_layernorm.weight = map(
-                _fixed, (own.attention_norm, own.mlp_norm)
+                _fixed, (tensors.attention_norm, tensors.mlp_norm)
             )
-            attention.q_proj, attention.k_proj, attention.v_proj = _parts(own.qkv, heads, saturation)
-            attention.o_proj, mlp.down_proj = (_Linear(weight, saturation) for weight in (own.out, own.down))
-            mlp.gate_proj, mlp.up_proj = _parts(own.gate_up, halves, saturation)
+            attention.q_proj, attention.k_proj, attention.v_proj = _parts(tensors.qkv, heads, saturation)
+            attention.o_proj, mlp.down_proj = (_Linear(weight, saturation) for weight in (tensors.out, tensors.down))
+            mlp.gate_proj, mlp.up_proj = _parts(tensors.gate_up, halves, saturation)
 
     def run(self, tokens: Tensor, cache: PagedKVCache, start: int, *, every: bool = False) -> Tensor:
-        """Read the next tokens; their keys and values go into the cache.
+        """Read the next tokens and add their keys and values to the cache.
 
         Args:
             tokens: int64 [R].
-            cache: takes the keys and values.
+            cache: cache of the sequence.
             start: position of the first token.
-            every: logits after every token, or after the last.
+            every: return the logits after every token instead of the last.
 
         Returns:
             float32 [R, V], or [1, V].
@@ -78,9 +78,9 @@ def _model_without_weights(config: LlamaConfig) -> Any:
 
 
 class _PagedAttention:
-    """A paged cache of one sequence as :class:`octavo.models.llama.DecoderCache`."""
+    """Adapter of a paged cache of one sequence to :class:`octavo.models.llama.DecoderCache`."""
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, start: int) -> None:
+    def __init__(self, decoder: DecoderTensors, cache: PagedKVCache, start: int) -> None:
         self._decoder, self._cache, self.length = decoder, cache, start
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -111,12 +111,12 @@ class _Linear(nn.Module):
         return rows
 
 
-def _fixed(numbers: Tensor) -> nn.Parameter:
-    return nn.Parameter(numbers, requires_grad=False)
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _parts(weight: DecoderWeight, sizes: Sequence[int], saturation: Saturation) -> list[_Linear]:
-    """Layers that read one input; what it saturates counts once, as it is cast once by the kernels."""
+    """Layers that share an input, whose saturation counts once, since the kernels cast it once."""
     ends = [0, *accumulate(sizes)]
     counted = [saturation, *(Saturation() for _ in sizes[1:])]
     return [
@@ -126,14 +126,14 @@ def _parts(weight: DecoderWeight, sizes: Sequence[int], saturation: Saturation) 
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
-    """``softmax(queries · keysᵀ · scale) · values``, a row seeing the positions up to its own.
+    """Compute ``softmax(queries · keysᵀ · scale) · values``, each row over the positions up to its own.
 
     Args:
         queries: [R, heads, D].
         keys: [S, kv heads, D].
-        values: the same.
-        position: of every query.
-        scale: of the scores.
+        values: [S, kv heads, D].
+        position: [R], position of each query.
+        scale: factor of the scores.
     """
     group = queries.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
@@ -144,12 +144,12 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, scal
 
 
 def linear(x: Tensor, weight: DecoderWeight, saturation: Saturation) -> Tensor:
-    """``cast(x) @ weight.T + bias`` in FP32.
+    """Compute ``cast(x) @ weight.T + bias`` in FP32.
 
     Args:
         x: [R, K].
-        weight: and how x is cast.
-        saturation: what a static cast clips is added to it.
+        weight: weight and the cast of its input.
+        saturation: updated by a static cast.
     """
     return F.linear(_cast(x, weight, saturation), weight.dequantize(), weight.bias)
 

@@ -1,7 +1,7 @@
-"""How a request chooses its tokens: the settings, and one chooser a request with a generator of its own.
+"""Sampling parameters and the sampler of one request.
 
-Nothing is drawn from torch's global generator and nothing is shared: what a request says for a seed does not depend on
-who else is served.
+Every request has its own random generator and none uses torch's global one, so the answer for a seed does not depend on
+other requests.
 """
 
 import math
@@ -15,32 +15,32 @@ from octavo.errors import ConfigError
 from octavo.models.generation import check_sampling, sample
 from octavo.nn.arguments import check_whole
 
-__all__ = ["Chooser", "Chosen", "SamplingParams", "scored"]
+__all__ = ["SampledToken", "Sampler", "SamplingParams", "score_token"]
 
 MOST_SEED = 2**63 - 1
-MOST_LOGPROBS = 20  # of the likeliest tokens, as the OpenAI API allows
+MOST_LOGPROBS = 20  # limit of the OpenAI API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a request asks for.
+    """Sampling parameters of a request.
 
     Attributes:
-        max_tokens: how many tokens at most.
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: sample among the k likeliest only, and those as likely as the last of them; None for all.
-        top_p: then among the fewest that have this probability together; 1 for all.
-        min_p: then among those at least so probable as this times the likeliest; 0 for all.
-        seed: of the sampling, 0 to 2^63 - 1; None draws one.
-        stop: texts before which the answer ends.
-        stop_ids: tokens before which it ends, besides the model's own.
-        ignore_end: go on after the model's own last token.
-        logprobs: so many of the likeliest tokens are told with each token, 0 to 20; None tells no probabilities.
-        prompt_logprobs: tell the same of the prompt's own tokens, from the second on; all of them are read for that.
-        deadline_s: seconds from submission on after which the answer ends; None for never.
+        max_tokens: largest number of tokens in the answer.
+        temperature: divides the logits; 0 always selects the likeliest token.
+        top_k: sample only from the k likeliest tokens and those as likely as the last of them; None for all.
+        top_p: then only from the smallest set with at least this total probability; 1 for all.
+        min_p: then only from tokens with at least this fraction of the highest probability; 0 for all.
+        seed: seed of the sampling, 0 to 2^63 - 1; None draws one.
+        stop: texts that end the answer, which excludes them.
+        stop_ids: tokens that end the answer, besides the model's end tokens.
+        ignore_end: continue after the model's end tokens.
+        logprobs: number of likeliest tokens to return with each token, 0 to 20; None returns no log probabilities.
+        prompt_logprobs: also return them for the prompt's tokens from the second on; disables prefix reuse.
+        deadline_s: seconds after submission at which the answer ends; None for no deadline.
 
     Raises:
-        ConfigError: a number out of range, an empty stop text, or a prompt's probabilities without the answer's.
+        ConfigError: a number out of range, an empty stop text, or prompt_logprobs without logprobs.
 
     Example:
         >>> SamplingParams(max_tokens=5, temperature=0.7, top_p=0.9, seed=1).top_k is None
@@ -70,23 +70,23 @@ class SamplingParams:
             value = getattr(self, name)
             check_whole(name, value, least=least)
             if most is not None and value is not None and value > most:
-                raise ConfigError(f"{name} may be {most} at most, not {value}")
+                raise ConfigError(f"{name} may be at most {most}, not {value}")
         if not all(self.stop):
-            raise ConfigError(f"stop texts have at least one character each, not {self.stop!r}")
+            raise ConfigError(f"stop texts must not be empty: {self.stop!r}")
         if self.prompt_logprobs and self.logprobs is None:
-            raise ConfigError("prompt_logprobs tells as many of the likeliest tokens as logprobs says; give logprobs")
+            raise ConfigError("prompt_logprobs needs logprobs, the number of likeliest tokens; give logprobs")
         if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
-            raise ConfigError(f"deadline_s is a positive number of seconds, not {self.deadline_s}")
+            raise ConfigError(f"deadline_s must be a positive number of seconds, not {self.deadline_s}")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A token and how probable the model finds it, whatever the temperature.
+class SampledToken:
+    """Token with its log probability in the model, before the temperature is applied.
 
     Attributes:
-        token: its id.
-        logprob: natural logarithm of its probability; None if not asked for.
-        top: ids and logarithms of the likeliest tokens, the likeliest first.
+        token: token id.
+        logprob: natural logarithm of its probability; None if not requested.
+        top: ids and log probabilities of the likeliest tokens, likeliest first.
     """
 
     token: int
@@ -94,12 +94,12 @@ class Chosen:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Chooser:
-    """Chooses the tokens of one request.
+class Sampler:
+    """Sampler of one request's tokens.
 
     Example:
         >>> logits = torch.tensor([0.0, 3.0, 1.0])
-        >>> Chooser(SamplingParams(temperature=0, logprobs=1)).choose(logits).top[0][0]
+        >>> Sampler(SamplingParams(temperature=0, logprobs=1)).choose(logits).top[0][0]
         1
     """
 
@@ -107,26 +107,26 @@ class Chooser:
         seed = secrets.randbelow(MOST_SEED + 1) if params.seed is None else params.seed
         self._params, self._generator = params, torch.Generator("cpu").manual_seed(seed)
 
-    def choose(self, logits: Tensor) -> Chosen:
-        """A token from logits, float32 [V].
+    def choose(self, logits: Tensor) -> SampledToken:
+        """Sample a token from logits, float32 [V].
 
         Raises:
-            ConfigError: logits among which none is the largest, or it is infinite.
+            ConfigError: the largest logit is NaN or infinite.
         """
         p = self._params
         token = sample(
             logits, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, generator=self._generator
         )
-        return Chosen(token) if p.logprobs is None else scored(logits, token, top=p.logprobs)
+        return SampledToken(token) if p.logprobs is None else score_token(logits, token, top=p.logprobs)
 
 
-def scored(logits: Tensor, token: int, *, top: int) -> Chosen:
-    """A token with the model's probability of it, and of the ``top`` likeliest, from logits [V].
+def score_token(logits: Tensor, token: int, *, top: int) -> SampledToken:
+    """Compute the log probabilities of a token and of the ``top`` likeliest from logits [V].
 
     Example:
-        >>> scored(torch.zeros(4), 2, top=0).logprob == -math.log(4)
+        >>> score_token(torch.zeros(4), 2, top=0).logprob == -math.log(4)
         True
     """
     logprobs = torch.log_softmax(logits.double(), dim=-1)
     values, ids = logprobs.topk(min(top, len(logits)))
-    return Chosen(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    return SampledToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -1,15 +1,14 @@
-"""``load_served_model``: a runner, its tokenizer and the tokens that end an answer, from where the user has a model.
+"""Loading of a model to serve: its runner, tokenizer, end tokens and chat template.
 
-| MODEL (see octavo.language_model)        | answers end at                    |
-|------------------------------------------|-----------------------------------|
-| a .gguf file of the Llama layout         | its end-of-text token             |
-| a run's folder                           | nothing but max_tokens            |
-| a Hugging Face folder, or a hub's name   | its generation's eos tokens       |
-| one in FP8 (``octavo export``)           | its generation's eos tokens       |
+| MODEL (see octavo.language_model)          | end of an answer                       |
+|--------------------------------------------|----------------------------------------|
+| .gguf file with the Llama layout           | end-of-text token                      |
+| folder of a run                            | only max_tokens                        |
+| Hugging Face folder or hub name            | eos tokens of the generation config    |
+| folder in FP8 (``octavo export``)          | eos tokens of the generation config    |
 
-Of Hugging Face's models those of the types "llama" and "qwen2" are served, with the biases that they have: rotary
-positions as they come, heads of hidden_size / num_heads, no sliding window. Another one is refused, since what octavo
-leaves out would be left out silently.
+Supported Hugging Face models have the type "llama" or "qwen2", with or without biases, default rotary positions, heads
+of hidden_size / num_heads and no sliding window. Others are refused rather than computed without their features.
 """
 
 from collections.abc import Mapping
@@ -37,14 +36,14 @@ __all__ = ["ServedModel", "load_served_model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What an engine is made of.
+    """Model with everything that an engine and a server need.
 
     Attributes:
-        runner: the model, its weights as the recipe has them.
-        tokenizer: text to ids and back.
-        end_ids: tokens with which the model ends an answer; perhaps none.
-        chat_template: the Jinja template that turns messages into text, or None.
-        template_tokens: texts of tokens that a template may name: bos_token, eos_token.
+        runner: model with its weights in the recipe's format.
+        tokenizer: converts text to token ids and back.
+        end_ids: tokens that end an answer; may be empty.
+        chat_template: Jinja template that renders messages as text, or None.
+        template_tokens: text of the tokens that a template may use: bos_token, eos_token.
     """
 
     runner: ModelRunner
@@ -61,23 +60,23 @@ def load_served_model(
     calibration: str | Path | None = None,
     hub: bool = False,
 ) -> ServedModel:
-    """Read a model and make its weights what a recipe says.
+    """Load a model and convert its weights to a recipe.
 
     Args:
         source: see the table above.
-        recipe: of octavo.inference.recipes' table.
-        calibration: the folder that ``octavo calibrate`` wrote of this model. "fp8-static" needs it, unless the source
-            holds static scales itself (``octavo export``); the means of keys in it are used, too.
-        hub: download a model that is named as on Hugging Face's hub first.
+        recipe: see octavo.inference.recipes.
+        calibration: folder that ``octavo calibrate`` wrote for this model. "fp8-static" needs it unless the source has
+            static scales (``octavo export``); its key means are used as well.
+        hub: download a model with a Hugging Face hub name first.
 
     Raises:
-        ConfigError: there is no such model or recipe, a library is missing that would read it, or a calibration is
-            missing or given to another recipe.
-        CheckpointError: it is damaged, or no Llama, or the calibration is another model's.
+        ConfigError: there is no such model or recipe, a library to read it is missing, or a calibration is missing or
+            given for another recipe.
+        CheckpointError: the model is damaged or not a Llama, or the calibration is of another model.
     """
     check_choice("recipe", recipe, tuple(ServingRecipe))
     if calibration is not None and recipe != ServingRecipe.FP8_STATIC:
-        raise ConfigError(f"a calibration is for {ServingRecipe.FP8_STATIC}, and not for {recipe}; leave it out")
+        raise ConfigError(f"a calibration is for the recipe {ServingRecipe.FP8_STATIC}, not for {recipe}; leave it out")
     loaded = load_language_model(source, hub=hub)
     model: Any = loaded.model
     return ServedModel(
@@ -90,38 +89,38 @@ def load_served_model(
 
 
 def _runner(model: Llama, recipe: str, calibration: str | Path | None) -> ModelRunner:
-    """The model with its calibration's scales, where there is one."""
+    """Create the runner, with the scales of a calibration if given."""
     if calibration is None:
         if recipe == ServingRecipe.FP8_STATIC and not has_static_scales(model):
             raise ConfigError(
-                f"{recipe} needs the scales of inputs, and this model has none; give the folder that octavo calibrate "
-                "wrote of it as the calibration"
+                f"{recipe} needs input scales, and this model has none; give the folder that octavo calibrate wrote "
+                "for it as the calibration"
             )
         return ModelRunner(model, recipe=recipe)
-    found = load_calibration(calibration)
-    found.apply(model, hold_weights=True)
-    return ModelRunner(model, recipe=recipe, key_means=found.key_means or None)
+    loaded = load_calibration(calibration)
+    loaded.apply(model, hold_weights=True)
+    return ModelRunner(model, recipe=recipe, key_means=loaded.key_means or None)
 
 
 def _as_llama(model: nn.Module, source: str) -> Llama:
-    """A model of transformers as octavo's."""
-    theirs: Any = model.config
-    refused, shape = _unsupported_reason(theirs), shape_from_record(theirs.to_dict())
+    """Convert a model of transformers to octavo's Llama."""
+    config: Any = model.config
+    reason, shape = _unsupported_reason(config), shape_from_record(config.to_dict())
     if shape is None:
-        refused = refused or "its configuration asks for more than octavo's Llama has"
+        reason = reason or "its configuration has settings that octavo's Llama does not support"
     else:
-        made = Llama(shape)
-        given, wanted = model.state_dict(), made.state_dict()
-        if {name: x.shape for name, x in given.items()} == {name: x.shape for name, x in wanted.items()}:
-            made.load_state_dict(given)
-            return made.eval()
-        others = sorted(given.keys() ^ wanted.keys())
-        refused = f"it has other tensors, such as {others[0]}" if others else "its tensors have other shapes"
-    raise CheckpointError(f"{source!r} cannot be served: {refused}; octavo serves models of the Llama layout alone")
+        llama = Llama(shape)
+        state_dict, expected = model.state_dict(), llama.state_dict()
+        if {name: x.shape for name, x in state_dict.items()} == {name: x.shape for name, x in expected.items()}:
+            llama.load_state_dict(state_dict)
+            return llama.eval()
+        different = sorted(state_dict.keys() ^ expected.keys())
+        reason = f"it has other tensors, such as {different[0]}" if different else "its tensors have other shapes"
+    raise CheckpointError(f"{source!r} cannot be served: {reason}; octavo serves only models of the Llama layout")
 
 
 def _unsupported_reason(config: Any) -> str | None:
-    """What of a model's settings octavo's Llama does not do."""
+    """Reason why octavo's Llama does not support a configuration; None if it does."""
     if config.model_type not in {"llama", "qwen2"}:
         return f"its type is {config.model_type!r}, not 'llama' or 'qwen2'"
     if config.hidden_act != "silu":
@@ -135,36 +134,36 @@ def _unsupported_reason(config: Any) -> str | None:
 
 
 def _end_ids(loaded: LanguageModel) -> tuple[int, ...]:
-    """End tokens: one id, a list of them, or none, as a GGUF file, transformers or a folder in FP8 names them."""
+    """End tokens from a GGUF file, transformers or a folder in FP8; the source has one id, a list or none."""
     model: Any = loaded.model
     ends: Any = loaded.eos_id
     if ends is None and not isinstance(model, Llama):
         ends = model.generation_config.eos_token_id
-    elif ends is None:  # perhaps a folder in FP8, which octavo reads without transformers
+    elif ends is None:  # may be a folder in FP8, which octavo reads without transformers
         path = Path(loaded.source) / "generation_config.json"
         ends = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if not all(isinstance(each, int) for each in ids):
         raise CheckpointError(
-            f"{loaded.source!r} has {ends!r} as eos_token_id, which is no id or list of ids; mend its file"
+            f"{loaded.source!r} has eos_token_id {ends!r}, which is not an id or a list of ids; fix the file"
         )
     return ids
 
 
 def _chat_template(folder: Path) -> str | None:
-    """From the file of its own that transformers writes, or from the tokenizer's settings."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
+    """Read the chat template from chat_template.jinja or from the tokenizer's settings."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
         try:
-            return own.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{str(own)!r} is not UTF-8 at byte {error.start}; write it again") from error
-    found = _tokenizer_settings(folder).get("chat_template")
-    return found if isinstance(found, str) else None
+            raise CheckpointError(f"{str(path)!r} is not UTF-8 at byte {error.start}; write it again") from error
+    template = _tokenizer_settings(folder).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _template_tokens(loaded: LanguageModel) -> dict[str, str]:
-    """The tokens at the ends of a text: a GGUF file's ids, or texts or records of a token in a folder's settings."""
+    """Text of bos_token and eos_token: from a GGUF file's ids, or from strings or records in a folder's settings."""
     ids = {"bos_token": loaded.bos_id, "eos_token": loaded.eos_id}
     settings = _tokenizer_settings(Path(loaded.source))
     tokens = {name: settings.get(name) for name in ids}

@@ -1,7 +1,7 @@
-"""Tokens in, text out: whole characters only, and nothing that may yet turn out to be a stop text.
+"""Incremental decoding of tokens to text, with stop texts.
 
-A token of a byte-level tokenizer may be half a character, and a stop text may begin in one token and end in another. So
-text is held back while its last character is unfinished, and as long as its end is the beginning of a stop text.
+A token of a byte-level tokenizer may hold part of a character, and a stop text may span tokens. Text is therefore held
+back while its last character is incomplete or its end is the beginning of a stop text.
 """
 
 from collections.abc import Sequence
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
 
 __all__ = ["TextStream"]
 
-UNFINISHED = "\ufffd"  # what a character decodes to while some of its bytes are missing
-PATIENCE = 64  # tokens that end no character; one has four bytes, so what these began will never be one
+UNFINISHED = "\ufffd"  # decoded text of a character with missing bytes
+PATIENCE = 64  # tokens without a complete character; it has four bytes, so more tokens will not complete it
 
 
 class TextStream:
-    """The text of one answer.
+    """Incremental text of one answer.
 
     Args:
-        tokenizer: whose ids come.
-        stop: texts before which the answer ends.
+        tokenizer: tokenizer of the ids.
+        stop: texts that end the answer.
 
     Attributes:
-        stopped: whether one was found; nothing is said after it.
+        stopped: whether a stop text was found; no text is returned after it.
     """
 
     def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._ids: list[int] = []  # those since a place where a character ended, and before it one piece as context
-        self._said = 0  # of them, those whose text is out
+        self._ids: list[int] = []  # a piece already returned, as context, and the ids after it
+        self._said = 0  # number of ids whose text was returned
         self._held = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The text that is certain after one more token; empty where it is not."""
+        """Add a token and return the text that became final; may be empty."""
         if self._is_left_out(token):
-            return ""  # kept, a long run of them would be decoded again with each further one
+            return ""  # drop it, or a long run would be decoded again with each further token
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
         unfinished = now.endswith(UNFINISHED) or len(now) <= len(before)
@@ -47,16 +47,16 @@ class TextStream:
         return self._search(now[len(before) :])
 
     def finish(self) -> str:
-        """What was held back, without a character that was never finished."""
+        """Return the text that was held back, without an incomplete last character."""
         before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
-        said = self._search(now[len(before) :].rstrip(UNFINISHED))
-        rest, self._held = self._held, ""
-        return said + rest
+        text = self._search(now[len(before) :].rstrip(UNFINISHED))
+        text, self._held = text + self._held, ""
+        return text
 
     def _is_left_out(self, token: int) -> bool:
-        """Whether decoding leaves an id out wherever it stands: a special token, or one that the tokenizer has not.
+        """Return True for ids without text in any context: special tokens and unknown ids.
 
-        Others may be empty alone and not behind another: a space where a text begins.
+        Other tokens may decode to an empty text alone but not after another token: a space at the start of a text.
         """
         if self._decode([token]):
             return False
@@ -67,17 +67,17 @@ class TextStream:
         return str(self._tokenizer.decode(ids))
 
     def _search(self, text: str) -> str:
-        """``text`` up to the first stop text, or to what may be the beginning of one."""
+        """Return the text up to the first stop text or a possible beginning of one, which is held back."""
         text = self._held + text
         places = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if places or self.stopped:
             self.stopped, self._held = True, ""
             return text[: min(places, default=0)]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        overlap = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How long the longest end of ``text`` is with which ``stop`` begins, without being all of it."""
+    """Length of the longest proper prefix of ``stop`` at the end of ``text``."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

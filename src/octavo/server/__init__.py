@@ -1,6 +1,6 @@
-"""An HTTP server for ``octavo.inference``: OpenAI's API, KServe's protocol v2, and a page to chat with the model.
+"""HTTP server for ``octavo.inference``: the OpenAI API, KServe's protocol v2 and a chat page.
 
-Its libraries are starlette, uvicorn and prometheus-client: ``pip install 'octavo[serve]'``.
+Needs starlette, uvicorn and prometheus-client: ``pip install 'octavo[serve]'``.
 """
 
 from octavo.server.app import create_app

@@ -1,6 +1,6 @@
-"""From a request's prompts to its response: whole or as server-sent events, in the form of the API that was asked.
+"""Responses of the text APIs: one JSON body or server-sent events, in the format of the requested API.
 
-The pieces of a stream are what the whole answer is put together from, so that both say the same.
+The JSON body is joined from the chunks that a stream would send, so both have the same content.
 """
 
 import asyncio
@@ -20,19 +20,27 @@ from octavo.server.operations import EVENTS
 from octavo.server.refusals import CONTEXT, Refusal, check_event, refusal_body
 from octavo.server.service import Service
 
-__all__ = ["Asked", "Form", "finish_word", "merged", "respond", "server_sent", "started"]
+__all__ = [
+    "AnswerRequest",
+    "ResponseFormat",
+    "event_stream",
+    "finish_reason",
+    "merge_events",
+    "respond",
+    "start_answers",
+]
 
 Choice = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One answer that is wanted.
+class AnswerRequest:
+    """One requested answer.
 
     Attributes:
-        prompt_ids: its prompt.
-        params: what is asked of the engine.
-        field: of the body, that the prompt is from.
+        prompt_ids: token ids of the prompt.
+        params: sampling parameters for the engine.
+        field: field of the body that holds the prompt; named in errors.
     """
 
     prompt_ids: list[int]
@@ -40,43 +48,48 @@ class Asked:
     field: str
 
 
-class Form(Protocol):
-    """How an API writes answers."""
+class ResponseFormat(Protocol):
+    """Response format of an API."""
 
-    head: dict[str, Any]  # what every response and every chunk begins with
-    whole: str  # the word for a response
-    chunk: str  # the word for a chunk
+    head: dict[str, Any]  # first fields of every response and chunk
+    whole: str  # "object" of a response
+    chunk: str  # "object" of a chunk
 
     def pieces(self, index: int, event: Event) -> Iterable[Choice]:
-        """What an event adds to an answer, as chunks have it."""
+        """Choices that an event adds to answer ``index``, in the format of chunks."""
 
     def joined(self, index: int, pieces: Sequence[Choice]) -> Choice:
-        """An answer whose pieces are all there."""
+        """Complete choice, joined from all its pieces."""
 
 
-async def started(request: Request, service: Service, asked: Sequence[Asked]) -> list[AsyncIterator[Event]]:
-    """The events of all answers; they end with the request, whoever ends it.
+async def start_answers(
+    request: Request, service: Service, requests: Sequence[AnswerRequest]
+) -> list[AsyncIterator[Event]]:
+    """Submit answers to the engine; they are cancelled when the request ends for any reason.
+
+    Returns:
+        The events of each answer.
 
     Raises:
-        Refusal: the engine cannot answer one of them.
-        QueueFullError: too many wait already.
+        Refusal: the engine rejects a prompt or its parameters.
+        QueueFullError: the engine's queue is full.
         ClosedError: the server is shutting down.
     """
     exits, streams = request.scope[EXITS], []
-    for one in asked:
+    for each in requests:
         try:
-            streams.append(await exits.enter_async_context(service.thread.answer(one.prompt_ids, one.params)))
+            streams.append(await exits.enter_async_context(service.thread.answer(each.prompt_ids, each.params)))
         except ConfigError as error:
             code = CONTEXT if isinstance(error, ContextLengthError) else None
-            raise Refusal(400, str(error), param=one.field, code=code) from error
+            raise Refusal(400, str(error), param=each.field, code=code) from error
     return streams
 
 
-async def merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of several answers as they come, each with the number of its answer.
+async def merge_events(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:
+    """Events of several answers in order of arrival, each with the index of its answer.
 
     Raises:
-        Refusal: an answer broke.
+        Refusal: an answer failed.
     """
     queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
@@ -85,39 +98,41 @@ async def merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tupl
             queue.put_nowait((index, event))
 
     tasks = [asyncio.create_task(pass_on(index, events)) for index, events in enumerate(streams)]
-    left = len(tasks)
+    unfinished = len(tasks)
     try:
-        while left:
+        while unfinished:
             index, event = await queue.get()
             yield index, check_event(event)
-            left -= event.finish is not None
+            unfinished -= event.finish is not None
     finally:
         for task in tasks:
             task.cancel()
 
 
 async def respond(
-    request: Request, service: Service, asked: Sequence[Asked], form: Form, *, body: dict[str, Any]
+    request: Request, service: Service, requests: Sequence[AnswerRequest], form: ResponseFormat, *, body: dict[str, Any]
 ) -> Response:
-    """The response to a completion or a chat, of which each prompt has ``n`` answers after each other."""
-    streams = await started(request, service, asked)
+    """Response to a completion or a chat; the ``n`` answers to each prompt are adjacent in ``requests``."""
+    streams = await start_answers(request, service, requests)
     if body["stream"]:
         counted = body["stream_options"]["include_usage"]
-        return server_sent(_chunks(streams, form, n=body["n"], counted=counted), path=request.url.path)
-    pieces: list[list[Choice]] = [[] for _ in asked]
+        return event_stream(_chunks(streams, form, n=body["n"], counted=counted), path=request.url.path)
+    pieces: list[list[Choice]] = [[] for _ in requests]
     ends: dict[int, Usage] = {}
-    async for index, event in merged(streams):
+    async for index, event in merge_events(streams):
         pieces[index] += form.pieces(index, event)
         if event.usage is not None:
             ends[index] = event.usage
-    choices = [form.joined(index, own) for index, own in enumerate(pieces)]
+    choices = [form.joined(index, parts) for index, parts in enumerate(pieces)]
     return JSONResponse({**form.head, "object": form.whole, "choices": choices, "usage": _usage(ends, body["n"])})
 
 
-async def _chunks(streams: Sequence[AsyncIterator[Event]], form: Form, *, n: int, counted: bool) -> AsyncIterator[Any]:
+async def _chunks(
+    streams: Sequence[AsyncIterator[Event]], form: ResponseFormat, *, n: int, counted: bool
+) -> AsyncIterator[Any]:
     ends: dict[int, Usage] = {}
     head = {**form.head, "object": form.chunk} | ({"usage": None} if counted else {})
-    async with aclosing(merged(streams)) as events:
+    async with aclosing(merge_events(streams)) as events:
         async for index, event in events:
             for choice in form.pieces(index, event):
                 yield {**head, "choices": [choice]}
@@ -128,8 +143,8 @@ async def _chunks(streams: Sequence[AsyncIterator[Event]], form: Form, *, n: int
     yield "[DONE]"
 
 
-def server_sent(values: AsyncIterator[Any], *, path: str) -> StreamingResponse:
-    """Values as events: JSON, or a text as it is. One that cannot be had is the last, an error."""
+def event_stream(values: AsyncIterator[Any], *, path: str) -> StreamingResponse:
+    """Stream values as server-sent events: text unchanged, others as JSON; a refusal becomes the last event."""
 
     async def lines() -> AsyncIterator[str]:
         try:
@@ -142,20 +157,20 @@ def server_sent(values: AsyncIterator[Any], *, path: str) -> StreamingResponse:
     return StreamingResponse(lines(), media_type=EVENTS, headers={"Cache-Control": "no-cache"})
 
 
-def finish_word(event: Event) -> str | None:
-    """Why an answer ended, in the OpenAI API's words, which know no deadline."""
+def finish_reason(event: Event) -> str | None:
+    """``finish_reason`` of the OpenAI API, which has none for a deadline: "length"."""
     if event.finish is None:
         return None
     return "stop" if event.finish is FinishReason.STOP else "length"
 
 
 def _usage(ends: dict[int, Usage], n: int) -> dict[str, Any]:
-    """Of all answers; a prompt counts once, however many answers it has."""
+    """Token counts of all answers; a prompt counts once for its ``n`` answers."""
     prompts = [usage for index, usage in ends.items() if index % n == 0]
-    prompt, answer = sum(own.prompt_tokens for own in prompts), sum(own.answer_tokens for own in ends.values())
+    prompt, answer = sum(each.prompt_tokens for each in prompts), sum(each.answer_tokens for each in ends.values())
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": sum(own.reused_tokens for own in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in prompts)},
     }

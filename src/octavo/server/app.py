@@ -1,4 +1,4 @@
-"""``create_app``: a service as an ASGI application, for uvicorn or any other server of them."""
+"""ASGI application of a service, for uvicorn or another ASGI server."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ HTML = "text/html"
 
 
 def _always(response: Response) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint whose answer never changes."""
+    """Endpoint that always returns the same response."""
 
     async def answer(_: Request) -> Response:
         return response
@@ -39,27 +39,27 @@ def _always(response: Response) -> Callable[[Request], Awaitable[Response]]:
 def create_app(
     service: Service, *, key: str | None = None, host: str = "127.0.0.1", requests: int | None = None
 ) -> Starlette:
-    """The application.
+    """Create the ASGI application of a service.
 
     Args:
-        service: what it serves.
-        key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none, and refuses web pages of
-            others.
-        requests: that are worked on at once, where that has to be fewer than the service's limit.
-        host: where the server listens; at a loopback address without a key it is asked by a loopback name alone.
+        service: model, engine and limits.
+        key: API key that clients send as ``Authorization: Bearer KEY``; None accepts requests without a key, except
+            from other sites' web pages.
+        requests: concurrent requests; None is the service's limit.
+        host: address the server listens at; a loopback address without a key accepts only loopback names as ``Host``.
     """
     limits = service.limits if requests is None else replace(service.limits, requests=requests)
     surfaces = (Models(service), Completions(service), Chats(service), KServe(service), Metrics(service.thread.engine))
     operations = [operation for surface in surfaces for operation in surface.operations()]
     described = JSONResponse(openapi(operations))
     page = HTMLResponse(resources.files("octavo.server").joinpath("chat.html").read_text(encoding="utf-8"))
-    own = (
+    static = (
         Operation(method="GET", path="/openapi.json", run=_always(described), about="This file"),
         Operation(method="GET", path="/", run=_always(page), about="A page to chat with the model", answers=(HTML,)),
     )
     refused = (HTTPException, Refusal, OctavoError, Exception)
     return Starlette(
-        routes=routes([*operations, *own]),
+        routes=routes([*operations, *static]),
         middleware=[Middleware(Guard, limits=limits, key=key, host=host)],
         exception_handlers=dict.fromkeys(refused, answer_refusal),
     )

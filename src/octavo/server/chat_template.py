@@ -1,9 +1,8 @@
-"""A model's chat template: how a conversation is written for it, as its own file says.
+"""Chat template of a model: renders a conversation as a prompt.
 
-Templates are programs in Jinja that come with a model. They run in jinja2's sandbox, which bounds what they reach and
-not how long they run or how much they write, so they run in a process of their own (template_process.py) with a limit
-of time and one of memory. The process is started once and reused; one that ended is started again for the next
-conversation.
+Templates are Jinja programs that come with a model. jinja2's sandbox restricts what they access, but not their run time
+or the size of their output, so they run in a separate process (template_process.py) with time and memory limits. The
+process is reused, and restarted for the next conversation after it ended.
 """
 
 import json
@@ -24,23 +23,23 @@ from octavo.server.refusals import Refusal
 
 __all__ = ["ChatTemplate"]
 
-SECONDS = 5.0  # a template takes about a millisecond
+SECONDS = 5.0  # a template usually takes about a millisecond
 MEMORY_BYTES = 2**29
 REPAIR = "write it again, or ask /v1/completions"
-MOST = 2**22  # characters of one prompt, where a caller names no number
+MOST = 2**22  # characters of one prompt, by default
 
 
 class ChatTemplate:
-    r"""Writes messages as a prompt.
+    r"""Renderer of messages as a prompt.
 
     Args:
-        source: in Jinja.
-        tokens: texts that it may name, such as ``bos_token``.
-        seconds: for one conversation.
-        memory_bytes: of address space, jinja2's own included.
+        source: template in Jinja.
+        tokens: variables of the template, such as ``bos_token``.
+        seconds: time limit for one conversation.
+        memory_bytes: limit of the process's address space, including jinja2.
 
     Raises:
-        CheckpointError: it is no template.
+        CheckpointError: the template does not compile.
 
     Example:
         >>> template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
@@ -66,30 +65,30 @@ class ChatTemplate:
             raise CheckpointError(refusal.message) from None
 
     def render(self, messages: Sequence[Mapping[str, str]], *, most: int = MOST) -> str:
-        """The conversation, and the beginning of the assistant's turn.
+        """Render the conversation and the beginning of the assistant's turn.
 
         Args:
-            messages: with ``role`` and ``content``.
-            most: characters; of a longer text the first ``most`` + 1.
+            messages: mappings with ``role`` and ``content``.
+            most: characters; a longer text is cut to ``most`` + 1.
 
         Raises:
-            ConfigError: messages that the template does not take.
-            Refusal: the template did not end in time, or needed too much memory; with 500, since it is the model's.
+            ConfigError: the template rejects the messages.
+            Refusal: the template exceeded its time or memory limit; status 500.
         """
         with self._lock:
             if self._process.poll() is not None:
                 self._start()
             answer = self._exchange({"messages": list(messages), "most": most})
         if "refused" in answer:
-            raise ConfigError(f"the model's chat template does not take these messages: {answer['refused']}")
+            raise ConfigError(f"the model's chat template rejects these messages: {answer['refused']}")
         if "failed" in answer:
             raise Refusal(500, f"the model's chat template {answer['failed']}; {REPAIR}")
         return str(answer["text"])
 
     def close(self) -> None:
-        """End the process, wherever it is; another conversation would start a new one."""
+        """Kill the process, even while it renders; the next conversation starts a new one."""
         while not self._lock.acquire(timeout=0.05):
-            self._process.kill()  # again, since a conversation that had just begun may have started another
+            self._process.kill()  # in a loop: a conversation that just began may have started another process
         self._end()
         self._lock.release()
 
@@ -100,7 +99,7 @@ class ChatTemplate:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for octavo to answer
+            start_new_session=True,  # only octavo handles Ctrl-C
         )
         self._end = weakref.finalize(self, _end, self._process)
         answer = self._exchange(self._head)
@@ -108,13 +107,13 @@ class ChatTemplate:
             self._end()
             raise CheckpointError(f"the model's chat template is damaged: {answer['damaged']}; write it again")
 
-    def _exchange(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one line; where there is none, what the process ended with is the reason."""
+    def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one line and return the answer; raise Refusal with the exit status if the process ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = b""
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(given).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         if not answer.endswith(b"\n"):
@@ -129,6 +128,6 @@ class ChatTemplate:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill it where it runs, and take its status and its pipes."""
+    """Kill the process if it runs, reap it and close its pipes."""
     with suppress(BrokenPipeError), process:
         process.kill()

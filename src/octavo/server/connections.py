@@ -1,14 +1,14 @@
-"""Connections: how many there may be, and how long each may take to ask.
+"""Limits on connections: their number, and the time each may take to send a request.
 
-- A request's head has to arrive within ``Limits.head_s``, counted from the first moment in which the connection had
-  nothing to be answered; a body that a request of another method than POST brings, too. (guard.py times POST's.)
-- Where one more comes than there may be, the connection that has been waiting longest without a request is closed for
-  it, so that idle clients cannot shut others out. Where all are being answered, the new one gets 503.
-- There are no more than the descriptors that the process may open (RLIMIT_NOFILE, raised as far as needed and allowed),
-  and fewer requests than connections, so that ``/health`` answers in a flood.
+- The head of a request must arrive within ``Limits.head_s`` after the connection became idle; so must the body of a
+  request with a method other than POST (guard.py limits the time of POST bodies).
+- A connection beyond the limit replaces the one that has been idle longest, so that idle clients cannot block others.
+  If all connections are being answered, the new one gets 503.
+- The limit is at most the number of file descriptors that the process may open (RLIMIT_NOFILE, raised as needed and
+  allowed). Fewer requests than connections are processed at once, so ``/health`` answers under load.
 
-asyncio accepts as many connections in one go as its backlog names, and only then makes protocols of them: up to
-``IN_FLIGHT`` such lots are open before the first is counted. So lots are small, and the system's own queue is not.
+asyncio accepts up to its backlog of connections in one batch before it creates their protocols: up to ``IN_FLIGHT``
+batches are open before the first is counted. So the batches are small, while the system's own queue is large.
 """
 
 import asyncio
@@ -31,122 +31,123 @@ from octavo.errors import ConfigError
 from octavo.server.limits import Limits
 from octavo.server.refusals import Refusal, refusal_body
 
-__all__ = ["QUEUE", "BoundedProtocol", "Room", "room_for", "tell_rarely", "uvicorn_config"]
+__all__ = ["QUEUE", "BoundedProtocol", "Capacity", "capacity_for", "limit_log", "uvicorn_config"]
 
 RESERVED = 8  # connections beyond requests
-SPARE = 16  # descriptors for files and what else a process opens
-IN_FLIGHT, LOT = 4, 64
-QUEUE = 1024  # connections that the system keeps until they are accepted
-CLOSING_S = 2  # that what is answered has to leave through the socket
-ACCEPT = "socket.accept() out of system resource"  # asyncio's words
-TELL_S = 60.0
+SPARE = 16  # descriptors for files and other uses
+IN_FLIGHT, BATCH = 4, 64
+QUEUE = 1024  # connections that the system queues until they are accepted
+CLOSING_S = 2  # seconds for sending the last responses at shutdown
+ACCEPT = "socket.accept() out of system resource"  # asyncio's message
+LOG_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a process has descriptors for.
+class Capacity:
+    """Number of connections and requests that the process has file descriptors for.
 
     Attributes:
-        connections: at once.
-        requests: worked on at once.
-        lot: connections accepted in one go.
+        connections: open at once.
+        requests: processed at once.
+        batch: connections accepted in one batch.
     """
 
     connections: int
     requests: int
-    lot: int
+    batch: int
 
 
-def uvicorn_config(app: ASGIApp, *, limits: Limits, room: Room) -> uvicorn.Config:
-    """How uvicorn serves an application here: octavo's answers are all that it says, and its log is for mistakes."""
-    protocol = partial(BoundedProtocol, most=room.connections, head_s=limits.head_s)
+def uvicorn_config(app: ASGIApp, *, limits: Limits, capacity: Capacity) -> uvicorn.Config:
+    """Configuration of uvicorn: octavo's protocol and limits, no access log, errors logged only."""
+    protocol = partial(BoundedProtocol, most=capacity.connections, head_s=limits.head_s)
     return uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], protocol),
         ws="none",
         loop="asyncio",
         lifespan="off",
-        log_level="error",  # a client's mistake is told to the client
+        log_level="error",  # a client's error is reported to the client
         access_log=False,
         server_header=False,
-        backlog=room.lot,
+        backlog=capacity.batch,
         timeout_graceful_shutdown=CLOSING_S,
     )
 
 
-def room_for(limits: Limits) -> Room:
-    """As many connections and requests as the limits say, or as there are descriptors for.
+def capacity_for(limits: Limits) -> Capacity:
+    """Connections and requests within both the limits and the available file descriptors.
 
     Raises:
-        ConfigError: the process may open too few files to serve at all.
+        ConfigError: the process may open too few files to serve.
     """
     connections, requests = limits.connections, limits.requests
     used = len(os.listdir("/dev/fd"))  # noqa: PTH208 -- names, not paths
-    lot = min(LOT, max(1, connections // 16))
-    allowed = _raise_limit(used + SPARE + IN_FLIGHT * lot + connections)
-    lot = min(lot, max(1, (allowed - used - SPARE) // 16))
-    possible = min(connections, allowed - used - SPARE - IN_FLIGHT * lot)
+    batch = min(BATCH, max(1, connections // 16))
+    allowed = _raise_limit(used + SPARE + IN_FLIGHT * batch + connections)
+    batch = min(batch, max(1, (allowed - used - SPARE) // 16))
+    possible = min(connections, allowed - used - SPARE - IN_FLIGHT * batch)
     if possible < min(connections, RESERVED + 1):
         raise ConfigError(
-            f"this process may open {allowed} files, of which {used} are open, too few to serve; allow more (ulimit -n)"
+            f"this process may open {allowed} files and {used} are open, too few to serve; raise ulimit -n"
         )
-    return Room(possible, max(1, min(requests, possible - RESERVED)), lot)
+    return Capacity(possible, max(1, min(requests, possible - RESERVED)), batch)
 
 
-def _raise_limit(wanted: int) -> int:
-    """How many descriptors may be open, after asking for more."""
+def _raise_limit(needed: int) -> int:
+    """Raise the soft limit of open files towards ``needed``; return the limit now in effect."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft == resource.RLIM_INFINITY or soft >= most:
-        return wanted if soft == resource.RLIM_INFINITY else soft
+        return needed if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol with a bound on the number of connections, and a time for what comes before an answer.
+    """uvicorn's HTTP/1.1 protocol with a limit on connections and on the time until a request arrives.
 
     Args:
         most: connections at once.
         head_s: seconds for a request's head.
+        options: arguments of uvicorn's protocol.
     """
 
-    def __init__(self, *, most: int, head_s: float, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, most: int, head_s: float, **options: Any) -> None:
+        super().__init__(**options)
         self._most, self._head_s = most, head_s
         self._timer: asyncio.TimerHandle | None = None
         self._waiting_since = self.loop.time()
 
     @property
     def _is_answered(self) -> bool:
-        """Whether a request has come that is not answered yet."""
+        """True while a request is being answered."""
         return bool(self.cycle) and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it, and wait for its first head."""
+        """Enforce the limit of connections and start the timer for the first request."""
         super().connection_made(transport)
         if len(self.connections) > self._most:
             self._make_room()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a head or of a body."""
+        """Pass on data, and start or stop the timer."""
         super().data_received(data)
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request, unless an answer has begun that this would stand in."""
+        """Refuse invalid HTTP, unless an answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(Refusal(400, "this is no HTTP/1.1 request; check its first line, its headers and its body"))
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Wait for another head."""
+        """Start waiting for another request."""
         self._waiting_since = self.loop.time()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Stop the timer."""
         super().connection_lost(exc)
         self._stop_timer()
 
@@ -167,19 +168,19 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
     def _make_room(self) -> None:
-        others = [own for own in self.connections if isinstance(own, BoundedProtocol) and own is not self]
-        waiting = [own for own in others if not own._is_answered]  # noqa: SLF001 -- of the same class
-        if not waiting:
-            sentence = f"{self._most} connections are being answered, which is as many as may; try again"
+        others = [each for each in self.connections if isinstance(each, BoundedProtocol) and each is not self]
+        idle = [each for each in others if not each._is_answered]  # noqa: SLF001 -- of the same class
+        if not idle:
+            sentence = f"the server is answering its maximum of {self._most} connections; try again"
             self._refuse(Refusal(503, sentence, headers={"Retry-After": "1"}))
             self.transport.close()
             return
-        longest = min(waiting, key=lambda own: own._waiting_since)  # noqa: SLF001 -- of the same class
-        self.connections.discard(longest)  # now, not when its socket is closed: another may come before
+        longest = min(idle, key=lambda each: each._waiting_since)  # noqa: SLF001 -- of the same class
+        self.connections.discard(longest)  # at once: another connection may come before its socket is closed
         longest.transport.abort()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer where no request is, so that no application can."""
+        """Write a refusal to the transport; without a request no application can answer."""
         body = json.dumps(refusal_body(refusal, "/")).encode()
         headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
         lines = [f"{name}: {value}" for name, value in (headers | refusal.headers).items()]
@@ -187,21 +188,21 @@ class BoundedProtocol(H11Protocol):
         self.transport.write("\r\n".join([status, *lines, "", ""]).encode() + body)
 
 
-class _Teller:
-    """Logs that no connection can be accepted, once in ``TELL_S``; asyncio would tell it for each try."""
+class _AcceptErrorLogger:
+    """Exception handler that logs failures to accept connections once in ``LOG_INTERVAL_S``; asyncio logs every try."""
 
     def __init__(self) -> None:
-        self._told = -TELL_S
+        self._logged_at = -LOG_INTERVAL_S
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if context.get("message") != ACCEPT:
             loop.default_exception_handler(context)
-        elif time.monotonic() - self._told >= TELL_S:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = time.monotonic()
             logging.getLogger("uvicorn.error").error("no connection can be accepted: %s", context["exception"])
 
 
-def tell_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep a loop that runs out of descriptors, and clients that leave in mid-answer, from flooding the log."""
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # its warnings are of writes to clients that left
-    loop.set_exception_handler(_Teller())
+def limit_log(loop: asyncio.AbstractEventLoop) -> None:
+    """Limit the log entries about failed accepts and about clients that disconnect during an answer."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # its warnings concern writes to disconnected clients
+    loop.set_exception_handler(_AcceptErrorLogger())

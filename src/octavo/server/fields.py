@@ -1,10 +1,9 @@
-"""What a request's body may hold: one table for each kind of body, by which it is read and described.
+"""Declarations of request bodies, which both validate a body and describe it.
 
-A table is a :class:`Record` of :class:`Field`. ``record.read(given)`` checks a body and fills in defaults;
-``record.schema()`` is the same as JSON Schema, for ``/openapi.json``. So what the file promises is what is checked.
+A body is declared as a :class:`JsonObject` of :class:`Field`. ``read(value)`` validates a body and fills in defaults;
+``schema()`` returns its JSON Schema for ``/openapi.json``, so that the document matches the validation.
 
-Numbers are read as JSON Schema means them: 5.0 is a whole number, true is none. Text has to be Unicode, which JSON can
-miss by half of a surrogate pair.
+Numbers follow JSON Schema: 5.0 is an integer, true is not. Text must be valid Unicode; JSON allows unpaired surrogates.
 """
 
 import json
@@ -15,16 +14,28 @@ from typing import Any, Protocol
 from octavo.errors import ConfigError
 from octavo.text.sources import is_unicode
 
-__all__ = ["Field", "FieldError", "Flag", "Kind", "ListOf", "Number", "OneOf", "Only", "Record", "Text", "Whole"]
+__all__ = [
+    "Boolean",
+    "Const",
+    "Field",
+    "FieldError",
+    "FieldKind",
+    "Integer",
+    "JsonObject",
+    "ListOf",
+    "Number",
+    "OneOf",
+    "String",
+]
 
 Schema = dict[str, Any]
 
 
 class FieldError(ConfigError):
-    """A value that a body may not hold.
+    """Invalid value in a body.
 
     Attributes:
-        field: the name of the field at the top, as the OpenAI API's ``param`` has it.
+        field: name of the top-level field: ``param`` of the OpenAI API.
     """
 
     def __init__(self, place: str, sentence: str) -> None:
@@ -32,228 +43,228 @@ class FieldError(ConfigError):
         self.field: str | None = place.partition(".")[0].partition("[")[0] or None
 
 
-class Kind(Protocol):
-    """Of values."""
+class FieldKind(Protocol):
+    """Type of a field's value."""
 
-    def fit(self, given: Any) -> int:
-        """How many levels of lists deep a value, judged by its first entries, has this kind's shape."""
+    def fit(self, value: Any) -> int:
+        """Return how many levels of the value match this type, judged by first entries; 0 for a mismatch."""
 
-    def read(self, given: Any, place: str) -> Any:
-        """The value as octavo uses it; raises :class:`FieldError` for another one."""
+    def read(self, value: Any, place: str) -> Any:
+        """Validate and convert the value at ``place``; raise :class:`FieldError` if it is invalid."""
 
     def schema(self) -> Schema:
-        """The same as JSON Schema."""
+        """Return the JSON Schema of valid values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """Unicode text of ``shortest`` to ``longest`` characters; where there are ``words``, one of them."""
+class String:
+    """Unicode text of ``shortest`` to ``longest`` characters; one of ``words`` if value."""
 
     words: tuple[str, ...] | None = None
     shortest: int = 0
     longest: int | None = None
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        return int(isinstance(given, str))
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        return int(isinstance(value, str))
 
-    def read(self, given: Any, place: str) -> str:
-        """The text."""
-        if not isinstance(given, str):
-            raise FieldError(place, f"must be text, not {_shown(given)}")
-        if not is_unicode(given):
-            raise FieldError(place, "has half of a surrogate pair, which is no character; send Unicode text")
-        if self.words is not None and given not in self.words:
-            raise FieldError(place, f"must be one of {', '.join(map(repr, self.words))}, not {_shown(given)}")
-        if len(given) < self.shortest:
+    def read(self, value: Any, place: str) -> str:
+        """Return the text."""
+        if not isinstance(value, str):
+            raise FieldError(place, f"must be text, not {_shown(value)}")
+        if not is_unicode(value):
+            raise FieldError(place, "contains an unpaired surrogate; send Unicode text")
+        if self.words is not None and value not in self.words:
+            raise FieldError(place, f"must be one of {', '.join(map(repr, self.words))}, not {_shown(value)}")
+        if len(value) < self.shortest:
             raise FieldError(place, f"must have at least {self.shortest} character{'s' * (self.shortest > 1)}")
-        if self.longest is not None and len(given) > self.longest:
-            raise FieldError(place, f"may have {self.longest} characters at most, not {len(given)}")
-        return given
+        if self.longest is not None and len(value) > self.longest:
+            raise FieldError(place, f"may have at most {self.longest} characters, not {len(value)}")
+        return value
 
     def schema(self) -> Schema:
-        """As a string."""
+        """Return a string schema."""
         words = None if self.words is None else [*self.words]
-        return {"type": "string"} | _given(enum=words, minLength=self.shortest, maxLength=self.longest)
+        return {"type": "string"} | _keywords(enum=words, minLength=self.shortest, maxLength=self.longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """A whole number from ``least`` to ``most``."""
+class Integer:
+    """Integer from ``least`` to ``most``."""
 
     least: int
     most: int
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        return int(isinstance(given, int | float))
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        return int(isinstance(value, int | float))
 
-    def read(self, given: Any, place: str) -> int:
-        """The number."""
-        whole = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
-        if isinstance(given, bool) or not whole or not self.least <= given <= self.most:
+    def read(self, value: Any, place: str) -> int:
+        """Return the number as an int."""
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole or not self.least <= value <= self.most:
             allowed = f"a whole number from {self.least} to {self.most}" if self.least < self.most else self.least
-            raise FieldError(place, f"must be {allowed}, not {_shown(given)}")
-        return int(given)
+            raise FieldError(place, f"must be {allowed}, not {_shown(value)}")
+        return int(value)
 
     def schema(self) -> Schema:
-        """As an integer."""
+        """Return an integer schema."""
         return {"type": "integer", "minimum": self.least, "maximum": self.most}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A finite number from ``least`` to ``most``, or above ``least`` where that is not ``inclusive``."""
+    """Finite number from ``least`` to ``most``; above ``least`` if not ``inclusive``."""
 
     least: float
     most: float
     inclusive: bool = True
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        return int(isinstance(given, int | float))
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        return int(isinstance(value, int | float))
 
-    def read(self, given: Any, place: str) -> float:
-        """The number."""
-        number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not number or not self.least <= given <= self.most or (given == self.least and not self.inclusive):
+    def read(self, value: Any, place: str) -> float:
+        """Return the number as a float."""
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not self.least <= value <= self.most or (value == self.least and not self.inclusive):
             bounds = f"from {self.least:g}" if self.inclusive else f"above {self.least:g} and up"
             allowed = f"a number {bounds} to {self.most:g}" if self.least < self.most else f"{self.least:g}"
-            raise FieldError(place, f"must be {allowed}, not {_shown(given)}")
-        return float(given)
+            raise FieldError(place, f"must be {allowed}, not {_shown(value)}")
+        return float(value)
 
     def schema(self) -> Schema:
-        """As a number."""
+        """Return a number schema."""
         lower = "minimum" if self.inclusive else "exclusiveMinimum"
         return {"type": "number", lower: self.least, "maximum": self.most}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
+class Boolean:
     """True or false."""
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        return int(isinstance(given, bool))
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        return int(isinstance(value, bool))
 
-    def read(self, given: Any, place: str) -> bool:
-        """The flag."""
-        if not isinstance(given, bool):
-            raise FieldError(place, f"must be true or false, not {_shown(given)}")
-        return given
+    def read(self, value: Any, place: str) -> bool:
+        """Return the boolean."""
+        if not isinstance(value, bool):
+            raise FieldError(place, f"must be true or false, not {_shown(value)}")
+        return value
 
     def schema(self) -> Schema:
-        """As a boolean."""
+        """Return a boolean schema."""
         return {"type": "boolean"}
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
-    """Of a field whose other values would ask for what octavo has not, the ``values`` that change nothing, or null.
+class Const:
+    """Null or one of ``values``, for a field whose other values need a feature that octavo does not have.
 
     Example:
-        >>> Only((False,)).read(True, "store")
+        >>> Const((False,)).read(True, "store")
         Traceback (most recent call last):
         ...
-        octavo.server.fields.FieldError: store may be false or null alone, not true; leave it out
+        octavo.server.fields.FieldError: store must be false or null, not true; leave it out
     """
 
     values: tuple[Any, ...] = ()
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        return int(given is None or any(type(given) is type(value) and given == value for value in self.values))
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        return int(value is None or any(type(value) is type(each) and value == each for each in self.values))
 
-    def read(self, given: Any, place: str) -> Any:
-        """The value."""
-        if not self.fit(given):
+    def read(self, value: Any, place: str) -> Any:
+        """Return the value."""
+        if not self.fit(value):
             allowed = " or ".join(map(json.dumps, (*self.values, None)))
-            raise FieldError(place, f"may be {allowed} alone, not {_shown(given)}; leave it out")
-        return given
+            raise FieldError(place, f"must be {allowed}, not {_shown(value)}; leave it out")
+        return value
 
     def schema(self) -> Schema:
-        """As one of the values."""
+        """Return an enum schema."""
         return {"enum": [*self.values, None]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf:
-    """From ``fewest`` to ``most`` values of one kind."""
+    """List of ``fewest`` to ``most`` values of one type."""
 
-    kind: Kind
+    kind: FieldKind
     most: int
     fewest: int = 1
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        if not isinstance(given, list):
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        if not isinstance(value, list):
             return 0
-        return 1 + (self.kind.fit(given[0]) if given else 0)
+        return 1 + (self.kind.fit(value[0]) if value else 0)
 
-    def read(self, given: Any, place: str) -> list[Any]:
-        """All of them."""
-        if not isinstance(given, list):
-            raise FieldError(place, f"must be a list, not {_shown(given)}")
-        if not self.fewest <= len(given) <= self.most:
-            raise FieldError(place, f"must have from {self.fewest} to {self.most} entries, not {len(given)}")
-        return [self.kind.read(value, f"{place}[{i}]") for i, value in enumerate(given)]
+    def read(self, value: Any, place: str) -> list[Any]:
+        """Return the list of converted entries."""
+        if not isinstance(value, list):
+            raise FieldError(place, f"must be a list, not {_shown(value)}")
+        if not self.fewest <= len(value) <= self.most:
+            raise FieldError(place, f"must have from {self.fewest} to {self.most} entries, not {len(value)}")
+        return [self.kind.read(entry, f"{place}[{i}]") for i, entry in enumerate(value)]
 
     def schema(self) -> Schema:
-        """As an array."""
+        """Return an array schema."""
         return {"type": "array", "items": self.kind.schema(), "minItems": self.fewest, "maxItems": self.most}
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A value of any of several kinds, no two of the same shape: of the one whose shape it has, and its errors."""
+    """Value of one of several types of different shape; the type with the best ``fit`` reads it and reports errors."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[FieldKind, ...]
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        return max(kind.fit(given) for kind in self.kinds)
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        return max(kind.fit(value) for kind in self.kinds)
 
-    def read(self, given: Any, place: str) -> Any:
-        """The value."""
-        return max(self.kinds, key=lambda kind: kind.fit(given)).read(given, place)
+    def read(self, value: Any, place: str) -> Any:
+        """Return the value as the best fitting type reads it."""
+        return max(self.kinds, key=lambda kind: kind.fit(value)).read(value, place)
 
     def schema(self) -> Schema:
-        """As any of theirs."""
+        """Return an anyOf schema."""
         return {"anyOf": [kind.schema() for kind in self.kinds]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A named value of a body.
+    """Named field of a body.
 
     Attributes:
-        name: as it is sent.
-        kind: what it may be.
-        about: one line for a reader of the API.
-        required: without it a body is refused; other fields may be left out or null, and are ``default`` then.
-        default: for what is not sent.
+        name: name in the JSON object.
+        kind: type of the value.
+        about: one-line description for ``/openapi.json``.
+        required: whether it must be present and not null.
+        default: value of an absent or null field that is not required.
     """
 
     name: str
-    kind: Kind
+    kind: FieldKind
     about: str = ""
     required: bool = False
     default: Any = None
 
     def schema(self) -> Schema:
-        """Of the value, with what it is without it."""
-        own = self.kind.schema()
+        """Return the schema of the value with its default and description."""
+        schema = self.kind.schema()
         if not self.required:
-            own = {"anyOf": [*own.get("anyOf", [own]), {"type": "null"}]} | _given(default=self.default)
-        return own | _given(description=self.about)
+            schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]} | _keywords(default=self.default)
+        return schema | _keywords(description=self.about)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A JSON object with these fields; others are refused by name unless ``others`` lets them be.
+class JsonObject:
+    """JSON object with these fields; an unknown field is an error unless ``others`` is true.
 
     Example:
-        >>> body = Record(fields=(Field(name="n", kind=Whole(least=1, most=9), default=1),))
+        >>> body = JsonObject(fields=(Field(name="n", kind=Integer(least=1, most=9), default=1),))
         >>> body.read({}), body.read({"n": 2})
         ({'n': 1}, {'n': 2})
         >>> body.read({"n": True})
@@ -267,33 +278,33 @@ class Record:
     fields: tuple[Field, ...]
     others: bool = False
 
-    def fit(self, given: Any) -> int:
-        """See :class:`Kind`."""
-        return int(isinstance(given, Mapping))
+    def fit(self, value: Any) -> int:
+        """See :class:`FieldKind`."""
+        return int(isinstance(value, Mapping))
 
-    def read(self, given: Any, place: str = "") -> dict[str, Any]:
-        """Every field by its name."""
-        if not isinstance(given, Mapping):
-            raise FieldError(place, f"must be a JSON object, not {_shown(given)}")
+    def read(self, value: Any, place: str = "") -> dict[str, Any]:
+        """Return all fields by name."""
+        if not isinstance(value, Mapping):
+            raise FieldError(place, f"must be a JSON object, not {_shown(value)}")
         names = [field.name for field in self.fields]
-        if not self.others and (unknown := [name for name in given if name not in names]):
+        if not self.others and (unknown := [name for name in value if name not in names]):
             raise FieldError(
-                _within(place, ascii(unknown[0])[1:-1][:80]), f"is not known here; the fields are {', '.join(names)}"
+                _within(place, ascii(unknown[0])[1:-1][:80]), f"is not a known field; the fields are {', '.join(names)}"
             )
-        return {field.name: self._value(field, given, place) for field in self.fields}
+        return {field.name: self._value(field, value, place) for field in self.fields}
 
     def schema(self) -> Schema:
-        """As an object."""
+        """Return an object schema."""
         required = [field.name for field in self.fields if field.required]
         return {
             "type": "object",
             "properties": {field.name: field.schema() for field in self.fields},
             "additionalProperties": self.others,
-        } | _given(required=required)
+        } | _keywords(required=required)
 
     @staticmethod
-    def _value(field: Field, given: Mapping[str, Any], place: str) -> Any:
-        value = given.get(field.name)
+    def _value(field: Field, body: Mapping[str, Any], place: str) -> Any:
+        value = body.get(field.name)
         if value is None and field.required:
             raise FieldError(_within(place, field.name), "is missing")
         return field.default if value is None else field.kind.read(value, _within(place, field.name))
@@ -303,13 +314,13 @@ def _within(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
 
 
-def _given(**settings: Any) -> Schema:
-    """Those that say something."""
+def _keywords(**settings: Any) -> Schema:
+    """Keywords of a schema that are not empty."""
     return {name: value for name, value in settings.items() if value not in (None, "", [], 0) or value is False}
 
 
 def _shown(value: Any) -> str:
-    """A value of JSON's for a sentence: short, and on one line."""
+    """Short one-line form of a JSON value for error messages."""
     names = {True: "true", False: "false", None: "null"}
     if isinstance(value, bool) or value is None:
         return names[value]

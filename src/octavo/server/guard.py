@@ -1,13 +1,12 @@
-"""``Guard``: what every request passes before anything looks at it, and who watches it afterwards.
+"""Middleware that checks every request before the application runs and watches its connection afterwards.
 
-1. The key, compared in constant time. Health and the chat page need none. Where there is no key at all, whether it is
-   a web page of somebody else that asks (origins.py).
-2. How many requests are being worked on. One is until the last part of its answer is there to be sent.
-3. The body: how large it is, and how long it takes to come. Only a whole body goes on.
-4. While it is answered, whether whoever asked is still there. When they go, the work on it is cancelled, and leaving
-   its exit stack ends what the engine still does for it. Who stays and reads nothing is given up, too: each part of
-   an answer has to be taken within a time.
-5. Whether the server ends before there is an answer: it is refused then, as everything else is.
+1. API key, compared in constant time; health checks and the chat page need none. Without a configured key, requests of
+   other sites' web pages are refused (origins.py).
+2. Number of requests in progress. A request counts until the last part of its answer is ready to be sent.
+3. Size and arrival time of the body. Only a complete body is passed on.
+4. Disconnection: when the client disconnects, the work is cancelled, and closing the request's exit stack ends its
+   answers in the engine. A client that does not read a part of the answer in time is disconnected.
+5. Shutdown of the server: a request without an answer yet is refused in the format of its protocol.
 """
 
 import asyncio
@@ -26,20 +25,20 @@ from octavo.server.refusals import CLOSE, Refusal, refusal_response
 
 __all__ = ["EXITS", "OPEN_PATHS", "Guard"]
 
-EXITS = "octavo.exits"  # in a request's scope: what is left when the request is over
+EXITS = "octavo.exits"  # key in a request's scope of the exit stack that is closed after the request
 OPEN_PATHS = ("/", "/health", "/v2/health/live", "/v2/health/ready")
 BEARER = "bearer "
-ENDED = Refusal(503, "the server ended before it answered; ask another", code="draining", headers=CLOSE)
+ENDED = Refusal(503, "the server ended before it answered; use another server", code="draining", headers=CLOSE)
 
 
 class Guard:
-    """Passes on the requests that may be answered.
+    """ASGI middleware that passes on valid requests and refuses others.
 
     Args:
-        app: what answers them.
-        limits: of bodies and requests.
-        key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none.
-        host: where the server listens.
+        app: application.
+        limits: limits on bodies and requests.
+        key: API key that clients send as ``Authorization: Bearer KEY``; None accepts requests without a key.
+        host: address the server listens at.
     """
 
     def __init__(self, app: ASGIApp, *, limits: Limits, key: str | None, host: str) -> None:
@@ -48,7 +47,7 @@ class Guard:
         self._working = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or refuse it."""
+        """Answer or refuse one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -58,11 +57,11 @@ class Guard:
             nonlocal begun
             begun = True
 
-        sending = _before_start(_in_time(send, self._limits.send_s), begin)
-        with suppress(_Stalled):  # an answer that is left without an end makes whoever called this close the connection
+        sending = _call_before_start(_with_timeout(send, self._limits.send_s), begin)
+        with suppress(_Stalled):  # the server closes the connection of an incomplete answer
             try:
                 await self._answer_or_refuse(scope, receive, sending)
-            except asyncio.CancelledError:  # the server ends: it would say so with a traceback and in plain text
+            except asyncio.CancelledError:  # at shutdown; otherwise uvicorn logs a traceback and answers in plain text
                 if not begun:
                     await refusal_response(ENDED, scope["path"])(scope, receive, sending)
 
@@ -83,16 +82,16 @@ class Guard:
         elif scope["path"] not in OPEN_PATHS:
             self._check_key(self._key, headers.get("authorization", ""))
 
-    def _check_key(self, key: bytes, given: str) -> None:
-        bearer = given[len(BEARER) :] if given.lower().startswith(BEARER) else ""
+    def _check_key(self, key: bytes, authorization: str) -> None:
+        bearer = authorization[len(BEARER) :] if authorization.lower().startswith(BEARER) else ""
         if not hmac.compare_digest(key, _digest(bearer.encode("latin-1"))):
-            message = "this server wants its API key, sent as 'Authorization: Bearer KEY'"
+            message = "this server needs its API key; send it as 'Authorization: Bearer KEY'"
             headers = {"WWW-Authenticate": "Bearer", **CLOSE}
             raise Refusal(401, message, code="invalid_api_key", headers=headers)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._working >= self._limits.requests:
-            message = f"{self._working} requests are being worked on, which is as many as may; try again"
+            message = f"the server is processing its maximum of {self._working} requests; try again"
             headers = {"Retry-After": "1", **CLOSE}
             raise Refusal(429, message, code="rate_limit_exceeded", headers=headers)
         with ExitStack() as slot:
@@ -101,14 +100,14 @@ class Guard:
             body = await self._body(scope, receive)
             if body is not None:
                 async with AsyncExitStack() as exits:
-                    answered = self._app({**scope, EXITS: exits}, _replay(body), _before_end(send, slot.close))
-                    await _unless(_gone(receive), answered)
+                    answered = self._app({**scope, EXITS: exits}, _replay(body), _call_before_end(send, slot.close))
+                    await _run_until(_disconnected(receive), answered)
 
     def _leave(self) -> None:
         self._working -= 1
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None where whoever sent it went away."""
+        """Complete body; None if the client disconnected."""
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and len(declared) < 20:
             self._check_size(int(declared))
@@ -127,16 +126,16 @@ class Guard:
 
     def _check_size(self, size: int) -> None:
         if size > (most := self._limits.body_bytes):
-            raise Refusal(413, f"a body may have {most} bytes; shorten it", headers=CLOSE)
+            raise Refusal(413, f"a body may have at most {most} bytes; shorten it", headers=CLOSE)
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, whatever was sent."""
+    """Digest of fixed length, for comparison in constant time."""
     return sha256(key).digest()
 
 
 def _replay(body: bytes) -> Receive:
-    """What an application receives of a request that was read before: the body, and then nothing more."""
+    """ASGI receive function that returns a body already read, then waits forever."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -147,16 +146,16 @@ def _replay(body: bytes) -> Receive:
     return receive
 
 
-class _Stalled(Exception):  # noqa: N818 -- nothing that octavo says of itself
-    """A part of an answer was not taken in time."""
+class _Stalled(Exception):  # noqa: N818 -- internal, never reported
+    """Client that did not read a part of an answer in time."""
 
 
-def _in_time(send: Send, seconds: float) -> Send:
-    """Sends; a server waits in it for whoever reads, and they need not.
+def _with_timeout(send: Send, seconds: float) -> Send:
+    """ASGI send function with a time limit; without one it waits for the client to read.
 
     Raises:
-        _Stalled: it took longer than ``seconds``. A ``TimeoutError`` is an ``OSError``, which starlette takes for a
-            client that left.
+        _Stalled: it took longer than ``seconds``. Not ``TimeoutError``: that is an ``OSError``, which starlette treats
+            as a disconnected client.
     """
 
     async def sending(message: Message) -> None:
@@ -169,8 +168,8 @@ def _in_time(send: Send, seconds: float) -> Send:
     return sending
 
 
-def _before_end(send: Send, do: Callable[[], None]) -> Send:
-    """Sends, and does something before the last part: whoever has all of an answer may ask again at once."""
+def _call_before_end(send: Send, do: Callable[[], None]) -> Send:
+    """ASGI send function that calls ``do`` before the last part, so a client with all of an answer can send again."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -180,8 +179,8 @@ def _before_end(send: Send, do: Callable[[], None]) -> Send:
     return sending
 
 
-def _before_start(send: Send, do: Callable[[], None]) -> Send:
-    """Sends, and does something before the first part."""
+def _call_before_start(send: Send, do: Callable[[], None]) -> Send:
+    """ASGI send function that calls ``do`` before the first part."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -191,15 +190,15 @@ def _before_start(send: Send, do: Callable[[], None]) -> Send:
     return sending
 
 
-async def _gone(receive: Receive) -> None:
-    """Return when whoever asked goes away."""
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _unless(over: Awaitable[None], work: Awaitable[None]) -> None:
-    """Do the work, and leave it when it is over; where the server ends, without waiting for threads that work on it."""
-    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(one) for one in (work, over)]
+async def _run_until(stop: Awaitable[None], work: Awaitable[None]) -> None:
+    """Run ``work``; cancel it when ``stop`` completes first. If cancelled, do not wait for threads of ``work``."""
+    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(one) for one in (work, stop)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():

@@ -1,4 +1,4 @@
-"""KServe's protocol v2 over HTTP, as Triton Inference Server speaks it, so that a client can move there unchanged.
+"""KServe's protocol v2 over HTTP, compatible with clients of Triton Inference Server.
 
 | path (also with ``/versions/1``)    | what                                                              |
 |-------------------------------------|-------------------------------------------------------------------|
@@ -18,8 +18,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.server.answers import Asked, merged, server_sent, started
-from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, asked, bodies, fields
+from octavo.server.answers import AnswerRequest, event_stream, merge_events, start_answers
+from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, answer_request, read_bodies, request_fields
 from octavo.server.operations import EVENTS, Operation, body_of, bytes_of
 from octavo.server.refusals import Refusal
 from octavo.server.service import Service, State
@@ -32,17 +32,17 @@ EXTENSIONS = ("generate", "binary_tensor_data")
 
 
 class KServe:
-    """The surface of protocol v2."""
+    """Endpoints of protocol v2."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._body = service, fields(service)
+        self._service, self._body = service, request_fields(service)
 
     def operations(self) -> list[Operation]:
-        """Of the surface."""
+        """Return the operations."""
         listed = [
             Operation(method="GET", path="/v2", run=self.server, about="The server"),
-            Operation(method="GET", path="/v2/health/live", run=self.live, about="Whether it runs", answers=()),
-            Operation(method="GET", path="/v2/health/ready", run=self.ready, about="Whether it answers", answers=()),
+            Operation(method="GET", path="/v2/health/live", run=self.live, about="Is the server alive?", answers=()),
+            Operation(method="GET", path="/v2/health/ready", run=self.ready, about="Is the server ready?", answers=()),
         ]
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             listed += self._of_the_model(path)
@@ -66,24 +66,24 @@ class KServe:
         ]
 
     async def server(self, request: Request) -> Response:
-        """What the server is."""
+        """Return the server's name, version and extensions."""
         return JSONResponse({"name": "octavo", "version": VERSION, "extensions": EXTENSIONS})
 
     async def live(self, request: Request) -> Response:
-        """200 while the process runs."""
+        """Return 200 while the process runs."""
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        """200 while it takes requests."""
+        """Return 200 while requests are accepted, else 503."""
         return Response(status_code=200 if self._service.state is State.READY else 503)
 
     async def model_ready(self, request: Request) -> Response:
-        """The same of the model, which is there whenever the server is."""
+        """Return the server's readiness; its model is always loaded."""
         self._check(request)
         return await self.ready(request)
 
     async def model(self, request: Request) -> Response:
-        """Names and types of its tensors."""
+        """Return the names and types of the model's tensors."""
         self._check(request)
         inputs = [{"name": name, "datatype": datatype, "shape": [-1]} for name, datatype in DATATYPES.items()]
         outputs = [{"name": OUTPUT, "datatype": "BYTES", "shape": [-1]}]
@@ -91,31 +91,31 @@ class KServe:
         return JSONResponse(head | {"inputs": inputs, "outputs": outputs})
 
     async def generate(self, request: Request) -> Response:
-        """One answer."""
+        """Return one answer."""
         (text,) = await self._texts(request, [await self._plain(request)])
         return JSONResponse(self._head() | {OUTPUT: text})
 
     async def stream(self, request: Request) -> Response:
-        """One answer, piece by piece."""
-        streams = await started(request, self._service, [await self._asked(await self._plain(request))])
+        """Stream one answer."""
+        streams = await start_answers(request, self._service, [await self._answer_request(await self._plain(request))])
 
         async def pieces() -> AsyncIterator[dict[str, Any]]:
-            async with aclosing(merged(streams)) as events:
+            async with aclosing(merge_events(streams)) as events:
                 async for _, event in events:
                     if event.text:
                         yield self._head() | {OUTPUT: event.text}
 
-        return server_sent(pieces(), path=request.url.path)
+        return event_stream(pieces(), path=request.url.path)
 
     async def infer(self, request: Request) -> Response:
-        """An answer for each text of a tensor."""
+        """Answer each text of the input tensor."""
         self._check(request)
-        sent = unpack(await bytes_of(request), request.headers.get(HEADER_LENGTH))
-        if unknown := sorted(sent.binary.keys() - {OUTPUT}):
-            raise Refusal(400, f"there is no output {ascii(unknown[0])[:80]}; {OUTPUT!r} is all", param="outputs")
-        texts = await self._texts(request, bodies(sent.tensors, self._body, most=self._service.choices))
-        head = self._head() | ({} if sent.id is None else {"id": sent.id})
-        body, headers = pack(head, OUTPUT, texts, binary=sent.binary.get(OUTPUT, sent.binary_by_default))
+        infer = unpack(await bytes_of(request), request.headers.get(HEADER_LENGTH))
+        if unknown := sorted(infer.binary.keys() - {OUTPUT}):
+            raise Refusal(400, f"there is no output {ascii(unknown[0])[:80]}, only {OUTPUT!r}", param="outputs")
+        texts = await self._texts(request, read_bodies(infer.tensors, self._body, most=self._service.choices))
+        head = self._head() | ({} if infer.id is None else {"id": infer.id})
+        body, headers = pack(head, OUTPUT, texts, binary=infer.binary.get(OUTPUT, infer.binary_by_default))
         media = "application/octet-stream" if headers else "application/json"
         return Response(body, headers=headers, media_type=media)
 
@@ -125,18 +125,18 @@ class KServe:
     def _check(self, request: Request) -> None:
         self._service.check_model(request.path_params["model"])
         if request.path_params.get("version", VERSION) != VERSION:
-            raise Refusal(404, f"{self._service.name!r} has version {VERSION} alone")
+            raise Refusal(404, f"{self._service.name!r} has only version {VERSION}")
 
     async def _plain(self, request: Request) -> dict[str, Any]:
         self._check(request)
         return await body_of(request, self._body)
 
-    async def _asked(self, body: dict[str, Any]) -> Asked:
-        return asked(self._service, body, await self._service.tokens(body[INPUT], field=INPUT))
+    async def _answer_request(self, body: dict[str, Any]) -> AnswerRequest:
+        return answer_request(self._service, body, await self._service.tokens(body[INPUT], field=INPUT))
 
     async def _texts(self, request: Request, bodies: Sequence[dict[str, Any]]) -> list[str]:
-        streams = await started(request, self._service, [await self._asked(body) for body in bodies])
+        streams = await start_answers(request, self._service, [await self._answer_request(body) for body in bodies])
         texts = ["" for _ in streams]
-        async for index, event in merged(streams):
+        async for index, event in merge_events(streams):
             texts[index] += event.text
         return texts

@@ -1,13 +1,13 @@
-"""``Lane``: work on prompts, such as tokenising, in threads: few at once, and no more waiting than a bound.
+"""Thread pools with bounded queues for work on prompts, such as tokenizing.
 
-Tokenising runs in compiled code that nothing can stop. So a request whose client hung up keeps its place, here and
-among the requests that a server works on, until its work is over; what only waits is dropped at once.
+Tokenizing runs in compiled code that cannot be interrupted. A request whose client disconnected therefore counts as
+running, here and among the server's requests, until its work ends; waiting work is dropped at once.
 
-| lane      | at once | why                                                                |
-|-----------|---------|--------------------------------------------------------------------|
-| rendering | 1       | a chat template has one process                                    |
-| short     | 2       | prompts of up to ``SHORT`` characters never wait for long ones     |
-| long      | 1       | a long prompt takes 50 times its size in memory while it is cut up |
+| lane      | threads | reason                                                           |
+|-----------|---------|------------------------------------------------------------------|
+| rendering | 1       | a chat template has one process                                  |
+| short     | 2       | prompts of up to ``SHORT`` characters never wait for long ones   |
+| long      | 1       | tokenizing a long prompt takes 50 times its size in memory       |
 """
 
 import asyncio
@@ -24,17 +24,17 @@ __all__ = ["Lane", "Lanes"]
 
 T = TypeVar("T")
 SHORT = 2**14  # characters, which take about 10 ms
-WAITING = 2**22  # characters that may wait or be worked on in one lane
+WAITING = 2**22  # characters that may wait or run in one lane
 WAIT_S = 10.0
-STUCK_S = 30.0  # no prompt takes as long
+STUCK_S = 30.0  # longer than any prompt takes
 
 
 class Lane:
-    """Runs work in threads.
+    """Thread pool with a bounded queue.
 
     Args:
-        work: a word for it.
-        threads: at once.
+        work: name of the work, for errors and thread names.
+        threads: work running at once.
     """
 
     def __init__(self, work: str, threads: int) -> None:
@@ -44,22 +44,24 @@ class Lane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a text waits or is worked on."""
+        """True while a text is waiting or in work."""
         return self._texts > 0
 
     @property
     def is_stuck(self) -> bool:
-        """Whether work has been running for longer than any takes."""
+        """True if some work has been running longer than ``STUCK_S``."""
         return any(time.monotonic() - begun > STUCK_S for begun in self._begun.values())
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
-        """The result of ``work`` on a text of ``size`` characters.
+        """Run ``work`` on a text of ``size`` characters and return its result.
 
         Raises:
-            Refusal: too much waits already, with 429, or it waited too long, with 503.
+            Refusal: 429 if the queue is full, 503 if the work waited too long.
         """
         if self._characters and self._characters + size > WAITING:
-            raise self._refusal(429, f"{self._characters} characters wait for {self._work}, and {WAITING} may")
+            raise self._refusal(
+                429, f"{self._characters} characters are waiting for {self._work}, of at most {WAITING}"
+            )
         self._characters += size
         self._texts += 1
         try:
@@ -80,7 +82,7 @@ class Lane:
             raise self._refusal(503, f"the request waited {WAIT_S:g} s for {self._work}") from None
 
     async def _result(self, work: Callable[[], T]) -> T:
-        """Of a thread, which the caller stays for even when it is cancelled."""
+        """Run ``work`` in a thread and wait for it to end even when cancelled."""
         done: Future[T] = Future()
         thread = threading.Thread(target=_do, args=(work, done), name=f"octavo-{self._work}", daemon=True)
         self._begun[thread] = time.monotonic()
@@ -90,7 +92,7 @@ class Lane:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
             await asyncio.wait([result])
-            result.exception()  # taken, or asyncio logs it: its client is gone
+            result.exception()  # retrieve it, or asyncio logs it although the client is gone
             raise
         finally:
             del self._begun[thread]
@@ -102,13 +104,13 @@ class Lane:
 def _do(work: Callable[[], T], done: "Future[T]") -> None:
     try:
         done.set_result(work())
-    except BaseException as error:  # noqa: BLE001 -- for the request; a panic of the tokenizer is no Exception
+    except BaseException as error:  # noqa: BLE001 -- passed to the request; a tokenizer's panic is not an Exception
         done.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Those of one server."""
+    """Lanes of one server."""
 
     rendering: Lane = field(default_factory=lambda: Lane("rendering", 1))
     short: Lane = field(default_factory=lambda: Lane("tokenising", 2))
@@ -116,14 +118,14 @@ class Lanes:
 
     @property
     def are_busy(self) -> bool:
-        """Whether one of them is."""
+        """True while a lane is busy."""
         return self.rendering.is_busy or self.short.is_busy or self.long.is_busy
 
     @property
     def are_stuck(self) -> bool:
-        """Whether one of them is."""
+        """True if a lane is stuck."""
         return self.rendering.is_stuck or self.short.is_stuck or self.long.is_stuck
 
     def of(self, size: int) -> Lane:
-        """Where a text of so many characters is tokenised."""
+        """Lane that tokenizes a text of ``size`` characters."""
         return self.short if size <= SHORT else self.long

@@ -1,4 +1,4 @@
-"""``Limits``: what a server takes from those who ask, so that none of them can take it all."""
+"""Limits that keep one client from using up a server's resources."""
 
 from dataclasses import dataclass, fields
 
@@ -10,23 +10,23 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one server.
+    """Limits of one server.
 
     Attributes:
-        connections: open at once; one more ends the one that has waited longest without a request.
-        head_s: seconds in which the head of a request has to arrive.
-        body_bytes: of a request's body; more is answered with 413.
-        body_s: seconds in which a body has to arrive; then 408.
-        send_s: seconds in which each part of an answer has to be taken; then the connection is closed.
-        requests: that are worked on or wait at once; more get 429.
-        prompt_tokens: of one prompt; None for as many as the model has positions.
-        max_tokens: that one answer may be asked to have.
+        connections: open connections; one more closes the one that has been idle longest.
+        head_s: seconds until the head of a request must have arrived.
+        body_bytes: size of a request's body; a larger one gets 413.
+        body_s: seconds until a body must have arrived; a later one gets 408.
+        send_s: seconds in which a client must read each part of an answer; then the connection is closed.
+        requests: requests in progress or waiting; more get 429.
+        prompt_tokens: tokens of one prompt; None is the model's number of positions.
+        max_tokens: largest ``max_tokens`` of a request.
         choices: answers to one request, over all its prompts.
-        answer_s: seconds after which an answer ends as if it had reached its number of tokens.
-        drain_s: seconds that answers have to end in when the server is told to.
+        answer_s: seconds after which an answer ends, with the finish reason "length".
+        drain_s: seconds for running answers to end at shutdown.
 
     Raises:
-        ConfigError: a number that is not above 0.
+        ConfigError: a number that is not positive.
 
     Example:
         >>> Limits(requests=8).body_bytes
@@ -46,9 +46,9 @@ class Limits:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            value = getattr(self, own.name)
-            if own.type is not float:
-                check_whole(own.name, value, least=1)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if limit.type is not float:
+                check_whole(limit.name, value, least=1)
             elif not 0 < value < float("inf"):
-                raise ConfigError(f"{own.name} is a positive number of seconds, not {value}")
+                raise ConfigError(f"{limit.name} must be a positive number of seconds, not {value}")

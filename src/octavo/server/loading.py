@@ -1,7 +1,7 @@
-"""``answer_not_ready``: a server's answers while its model is still being loaded.
+"""Answers of a server while its model is loading.
 
-Who takes a port early keeps another server from it, and finds out at once that it is taken. From then on clients can
-connect, so they are answered: an orchestrator has to see a process that lives and is not ready.
+A server binds its port before loading, so that a port in use is an error at once. Clients can connect from then on, and
+an orchestrator must see a process that is alive and not ready.
 """
 
 import threading
@@ -13,7 +13,7 @@ import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.server.connections import room_for, uvicorn_config
+from octavo.server.connections import capacity_for, uvicorn_config
 from octavo.server.limits import Limits
 from octavo.server.refusals import CLOSE, Refusal, refusal_response
 
@@ -22,11 +22,11 @@ __all__ = ["answer_not_ready"]
 
 @contextmanager
 def answer_not_ready(listening: socket, *, limits: Limits) -> Iterator[None]:
-    """Answer at a socket until the block ends; what connects afterwards waits for the next server there.
+    """Answer at a socket until the block ends; later connections wait for the next server at the socket.
 
-    ``/v2/health/live`` is 200; all else is 503.
+    ``/v2/health/live`` returns 200, all other paths 503.
     """
-    server = uvicorn.Server(uvicorn_config(_not_ready, limits=limits, room=room_for(limits)))
+    server = uvicorn.Server(uvicorn_config(_not_ready, limits=limits, capacity=capacity_for(limits)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening.dup()]}, name="octavo-not-ready")
     thread.start()
     try:

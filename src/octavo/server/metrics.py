@@ -1,7 +1,4 @@
-"""``GET /metrics``: what the engine counted, as Prometheus reads it.
-
-The engine counts; this only shows, anew whenever it is asked, so that nothing is counted twice.
-"""
+"""``GET /metrics``: the engine's counters in Prometheus' text format, read from the engine at each request."""
 
 from collections.abc import Iterator
 
@@ -17,50 +14,50 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.inference import Engine, Histogram
+from octavo.inference import Engine, LatencyHistogram
 from octavo.server.operations import Operation
 
 __all__ = ["EngineCollector", "Metrics"]
 
 COUNTERS = (
-    ("submitted", "octavo_requests_submitted", "Requests that were taken"),
-    ("refused", "octavo_requests_refused", "Requests for which the queue was full"),
+    ("submitted", "octavo_requests_submitted", "Requests that were accepted"),
+    ("refused", "octavo_requests_refused", "Requests refused because the queue was full"),
     ("prompt_tokens", "octavo_prompt_tokens", "Tokens of prompts that were started"),
-    ("reused_tokens", "octavo_prompt_tokens_reused", "Of them, those whose keys and values were there already"),
-    ("answer_tokens", "octavo_answer_tokens", "Tokens that were told"),
+    ("reused_tokens", "octavo_prompt_tokens_reused", "Of them, those whose keys and values were in the cache"),
+    ("answer_tokens", "octavo_answer_tokens", "Tokens that were generated"),
     ("steps", "octavo_steps", "Calls of the model"),
-    ("rows", "octavo_rows", "Tokens that were read in them; over steps, the mean batch"),
-    ("cast_elements", "octavo_cast_elements", "Elements of inputs that met a static scale"),
-    ("saturated_elements", "octavo_saturated_elements", "Of them, those that it clipped"),
+    ("rows", "octavo_rows", "Tokens read in all steps; divided by steps, the mean batch"),
+    ("cast_elements", "octavo_cast_elements", "Elements of inputs cast with a static scale"),
+    ("saturated_elements", "octavo_saturated_elements", "Of them, those that saturated"),
 )
 HISTOGRAMS = (
-    ("first_token_s", "octavo_first_token_seconds", "From a request to its first token"),
-    ("token_s", "octavo_token_seconds", "From one token of an answer to the next"),
-    ("answer_s", "octavo_answer_seconds", "From a request to its end"),
+    ("first_token_s", "octavo_first_token_seconds", "Time from a request to its first token"),
+    ("token_s", "octavo_token_seconds", "Time between tokens of an answer"),
+    ("answer_s", "octavo_answer_seconds", "Time from a request to its end"),
 )
 
 
 class EngineCollector(Collector):
-    """Reads an engine's counters."""
+    """Prometheus collector of an engine's counters."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """All there is to see now."""
+        """Yield all current metrics."""
         metrics, load = self._engine.metrics, self._engine.load
         for name, shown, about in COUNTERS:
             yield CounterMetricFamily(shown, about, value=getattr(metrics, name))
-        finished = CounterMetricFamily("octavo_requests_finished", "Requests that are over, by why", labels=["reason"])
+        finished = CounterMetricFamily("octavo_requests_finished", "Requests that ended, by reason", labels=["reason"])
         for reason, count in metrics.finished.items():
             finished.add_metric([reason.value], count)
         yield finished
         for name, shown, about in HISTOGRAMS:
-            histogram: Histogram = getattr(metrics, name)
+            histogram: LatencyHistogram = getattr(metrics, name)
             yield HistogramMetricFamily(shown, about, buckets=_buckets(histogram), sum_value=histogram.total)
         yield GaugeMetricFamily("octavo_requests_waiting", "Requests in the queue", value=load.waiting)
         yield GaugeMetricFamily("octavo_requests_running", "Requests in the batch", value=load.running)
-        pages = GaugeMetricFamily("octavo_cache_pages", "Pages of keys and values, by whose they are", labels=["state"])
+        pages = GaugeMetricFamily("octavo_cache_pages", "Pages of keys and values, by state", labels=["state"])
         free = load.pages - load.pages_used - load.pages_idle
         for state, count in (("used", load.pages_used), ("idle", load.pages_idle), ("free", free)):
             pages.add_metric([state], count)
@@ -68,24 +65,24 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """The surface of counters."""
+    """Metrics endpoint."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine))
 
     def operations(self) -> list[Operation]:
-        """Of the surface."""
+        """Return the endpoint's operation."""
         about = "Counters for Prometheus"
         return [Operation(method="GET", path="/metrics", run=self.show, about=about, answers=("text/plain",))]
 
     async def show(self, request: Request) -> Response:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """How many were at most each bound; the last is all of them."""
+def _buckets(histogram: LatencyHistogram) -> list[tuple[str, float]]:
+    """Cumulative counts up to each bound; the last is the total."""
     counts = list(histogram.counts)
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return [(bound, sum(counts[: i + 1])) for i, bound in enumerate(bounds)]

@@ -1,11 +1,11 @@
-"""``/v1/models``, ``/tokenize`` and ``/health``: what is served, how it counts, and whether it answers."""
+"""``/v1/models``, ``/tokenize`` and ``/health``."""
 
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.server.fields import Field, Flag, Record, Text
+from octavo.server.fields import Boolean, Field, JsonObject, String
 from octavo.server.operations import Operation, body_of
 from octavo.server.service import Service, State
 
@@ -13,45 +13,48 @@ __all__ = ["Models"]
 
 
 class Models:
-    """The surface of the model itself."""
+    """Model, tokenizer and health endpoints."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._body = Record(
+        self._body = JsonObject(
             fields=(
-                Field(name="model", kind=Text(), about=f"the one model served, {service.name!r}"),
-                Field(name="prompt", kind=Text(), required=True),
-                Field(name="add_special_tokens", kind=Flag(), default=True, about="as a completion's prompt has them"),
+                Field(name="model", kind=String(), about=f"name of the model, {service.name!r}"),
+                Field(name="prompt", kind=String(), required=True),
+                Field(
+                    name="add_special_tokens",
+                    kind=Boolean(),
+                    default=True,
+                    about="add special tokens, as for a completion's prompt",
+                ),
             )
         )
 
     def operations(self) -> list[Operation]:
-        """Of the surface."""
+        """Return the operations."""
         return [
             Operation(method="GET", path="/health", run=self.health, about="Ready, draining or broken"),
-            Operation(method="GET", path="/v1/models", run=self.all, about="The models, which is one"),
+            Operation(method="GET", path="/v1/models", run=self.all, about="List the models; there is one"),
             Operation(method="GET", path="/v1/models/{model}", run=self.one, about="One model"),
-            Operation(
-                method="POST", path="/tokenize", run=self.tokenize, about="The tokens of a text", body=self._body
-            ),
+            Operation(method="POST", path="/tokenize", run=self.tokenize, about="Tokenize a text", body=self._body),
         ]
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, and 503 otherwise."""
+        """Return the state, with 200 while requests are accepted and 503 otherwise."""
         state = self._service.state
         return JSONResponse({"status": state}, 200 if state is State.READY else 503)
 
     async def all(self, request: Request) -> Response:
-        """A list of one."""
+        """Return the list of models, which has one entry."""
         return JSONResponse({"object": "list", "data": [self._record()]})
 
     async def one(self, request: Request) -> Response:
-        """The one."""
+        """Return one model."""
         self._service.check_model(request.path_params["model"])
         return JSONResponse(self._record())
 
     async def tokenize(self, request: Request) -> Response:
-        """Ids and their number."""
+        """Return the token ids of a text and their number."""
         body = await body_of(request, self._body)
         if body["model"] is not None:
             self._service.check_model(body["model"])

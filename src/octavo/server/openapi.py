@@ -1,4 +1,4 @@
-"""``GET /openapi.json``: the server's surface as an OpenAPI file, made of the tables that its requests are read by."""
+"""``GET /openapi.json``: OpenAPI description of the server, generated from the fields that validate its requests."""
 
 import re
 from collections.abc import Iterable
@@ -9,16 +9,16 @@ from octavo.server.operations import JSON, Operation
 __all__ = ["openapi"]
 
 REFUSALS = {
-    "400": "The request says something that cannot be answered",
+    "400": "The request is invalid",
     "401": "The key is missing or wrong",
-    "403": "No key is asked for, and the request is of another's web page or to a name not this machine's",
-    "404": "Another model, or nothing at this path",
-    "408": "The body came too slowly",
+    "403": "The server has no key, and the request is from another site's web page or to a name that is not local",
+    "404": "Unknown model or path",
+    "408": "The body arrived too slowly",
     "413": "The body is too large",
     "415": "The body is compressed",
     "429": "Too many requests; Retry-After says when to try again",
-    "500": "The server made a mistake",
-    "503": "The server is shutting down, or its engine broke",
+    "500": "Internal error of the server",
+    "503": "The server is shutting down, or its engine failed",
 }
 OPENAI = {
     "type": "object",
@@ -40,7 +40,7 @@ KSERVE = {"type": "object", "required": ["error"], "properties": {"error": {"typ
 
 
 def openapi(operations: Iterable[Operation]) -> dict[str, Any]:
-    """The file.
+    """OpenAPI document of the operations.
 
     Example:
         >>> openapi([])["openapi"]
@@ -63,19 +63,19 @@ def openapi(operations: Iterable[Operation]) -> dict[str, Any]:
 
 def _operation(each: Operation) -> dict[str, Any]:
     name = "KServeError" if each.path.startswith("/v2") else "OpenAIError"
-    refused = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    error_schema = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     answered: dict[str, Any] = {"description": "The answer"}
     if each.answers:
         answered["content"] = {media: {} for media in each.answers}
-    made: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": each.about,
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in re.findall(r"{(\w+)}", each.path)
         ],
         "responses": {"200": answered}
-        | {status: {"description": about, "content": refused} for status, about in REFUSALS.items()},
+        | {status: {"description": about, "content": error_schema} for status, about in REFUSALS.items()},
     }
     if each.body is not None:
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": each.body.schema()}}}
-    return made
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": each.body.schema()}}}
+    return operation

@@ -1,4 +1,4 @@
-"""``Operation``: one path of the server, from which its route and its part of ``/openapi.json`` are made."""
+"""Operations of the server, from which its routes and ``/openapi.json`` are generated."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from starlette.routing import Route
 
 from octavo import parsing
 from octavo.errors import DataError
-from octavo.server.fields import Record
+from octavo.server.fields import JsonObject
 from octavo.server.refusals import Refusal
 
 __all__ = ["JSON", "Operation", "body_of", "bytes_of", "parse_json", "routes"]
 
 JSON, EVENTS = "application/json", "text/event-stream"
-PLAIN = "identity"  # HTTP's word for a body that is not compressed
+PLAIN = "identity"  # content coding of an uncompressed body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What can be asked for.
+    """One method of one path.
 
     Attributes:
         method: GET or POST.
-        path: with places in braces.
-        run: makes the response.
-        about: one line.
-        body: what has to be sent; None for nothing.
+        path: path with parameters in braces.
+        run: handler that returns the response.
+        about: one-line description.
+        body: fields of the request's body; None for no body.
         answers: media types of the response.
     """
 
@@ -36,46 +36,46 @@ class Operation:
     path: str
     run: Callable[[Request], Awaitable[Response]]
     about: str
-    body: Record | None = None
+    body: JsonObject | None = None
     answers: tuple[str, ...] = (JSON,)
 
 
 def routes(operations: Iterable[Operation]) -> list[Route]:
-    """For starlette."""
+    """Starlette's routes of the operations."""
     return [Route(each.path, each.run, methods=[each.method]) for each in operations]
 
 
-async def body_of(request: Request, record: Record) -> dict[str, Any]:
-    """The fields of a request's body.
+async def body_of(request: Request, record: JsonObject) -> dict[str, Any]:
+    """Read the fields of a request's body.
 
     Raises:
-        Refusal: it is compressed, or no JSON.
-        FieldError: it holds something else.
+        Refusal: the body is compressed or not JSON.
+        FieldError: a field is missing, unknown or invalid.
     """
     return record.read(parse_json(await bytes_of(request)))
 
 
 async def bytes_of(request: Request) -> bytes:
-    """A request's body.
+    """Read a request's body.
 
     Raises:
-        Refusal: it is compressed. A small body could become a large one, so the server decompresses none.
+        Refusal: the body is compressed. Decompression is not supported, since a small body could become a large one.
     """
     coding = request.headers.get("content-encoding", PLAIN)
     if coding.lower() != PLAIN:
-        raise Refusal(415, f"a body in the coding {ascii(coding)[:80]} is not read here; send it as it is")
+        raise Refusal(415, f"the content coding {ascii(coding)[:80]} is not supported; send the body uncompressed")
     return await request.body()
 
 
 def parse_json(body: bytes) -> Any:
-    """The value in a body.
+    """Parse a body as JSON.
 
     Raises:
-        Refusal: it is no JSON in UTF-8.
+        Refusal: the body is not JSON in UTF-8.
     """
     try:
         return parsing.parse_json(body.decode())
     except UnicodeDecodeError as error:
         raise Refusal(400, f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from None
     except DataError as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
+        raise Refusal(400, f"the body is not JSON: {error}") from None

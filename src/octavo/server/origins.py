@@ -1,14 +1,15 @@
-"""``check_origin``: no web page but the server's own may use a server that asks for no key.
+"""Refusal of requests from other sites' web pages, for a server without an API key.
 
-A browser lets the pages of everybody ask the machine that it runs on. Two headers tell, which no page can choose:
+A browser lets any web page send requests to its machine. Two headers, which a page cannot set, identify them:
 
-| header   | says                                   | refused                                                          |
+| header   | content                                | refused                                                          |
 |----------|----------------------------------------|------------------------------------------------------------------|
-| `Origin` | whose page asks; programs send none    | another than the `Host` it asks: a page of somebody else         |
-| `Host`   | the name by which the server was found | no loopback name: somebody's own, pointed at 127.0.0.1 so that   |
-|          |                                        | their page counts as the server's (DNS rebinding)                |
+| `Origin` | site of the page; programs send none   | an origin other than `Host`: another site's page                 |
+| `Host`   | host name in the requested URL         | a name that is not loopback: a foreign name that resolves to     |
+|          |                                        | 127.0.0.1, so that its page has the server's origin (DNS         |
+|          |                                        | rebinding)                                                       |
 
-A server that other machines may ask has names that it does not know, so there `Host` is not looked at.
+A server that other machines can reach has names unknown to it, so its `Host` is not checked.
 Sources: RFC 6454, section 7; Fetch, "Origin header"; RFC 9110, section 7.2.
 """
 
@@ -21,11 +22,11 @@ from octavo.server.refusals import CLOSE, Refusal
 
 __all__ = ["check_origin", "is_loopback"]
 
-NAME = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")  # of a Host header, whose port does not count
+NAME = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")  # a Host header; the port is ignored
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone is meant; of a name other than "localhost" nobody knows.
+    """Return True for "localhost" and loopback addresses; other names are not resolved.
 
     Example:
         >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "example.org")]
@@ -38,28 +39,28 @@ def is_loopback(host: str) -> bool:
 
 
 def check_origin(headers: Headers, *, host: str) -> None:
-    """Refuse another's page.
+    """Refuse a request from another site's web page.
 
     Args:
-        headers: of a request.
-        host: where the server listens.
+        headers: headers of the request.
+        host: address the server listens at.
 
     Raises:
-        Refusal: with 403.
+        Refusal: 403.
     """
-    named, origin = headers.get("host", ""), headers.get("origin")
-    if is_loopback(host) and not is_loopback(_name_of(named)):
-        raise _refusal(f"it is asked as localhost, 127.0.0.1 or [::1] alone, not as {ascii(named)[:80]}")
-    # A proxy may speak TLS for the server, so either scheme is its own.
-    if origin is not None and origin.lower() not in {f"{scheme}://{named.lower()}" for scheme in ("http", "https")}:
-        raise _refusal(f"no web page but its own may ask it, and this one is of {ascii(origin)[:80]}")
+    requested, origin = headers.get("host", ""), headers.get("origin")
+    if is_loopback(host) and not is_loopback(_name_of(requested)):
+        raise _refusal(f"it accepts only the hosts localhost, 127.0.0.1 and [::1], not {ascii(requested)[:80]}")
+    # Either scheme is the server's own origin: a proxy may add TLS.
+    if origin is not None and origin.lower() not in {f"{scheme}://{requested.lower()}" for scheme in ("http", "https")}:
+        raise _refusal(f"it accepts no requests from other sites' web pages, such as {ascii(origin)[:80]}")
 
 
-def _name_of(named: str) -> str:
-    found = NAME.fullmatch(named)
-    return "" if found is None else found[1] or found[2] or ""
+def _name_of(host: str) -> str:
+    match = NAME.fullmatch(host)
+    return "" if match is None else match[1] or match[2] or ""
 
 
 def _refusal(reason: str) -> Refusal:
-    message = f"this server has no key, so {reason}; start it with --api-key-file to ask otherwise"
+    message = f"this server has no key, so {reason}; start it with --api-key-file to allow this"
     return Refusal(403, message, headers=CLOSE)

@@ -1,12 +1,11 @@
-"""Everything a server says no with: a status, one sentence, and the shape that each protocol gives it.
+"""Error responses: status, message and the format of each protocol.
 
-| who asks                | the body of a refusal                                                        |
-|-------------------------|------------------------------------------------------------------------------|
-| OpenAI's API, and all   | ``{"error": {"message": …, "type": …, "param": …, "code": …}}``              |
-| KServe's, under ``/v2`` | ``{"error": …}``, the sentence alone: its clients take nothing else          |
+| protocol            | body of an error                                                             |
+|---------------------|------------------------------------------------------------------------------|
+| KServe, ``/v2/...`` | ``{"error": message}``; its clients accept nothing else                      |
+| all others          | ``{"error": {"message": …, "type": …, "param": …, "code": …}}``, as OpenAI's |
 
-A traceback never leaves the server: what octavo did not expect is "server_error" for whoever asked, and stands in the
-server's own log.
+Clients never get a traceback: an unexpected error is "server_error" to them, and is written to the server's log.
 """
 
 from collections.abc import Mapping
@@ -23,20 +22,20 @@ from octavo.server.fields import FieldError
 __all__ = ["CONTEXT", "Refusal", "answer_refusal", "check_event", "refusal_body", "refusal_of", "refusal_response"]
 
 INVALID, BUSY, BROKEN = "invalid_request_error", "rate_limit_error", "server_error"
-CONTEXT = "context_length_exceeded"  # the OpenAI API's word for too many tokens
-CLOSE = {"Connection": "close"}  # where the rest of a body may still be on its way
-SENTENCES = {404: "there is nothing at this path; GET /openapi.json lists what there is"}
+CONTEXT = "context_length_exceeded"  # the OpenAI API's code for too many tokens
+CLOSE = {"Connection": "close"}  # for refusals sent before the whole body arrived
+SENTENCES = {404: "there is nothing at this path; GET /openapi.json lists all paths"}
 
 
-class Refusal(Exception):  # noqa: N818 -- what is answered; octavo.errors has what goes wrong
-    """An answer that is a no.
+class Refusal(Exception):  # noqa: N818 -- a response, unlike the errors of octavo.errors
+    """Error response to a request.
 
     Args:
-        status: of HTTP.
-        message: one sentence: given, allowed, what to do.
-        param: the field it is about.
-        code: a word for programs.
-        headers: of the response.
+        status: HTTP status.
+        message: one sentence: what was given, what is allowed, what to do.
+        param: name of the invalid field.
+        code: machine-readable code.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class Refusal(Exception):  # noqa: N818 -- what is answered; octavo.errors has w
 
     @property
     def type(self) -> str:
-        """The OpenAI API's word for the status."""
+        """``type`` of the OpenAI API for the status."""
         return BROKEN if self.status >= 500 else BUSY if self.status == 429 else INVALID
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What is answered when an exception was raised.
+    """Convert an exception to an error response.
 
     Example:
         >>> refusal_of(QueueFullError(64, retry_after_s=3)).headers
@@ -79,35 +78,35 @@ def refusal_of(error: Exception) -> Refusal:
         case OctavoError():
             return Refusal(400, str(error), param=error.field if isinstance(error, FieldError) else None)
         case _:
-            return Refusal(500, "the server made a mistake, and its log says which")
+            return Refusal(500, "internal error; see the server's log")
 
 
 def refusal_body(refusal: Refusal, path: str) -> dict[str, Any]:
-    """What is written, in the shape that those who ask at ``path`` understand."""
+    """Body of an error response, in the format of the protocol at ``path``."""
     if path.startswith("/v2"):
         return {"error": refusal.message}
-    own = {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": refusal.code}
-    return {"error": own}
+    error = {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": refusal.code}
+    return {"error": error}
 
 
 def refusal_response(refusal: Refusal, path: str) -> JSONResponse:
-    """As a whole response."""
+    """Error response for the protocol at ``path``."""
     return JSONResponse(refusal_body(refusal, path), refusal.status, refusal.headers)
 
 
 async def answer_refusal(request: Request, error: Exception) -> JSONResponse:
-    """For starlette, which calls this with what an endpoint raised."""
+    """Exception handler for starlette."""
     return refusal_response(refusal_of(error), request.url.path)
 
 
 def check_event(event: Event) -> Event:
-    """An event of an answer that goes well.
+    """Return the event unless its answer failed.
 
     Raises:
-        Refusal: the answer broke, or was ended by the server.
+        Refusal: the answer failed, or the server cancelled it.
     """
     if event.finish is FinishReason.ERROR:
-        raise Refusal(500, event.error or "the answer broke")
+        raise Refusal(500, event.error or "the answer failed")
     if event.finish is FinishReason.CANCELLED:
-        raise Refusal(503, "the server ended this answer to shut down; ask another", code="draining")
+        raise Refusal(503, "the server cancelled this answer to shut down; use another server", code="draining")
     return event

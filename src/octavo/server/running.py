@@ -1,11 +1,10 @@
-"""``Server``: an application on a port, which ends its answers before it ends.
+"""HTTP server with graceful shutdown.
 
-A first SIGTERM or Ctrl-C closes the engine: ``/health`` says "draining", new requests get 503, and answers that were
-begun go on, for as long as ``Limits.drain_s``. Then the port closes. A second signal ends at once.
+The first SIGTERM or Ctrl-C closes the engine: ``/health`` reports "draining", new requests get 503, and running answers
+continue for up to ``Limits.drain_s``. Then the port closes. A second signal ends the server at once.
 
-Who reads nothing for ``Limits.send_s`` loses the connection. The guard gives the answer up, but uvicorn closes politely
-and keeps what was written before until it is read; on Linux the system itself ends such a connection
-(``TCP_USER_TIMEOUT``, tcp(7)).
+A client that reads nothing for ``Limits.send_s`` is disconnected. The guard cancels the answer, but uvicorn keeps the
+connection open until the data already written is read; on Linux ``TCP_USER_TIMEOUT`` (tcp(7)) ends it.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ import uvicorn
 
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
-from octavo.server.connections import QUEUE, room_for, tell_rarely, uvicorn_config
+from octavo.server.connections import QUEUE, capacity_for, limit_log, uvicorn_config
 from octavo.server.origins import is_loopback
 from octavo.server.service import Service
 
@@ -31,11 +30,11 @@ __all__ = ["Address", "Server"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server listens.
+    """Address that a server listens at.
 
     Attributes:
-        host: a name or an IP address.
-        port: 0 takes any that is free.
+        host: name or IP address.
+        port: TCP port; 0 selects a free one.
 
     Example:
         >>> Address(host="127.0.0.1").is_loopback, Address(host="0.0.0.0").is_loopback
@@ -47,55 +46,55 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether this machine alone can reach it; of a name other than "localhost" nobody knows."""
+        """True if only this machine can reach the address; names other than "localhost" are not resolved."""
         return is_loopback(self.host)
 
     def check_secure(self, *, key: str | None, insecure: bool) -> None:
-        """Refuse to be asked by other machines without a key, unless that is wanted.
+        """Check that other machines cannot send requests without a key.
 
         Raises:
-            ConfigError: it would be.
+            ConfigError: they could, and ``insecure`` is False.
         """
         if not (self.is_loopback or key is not None or insecure):
             raise ConfigError(
-                f"at {self.host} other machines can ask this server; give --api-key-file, or --insecure to let "
-                "everybody, or listen at 127.0.0.1"
+                f"at {self.host} other machines can send requests to this server; give --api-key-file, or --insecure "
+                "to allow anyone, or listen at 127.0.0.1"
             )
 
     def bind(self) -> socket.socket:
-        """Take the port and listen, since until one listens another process can bind the same port.
+        """Bind the port and listen; without listening another process could bind it too.
 
         Raises:
-            ConfigError: there is no such address, or somebody has it.
+            ConfigError: there is no such address, or it is in use.
         """
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             with ExitStack() as unless_bound:
-                made = unless_bound.enter_context(socket.socket(family, kind, protocol))
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                made.bind(place)
-                made.listen(QUEUE)
+                listening = unless_bound.enter_context(socket.socket(family, kind, protocol))
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind(place)
+                listening.listen(QUEUE)
                 unless_bound.pop_all()
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(f"cannot listen at {self.host} port {self.port}: {reason}; choose another") from error
-        return made
+        return listening
 
 
 def _ignore() -> None:
-    """Nobody asked to be told."""
+    """Do nothing."""
 
 
 class Server(uvicorn.Server):
-    """Serves until it is told to end: ``Server(service).run(sockets=[address.bind()])``.
+    """HTTP server that runs until a signal: ``Server(service).run(sockets=[address.bind()])``.
 
     Args:
-        service: what it serves.
-        key: as :func:`octavo.server.create_app` takes it.
-        host: of the address it listens at.
-        on_ready: is called once it listens.
+        service: model, engine and limits.
+        key: see :func:`octavo.server.create_app`.
+        host: host of the address it listens at.
+        on_ready: called once when the server listens.
     """
 
     def __init__(
@@ -108,24 +107,26 @@ class Server(uvicorn.Server):
     ) -> None:
         self._service, self._on_ready = service, on_ready
         self._drain_until: float | None = None
-        room = room_for(service.limits)
-        app = create_app(service, key=key, host=host, requests=room.requests)
-        super().__init__(uvicorn_config(app, limits=service.limits, room=room))
+        capacity = capacity_for(service.limits)
+        app = create_app(service, key=key, host=host, requests=capacity.requests)
+        super().__init__(uvicorn_config(app, limits=service.limits, capacity=capacity))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        if sys.platform == "linux":  # elsewhere what the guard gave up is held until its client goes
+        """Start listening and call ``on_ready``."""
+        if sys.platform == "linux":  # elsewhere a cancelled answer's connection stays until its client disconnects
             most_ms = min(math.ceil(1000 * self._service.limits.send_s), 2**31 - 1)
             for listening in sockets or ():
-                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)  # of all it accepts
-        tell_rarely(asyncio.get_running_loop())
+                listening.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms
+                )  # inherited by accepted sockets
+        limit_log(asyncio.get_running_loop())
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(QUEUE)  # asyncio set its own, the number that it accepts in one go
+            listening.listen(QUEUE)  # asyncio set its batch size as the backlog
         self._on_ready()
 
     def drain(self) -> None:
-        """Take no more requests, and end when those taken are answered."""
+        """Refuse new requests, and end when all accepted ones are answered."""
         self._service.thread.engine.close()
         self._drain_until = time.monotonic() + self._service.limits.drain_s
 
@@ -137,7 +138,7 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether to end."""
+        """Return True to end the server; called ten times a second."""
         if self._drain_until is not None:
             engine = self._service.thread.engine
             load, late = engine.load, time.monotonic() >= self._drain_until

@@ -1,4 +1,4 @@
-"""``Service``: the model that a server serves, and what its surfaces share."""
+"""Served model with its engine, tokenizer and limits, shared by all endpoints."""
 
 import math
 import re
@@ -25,36 +25,36 @@ __all__ = ["Prompt", "Service", "State"]
 
 Prompt = str | list[int]
 OnPrompt = Callable[[Prompt], None]
-TEXT_PER_BODY = 4  # times as long as a body may be what a template writes of it
+TEXT_PER_BODY = 4  # longest rendered chat, in multiples of the longest body
 
 
 class State(StrEnum):
-    """Whether a server answers."""
+    """State of a server."""
 
     READY = "ready"
-    DRAINING = "draining"  # it ends what it took, and takes no more
+    DRAINING = "draining"  # finishes accepted requests and refuses new ones
     BROKEN = "broken"  # the engine's thread ended with an error
-    STUCK = "stuck"  # a prompt has been tokenised for longer than any takes, so others wait in vain
+    STUCK = "stuck"  # tokenizing a prompt does not end, so others wait in vain
 
 
 def _ignore(prompt: Prompt) -> None:
-    """Nobody asked to see prompts."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One model and its engine.
+    """Model with its engine.
 
     Attributes:
-        name: of the model, as it is asked for.
-        thread: steps its engine.
-        tokenizer: text to ids and back.
-        template: writes messages as text; None where the model has none.
-        limits: of what may be asked.
-        on_prompt: is shown every prompt.
+        name: name of the model in requests.
+        thread: thread that runs the engine.
+        tokenizer: converts text to token ids and back.
+        template: chat template; None if the model has none.
+        limits: limits on requests.
+        on_prompt: called with every prompt.
         created: seconds since 1970.
-        lanes: where prompts are rendered and tokenised.
-        bytes_per_token: the most that a token stands for; None where there is no bound.
+        lanes: thread pools that render and tokenize prompts.
+        bytes_per_token: most bytes of text that one token can stand for; None without a bound.
     """
 
     name: str
@@ -81,21 +81,21 @@ class Service:
         on_prompt: OnPrompt = _ignore,
         on_warning: Callable[[str], None] = warnings.warn,
     ) -> "Service":
-        """A model, with an engine and a thread of its own; without conversations where its chat template is damaged.
+        """Create a service with a new engine and thread; without chats if the chat template is damaged.
 
         Args:
-            served: the model.
-            name: of it.
-            config: of the engine.
-            limits: of what may be asked.
-            on_prompt: is shown every prompt.
-            on_warning: is told what is wrong with the chat template.
+            served: model.
+            name: name of the model in requests.
+            config: limits of the engine.
+            limits: limits on requests.
+            on_prompt: called with every prompt.
+            on_warning: called with a message about a damaged chat template.
 
         Raises:
-            ConfigError: a name that no path can have.
+            ConfigError: a name that is not valid in a path.
         """
         if not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(f"a model's name has letters, digits, '.', '-' and '_' alone, not {name!r}; give --name")
+            raise ConfigError(f"a model's name has only letters, digits, '.', '-' and '_', not {name!r}; give --name")
         return cls(
             name=name,
             thread=EngineThread(Engine(served.runner, served.tokenizer, end_ids=served.end_ids, config=config)),
@@ -107,7 +107,7 @@ class Service:
 
     @property
     def state(self) -> State:
-        """Whether it answers."""
+        """Current state."""
         if self.thread.failure is not None:
             return State.BROKEN
         if self.lanes.are_stuck:
@@ -116,18 +116,18 @@ class Service:
 
     @property
     def prompt_tokens(self) -> int:
-        """The longest prompt that is taken."""
+        """Largest number of tokens of a prompt."""
         positions = self.thread.engine.positions
         return positions if self.limits.prompt_tokens is None else min(positions, self.limits.prompt_tokens)
 
     @property
     def max_tokens(self) -> int:
-        """The longest answer that may be asked for."""
+        """Largest ``max_tokens`` of a request."""
         return min(self.limits.max_tokens, self.thread.engine.positions)
 
     @property
     def choices(self) -> int:
-        """The most answers to one request: no more than may wait, or the request could never be taken."""
+        """Largest number of answers to one request; at most the queue's size, or it could never be accepted."""
         return min(self.limits.choices, self.thread.engine.config.max_waiting)
 
     def close(self) -> None:
@@ -136,40 +136,40 @@ class Service:
             self.template.close()
 
     def check_model(self, name: str) -> None:
-        """Refuse a name that is another model's."""
+        """Raise Refusal for the name of another model."""
         if name != self.name:
             message = f"the model {ascii(name)[:80]} is not served here; {self.name!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     def check_length(self, tokens: int, *, field: str) -> None:
-        """Refuse a prompt of too many tokens, whatever field of a body it came in."""
+        """Raise Refusal for a prompt of too many tokens; ``field`` holds it."""
         if tokens > self.prompt_tokens:
-            message = f"the prompt has {tokens} tokens, and {self.prompt_tokens} are taken; shorten it"
+            message = f"the prompt has {tokens} tokens, and at most {self.prompt_tokens} are accepted; shorten it"
             raise Refusal(400, message, param=field, code=CONTEXT)
 
     def check_text(self, text: str, *, field: str) -> None:
-        """Refuse a text that cannot fit, whatever its tokens are: to find them would cost more than to answer.
+        """Raise Refusal for a text that is too long for any tokenization, before the cost of tokenizing it.
 
-        A text longer than ``longest_text`` is refused, too, where its tokens have no bound: a template wrote it.
+        A tokenizer without a bound is limited to ``longest_text`` as well: a template may write more than a body holds.
         """
-        size = len(text.encode()) if 4 * len(text) > self.longest_text else 0  # a character has 4 bytes at most
+        size = len(text.encode()) if 4 * len(text) > self.longest_text else 0  # a character has at most 4 bytes
         if size <= self.longest_text:
             return
         if self.bytes_per_token is None:
-            message = f"the prompt has over {self.longest_text} bytes, which is as many as are taken; shorten it"
+            message = f"the prompt has more than the {self.longest_text} bytes that are accepted; shorten it"
             raise Refusal(400, message, param=field, code=CONTEXT)
         tokens = math.ceil(size / self.bytes_per_token)
-        message = f"the prompt has at least {tokens} tokens, and {self.prompt_tokens} are taken; shorten it"
+        message = f"the prompt has at least {tokens} tokens, and at most {self.prompt_tokens} are accepted; shorten it"
         raise Refusal(400, message, param=field, code=CONTEXT)
 
     @property
     def longest_text(self) -> int:
-        """Bytes of the longest prompt that is tokenised."""
+        """Bytes of the longest prompt that is tokenized."""
         most = TEXT_PER_BODY * self.limits.body_bytes
         return most if self.bytes_per_token is None else min(most, self.prompt_tokens * self.bytes_per_token)
 
     async def tokens(self, prompt: Prompt, *, field: str, add_special_tokens: bool = True) -> list[int]:
-        """What :meth:`encode` gives, in a thread, so that others are answered meanwhile."""
+        """Run :meth:`encode` in a thread, without blocking other requests."""
         if not isinstance(prompt, str):
             return self.encode(prompt, field=field)
         self.check_text(prompt, field=field)
@@ -178,29 +178,29 @@ class Service:
         return await lane.run(work, size=len(prompt))
 
     async def chat_tokens(self, messages: Sequence[Mapping[str, str]], *, field: str) -> list[int]:
-        """The tokens of what the chat template writes.
+        """Render messages by the chat template and return their tokens.
 
         Raises:
-            Refusal: there is no template, it did not end, or wrote too much.
-            ConfigError: it does not take the messages.
+            Refusal: there is no template, it did not end, or its text is too long.
+            ConfigError: the template rejects the messages.
         """
         if self.template is None:
-            raise Refusal(400, f"{self.name!r} has no chat template, so it knows no messages; ask /v1/completions")
+            raise Refusal(400, f"{self.name!r} has no chat template and takes no messages; use /v1/completions")
         work = partial(self.template.render, messages, most=self.longest_text)
-        text = await self.lanes.rendering.run(work, size=sum(len(own["content"]) for own in messages))
+        text = await self.lanes.rendering.run(work, size=sum(len(message["content"]) for message in messages))
         return await self.tokens(text, field=field, add_special_tokens=False)
 
     def encode(self, prompt: Prompt, *, field: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt that came in a field of a body.
+        """Return the tokens of a prompt from ``field`` of a body.
 
         Raises:
-            Refusal: there are too many.
+            Refusal: the prompt is too long.
         """
         self.on_prompt(prompt)
         ids = prompt
         if isinstance(prompt, str):
             self.check_text(prompt, field=field)
-            # encode() would hold Python's lock, and so stop every other thread: for 3 s with a million digits
+            # encode() holds the GIL and stops every other thread: for 3 s with a million digits
             (encoded,) = self.tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
             ids = list(encoded.ids)
         assert not isinstance(ids, str)
@@ -208,7 +208,7 @@ class Service:
         return ids
 
     def text_of(self, token: int) -> str:
-        """One token as text, also one that an answer would not show; U+FFFD for a part of a character."""
+        """Text of one token, special tokens included; U+FFFD for a part of a character."""
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
 

@@ -1,17 +1,17 @@
-"""The process that renders a chat template: a script, since a template is a program, and a program need not end.
+"""Script that renders a chat template in a separate process, since a template is a program that may not end.
 
-octavo starts it as ``python -P template_process.py SECONDS BYTES``. Both directions are lines of JSON:
+octavo starts it as ``python -P template_process.py SECONDS BYTES``. It reads and writes lines of JSON:
 
-| line read                                | line written                                    |
+| input                                    | output                                          |
 |------------------------------------------|-------------------------------------------------|
 | first ``{"source": …, "tokens": {…}}``   | ``{"ready": true}`` or ``{"damaged": reason}``  |
 | then ``{"messages": […], "most": N}``    | ``{"text": …}``, ``{"refused": reason}`` or     |
 |                                         | ``{"failed": reason}``                          |
 
-A line that takes longer than SECONDS ends the process by SIGALRM, wherever it is; memory is bounded by RLIMIT_AS. So it
-imports the standard library and jinja2 alone, which take 0.1 s and 25 MB, and also ends when octavo is gone.
+SIGALRM ends the process when a line takes longer than SECONDS; RLIMIT_AS bounds its memory. It imports only the
+standard library and jinja2, which take 0.1 s and 25 MB, and ends when octavo does.
 
-The environment is that of Hugging Face's chat templates: jinja2's immutable sandbox, ``raise_exception``,
+The environment matches Hugging Face's chat templates: jinja2's immutable sandbox, ``raise_exception``,
 ``strftime_now``, ``tojson``, loop controls and ``{% generation %}``.
 """
 
@@ -32,12 +32,12 @@ __all__ = ["main"]
 
 
 class Generation(Extension):
-    """``{% generation %}``, which marks the assistant's own words for training; what is inside is written as it is."""
+    """``{% generation %}``, which marks the assistant's text for training; its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block's body, with a scope of its own."""
+        """Parse the block's body in a new scope."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -51,33 +51,33 @@ def main() -> None:
     template: Template | None = None
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        given = json.loads(line)
+        request = json.loads(line)
         if template is None:
-            template, answer = _compiled(given)
+            template, answer = _compile(request)
         else:
-            answer = _rendered(template, given)
-        written = json.dumps(answer)
+            answer = _render(template, request)
+        output = json.dumps(answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.write(f"{written}\n")
+        sys.stdout.write(f"{output}\n")
         sys.stdout.flush()
 
 
-def _compiled(given: Mapping[str, Any]) -> tuple[Template | None, dict[str, Any]]:
+def _compile(request: Mapping[str, Any]) -> tuple[Template | None, dict[str, Any]]:
     try:
-        return _environment(given["tokens"]).from_string(given["source"]), {"ready": True}
-    except Exception as error:  # noqa: BLE001 -- whatever a template does, octavo's own process says it
+        return _environment(request["tokens"]).from_string(request["source"]), {"ready": True}
+    except Exception as error:  # noqa: BLE001 -- a template may raise anything; octavo's process reports it
         return None, {"damaged": _reason(error)}
 
 
-def _rendered(template: Template, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The text, or its first ``most`` + 1 characters where there are more."""
-    pieces = template.generate(messages=given["messages"], tools=None, documents=None, add_generation_prompt=True)
+def _render(template: Template, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Render the messages, at most ``most`` + 1 characters."""
+    pieces = template.generate(messages=request["messages"], tools=None, documents=None, add_generation_prompt=True)
     try:
-        text = "".join(_first(pieces, given["most"] + 1))
-        text.encode()  # half of a surrogate pair is refused here
+        text = "".join(_first(pieces, request["most"] + 1))
+        text.encode()  # raises for an unpaired surrogate
         return {"text": text}
     except MemoryError:
-        return {"failed": "needed more memory than it may have"}
+        return {"failed": "exceeded its memory limit"}
     except Exception as error:  # noqa: BLE001 -- the same
         return {"refused": _reason(error)}
 
@@ -110,7 +110,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face's, whose arguments stand in this order; jinja2's own escapes HTML."""
+    """Hugging Face's filter, with its order of arguments; jinja2's filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -119,7 +119,7 @@ def _raise(sentence: str) -> NoReturn:
 
 
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 -- without a zone, as templates know it
+    return datetime.now().strftime(form)  # noqa: DTZ005 -- without a zone, as templates expect
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""``bytes_per_token``: the most bytes of a text that one token can stand for, so that a text is refused by its length.
+"""Upper bound on the bytes of text per token, by which a text is refused before it is tokenized.
 
-No token of a byte-level BPE stands for more than the longest entry of its vocabulary. That holds where every byte of a
-text ends in some token. It does not hold where a step may leave out or merge any length of text: unknown characters
-(models other than a BPE of all 256 bytes), whitespace that a pre-tokenizer or an added token swallows, a normaliser
-that strips, a truncation. For such a tokenizer there is no bound.
+A token of a byte-level BPE stands for at most the longest entry of its vocabulary, provided that every byte of a text
+becomes part of a token. A step that can drop or merge text of any length breaks this: unknown characters (models other
+than a BPE of all 256 bytes), whitespace removed by a pre-tokenizer or an added token, a normalizer that strips, a
+truncation. Such a tokenizer has no bound.
 
-NFC is let through, since it shortens a text by a factor of ``NFC_SHRINKS`` at most: 3 for a character that stands for
-another (the Kelvin sign has 3 bytes and K has 1), and 3 for what is composed (a Hangul syllable of 3 bytes from 9).
+NFC is allowed, since it shortens a text at most by ``NFC_SHRINKS``: a factor 3 for replaced characters (the Kelvin sign
+has 3 bytes, K has 1), and 3 for composed ones (a Hangul syllable has 3 bytes instead of 9).
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ LOSSLESS = {"ByteLevel", "Digits"}
 
 
 def bytes_per_token(tokenizer: "Tokenizer") -> int | None:
-    """The most that one token stands for; None where a token may stand for any length.
+    """Return the largest number of bytes that one token can stand for; None without a bound.
 
     Example:
         >>> from tokenizers import Tokenizer, models
@@ -40,7 +40,7 @@ def bytes_per_token(tokenizer: "Tokenizer") -> int | None:
 
 
 def _steps(record: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
-    """One step, or those of a sequence."""
+    """Return the steps of a component, with sequences flattened."""
     if record is None:
         return []
     return [step for part in record[parts] for step in _steps(part, parts)] if parts in record else [record]
@@ -51,7 +51,7 @@ def _keeps_bytes(step: Mapping[str, Any]) -> bool:
 
 
 def _has_all_bytes(record: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> bool:
-    """Whether it is a BPE that knows every byte, and whose added tokens swallow no whitespace."""
+    """Return True for a BPE of all 256 bytes whose added tokens strip no whitespace."""
     from tokenizers import pre_tokenizers
 
     model, added = record["model"], record["added_tokens"]

@@ -16,9 +16,9 @@ from tests.policy.source_tree import SOURCE
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--host", "0.0.0.0"], "other machines can ask this server"),
+        (["--host", "0.0.0.0"], "other machines can send requests to this server"),
         (["--recipe", "int4"], "recipe must be one of bf16, int8, fp8, fp8-dynamic, fp8-static, not 'int4'"),
-        (["--calibration", "scales"], "a calibration is for fp8-static, and not for fp8"),
+        (["--calibration", "scales"], "a calibration is for the recipe fp8-static, not for fp8"),
         (["--cache-format", "fp4"], "cache_format must be one of e4m3, bf16, fp32"),
         (["--max-running", "0"], "max_running must be a whole number of at least 1"),
         (["--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),

@@ -164,7 +164,7 @@ def test_what_prepare_qat_refuses_is_refused():
 def test_a_qconfig_of_a_layer_that_multiplies_nothing_is_refused():
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     model[1].qconfig = fp8_qconfig()
-    with pytest.raises(ConfigError, match="LayerNorm is no layer that trains for FP8"):
+    with pytest.raises(ConfigError, match="LayerNorm is not a layer that octavo trains for FP8"):
         ao.prepare_qat(model)
 
 

@@ -70,8 +70,8 @@ def test_what_does_not_fit_is_refused_and_the_batch_stays(model):
         (torch.tensor([[1], [2]]), ConfigError, r"each of 2 sequences, not \(2, 1\) tokens"),
         ([1, 2], TypeError, "a tensor of integers, not list"),
         (torch.tensor([1.0, 2.0, 3.0]), TypeError, r"a tensor of integers, not torch\.float32"),
-        (torch.tensor([1, 60]), ConfigError, "below the vocabulary's 60, not 60 to 60"),
-        (torch.tensor([1, 2], device="meta"), BackendError, "reads tokens on a CPU, not on meta"),
+        (torch.tensor([1, 60]), ConfigError, "from 0 to 59, not 60 to 60"),
+        (torch.tensor([1, 2], device="meta"), BackendError, "takes tokens on a CPU, not on meta"),
         (torch.tensor([1, 2]), ConfigError, "room for 64 positions, and 65"),
     ]
     for tokens, error, text in refused:
@@ -81,5 +81,5 @@ def test_what_does_not_fit_is_refused_and_the_batch_stays(model):
     with pytest.raises(BackendError, match="new_cache"):
         runner.step(torch.tensor([1]), KVCacheBatch(3, 2, 12, sequences=1, max_positions=64))
     cache: Any = batch.sequences[0]
-    with pytest.raises(TypeError, match=r"from new_batch\(\), not into a PagedKVCache"):
+    with pytest.raises(TypeError, match=r"from new_batch\(\), not a PagedKVCache"):
         runner.step(torch.tensor([1]), cache)

@@ -182,7 +182,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(new_engine):
     params = SamplingParams(max_tokens=4)
     engine.submit([1], params, lambda _: None)
     engine.submit([1], params, lambda _: None)
-    with pytest.raises(QueueFullError, match="2 requests are waiting, which is as many as may; try again in 1 s"):
+    with pytest.raises(QueueFullError, match="the queue is full with 2 requests; try again in 1 s"):
         engine.submit([1], params, lambda _: None)
     clock.now = 30.0
     run(engine)
@@ -308,9 +308,9 @@ def test_one_whose_logits_are_not_finite_ends_alone(byte_tokenizer):
     ("prompt", "most", "says"),
     [
         ([], 1, "the prompt is empty"),
-        ([256], 1, "token ids are whole numbers from 0 to 255"),
-        ([-1], 1, "token ids are whole numbers"),
-        ([1.0], 1, "token ids are whole numbers"),
+        ([256], 1, "token ids must be integers from 0 to 255"),
+        ([-1], 1, "token ids must be integers"),
+        ([1.0], 1, "token ids must be integers"),
         ([1] * 300, 22, "need 321 positions, and there are 320; shorten the prompt or lower max_tokens"),
         ([1], 10**9, "need 1000000000 positions"),
     ],
@@ -330,7 +330,7 @@ def test_a_closed_engine_answers_what_it_took(new_engine):
     engine = new_engine()
     engine.submit([1], SamplingParams(max_tokens=3), events.append)
     engine.close()
-    with pytest.raises(ClosedError, match="takes no more requests"):
+    with pytest.raises(ClosedError, match="accepts no requests"):
         engine.submit([1], SamplingParams(), lambda _: None)
     assert engine.wait_for_work()
     run(engine)
@@ -341,5 +341,5 @@ def test_a_closed_engine_answers_what_it_took(new_engine):
 def test_a_configuration_that_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="max_running must be a whole number"):
         EngineConfig(max_running=0)
-    with pytest.raises(ConfigError, match="step_rows must be at least as many, not 4"):
+    with pytest.raises(ConfigError, match="step_rows must be at least max_running, 5, not 4"):
         EngineConfig(max_running=5, step_rows=4)

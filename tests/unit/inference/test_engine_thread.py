@@ -142,7 +142,7 @@ def test_a_broken_engine_says_so_to_everybody(byte_runner, byte_tokenizer, monke
             return [event async for event in events]
 
     (last,) = asyncio.run(ask())
-    assert (last.finish, last.error) == (FinishReason.ERROR, "the engine broke: the model is gone")
+    assert (last.finish, last.error) == (FinishReason.ERROR, "the engine failed: the model is gone")
     assert thread.drain(60)
     assert isinstance(thread.failure, ArithmeticError)
     assert engine.load.pages_used == 0

@@ -56,7 +56,7 @@ def test_it_ends_where_it_should(runner):
     [
         ([], {}, "prompt is empty"),
         ([1] * 81, {}, "81 tokens, and this model knows 80 positions"),
-        ([100], {}, "vocabulary's 100"),
+        ([100], {}, "from 0 to 99, not 100"),
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"top_k": 0}, "top_k"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens"),

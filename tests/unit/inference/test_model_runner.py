@@ -130,7 +130,7 @@ def test_codes_that_are_held_are_read_as_they_are(recipe):
 def test_layers_of_another_shape_are_refused(path, inputs, outputs):
     made = model()
     made.model.layers[1].set_submodule(path, torch.nn.Linear(inputs, outputs, bias=False))
-    with pytest.raises((BackendError, ConfigError), match=r"a decoder of this shape has|side by side"):
+    with pytest.raises((BackendError, ConfigError), match=r"a decoder of this shape has|share an input"):
         ModelRunner(made)
 
 
@@ -197,9 +197,9 @@ def test_keys_are_kept_less_their_mean_and_logits_are_the_same(level):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({1: torch.zeros(2, 12)}, r"a mean \[2, 12\] in each of 3 layers, and given are 1 of \[2, 12\]"),
-    ({layer: torch.zeros(2, 6) for layer in range(3)}, r"given are 3 of \[2, 6\]; calibrate this model"),
-    ({}, "given are 0 of none"),
+    ({1: torch.zeros(2, 12)}, r"key means \[2, 12\] for each of 3 layers, and got 1 of \[2, 12\]"),
+    ({layer: torch.zeros(2, 6) for layer in range(3)}, r"got 3 of \[2, 6\]; calibrate this model"),
+    ({}, "got 0 of none"),
     ({layer: torch.full((2, 12), torch.nan) for layer in range(3)}, "NaN or infinite"),
 ])  # fmt: skip
 def test_means_of_another_model_are_refused(change, words):
@@ -266,7 +266,7 @@ def test_sequences_share_a_call_and_nothing_else(level):
         sequence = torch.tensor([0, 1]).repeat(5)
         position = torch.arange(start, start + 5).repeat_interleave(2)
         hidden = runner._embed(tokens[:, start : start + 5].t().flatten())
-        found.append(native.run(hidden, shared, sequence, position, told=10).view(5, 2, -1))
+        found.append(native.run(hidden, shared, sequence, position, num_logits=10).view(5, 2, -1))
     torch.testing.assert_close(torch.cat(found).transpose(0, 1), alone, rtol=1e-3, atol=1e-3)
 
 
@@ -277,7 +277,7 @@ def test_a_cache_of_another_model_is_refused(level):
         with pytest.raises(BackendError, match="new_cache"):
             runner(torch.tensor([1]), cache)
     batch: Any = runner.new_batch(1)
-    with pytest.raises(TypeError, match=r"from new_cache\(\), not into a KVCacheBatch"):
+    with pytest.raises(TypeError, match=r"from new_cache\(\), not a KVCacheBatch"):
         runner(torch.tensor([1]), batch)
 
 
@@ -299,7 +299,7 @@ def test_rows_of_another_model_are_refused():
         with pytest.raises(BackendError, match=f"on a CPU, and the {name} are on meta"):
             native.run(*given)
     far = PagedKVCache(3, 2, 12, max_positions=512).tensors
-    with pytest.raises(BackendError, match="angles for 256 positions"):
+    with pytest.raises(BackendError, match="rotary tables for 256 positions"):
         native.run(torch.zeros(1, 72), far, one, one + 256)
 
 
@@ -360,8 +360,8 @@ def test_bad_input_is_refused_and_the_cache_stays():
     for tokens, text in (
         (torch.zeros(0, dtype=torch.int64), "one sequence"),
         (torch.zeros(1, 2, dtype=torch.int64), "one sequence"),
-        (torch.tensor([7, 300]), "below the vocabulary's 300, not 7 to 300"),
-        (torch.tensor([-1]), "below the vocabulary's 300, not -1 to -1"),
+        (torch.tensor([7, 300]), "from 0 to 299, not 7 to 300"),
+        (torch.tensor([-1]), "from 0 to 299, not -1 to -1"),
         (torch.arange(5), "room for 64 positions, and 65 are needed"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -370,11 +370,11 @@ def test_bad_input_is_refused_and_the_cache_stays():
     for given in wrong:
         with pytest.raises(TypeError, match="integers"):
             runner(given, cache)
-    with pytest.raises(BackendError, match="reads tokens on a CPU, not on meta"):
+    with pytest.raises(BackendError, match="takes tokens on a CPU, not on meta"):
         runner(torch.arange(3, device="meta"), cache)
     assert cache.length == 60
     large = runner.new_cache(max_positions=1000)
-    with pytest.raises(ConfigError, match="knows 256 positions, and 257"):
+    with pytest.raises(ConfigError, match="has 256 positions, and 257"):
         runner(torch.zeros(257, dtype=torch.int64), large)
     with pytest.raises(BackendError, match="no level"):
         ModelRunner(model(), level="abacus")

@@ -28,7 +28,7 @@ def test_a_cache_knows_its_model():
     t = PagedKVCache(3, 2, 16, max_positions=1).tensors
     t.check_made_for(3, 2, 16)
     for other in ((2, 2, 16), (3, 1, 16), (3, 2, 8)):
-        with pytest.raises(BackendError, match="this cache is for 3 layers with 2 key heads of 16 numbers"):
+        with pytest.raises(BackendError, match="this cache is for 3 layers with 2 key heads of width 16"):
             t.check_made_for(*other)
 
 

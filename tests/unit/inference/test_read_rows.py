@@ -62,7 +62,7 @@ def read(runner, texts, cuts, fmt, generator):
             continue
         sequence, position = (torch.tensor(column) for column in zip(*rows, strict=True))
         tokens = torch.tensor([texts[own][at] for own, at in rows])
-        logits = runner.read_rows(tokens, tensors, sequence=sequence, position=position, told=len(rows))
+        logits = runner.read_rows(tokens, tensors, sequence=sequence, position=position, num_logits=len(rows))
         for (own, _), row in zip(rows, logits, strict=True):
             found[own].append(row)
     return [torch.stack(rows) for rows in found]
@@ -138,6 +138,6 @@ def test_rows_that_get_logits_are_some_of_them(model):
     runner = ModelRunner(model)
     tensors = cache_of(runner, E4M3, torch.Generator().manual_seed(0))
     rows = {"sequence": torch.zeros(2, dtype=torch.int64), "position": torch.arange(2)}
-    with pytest.raises(BackendError, match="from 1 to all 2 rows get logits, not 3"):
-        runner.read_rows(torch.tensor([1, 2]), tensors, **rows, told=3)
-    assert runner.read_rows(torch.tensor([1, 2]), tensors, **rows, told=1).shape == (1, 75)
+    with pytest.raises(BackendError, match="the number of rows with logits must be from 1 to 2, not 3"):
+        runner.read_rows(torch.tensor([1, 2]), tensors, **rows, num_logits=3)
+    assert runner.read_rows(torch.tensor([1, 2]), tensors, **rows, num_logits=1).shape == (1, 75)

@@ -11,7 +11,7 @@ from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, FP32
 from octavo.inference import ModelRunner, ServingRecipe
 from octavo.inference.decoder_weights import DecoderWeight, InputCast
-from octavo.inference.recipes import held_weight
+from octavo.inference.recipes import decoder_weight
 from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig
 from octavo.numerics import saturation_fraction
@@ -151,7 +151,7 @@ def test_codes_are_not_rounded_once_more():
     made = model()
     octavo.convert(made, recipe="rowwise", frozen="fp8")
     for recipe in ("bf16", "int8"):
-        with pytest.raises(ConfigError, match=f"FP8 codes already, and {recipe} would round them once more"):
+        with pytest.raises(ConfigError, match=f"FP8 codes, which {recipe} would round again"):
             ModelRunner(made, recipe=recipe)
 
 
@@ -159,8 +159,8 @@ def test_layers_that_read_the_same_need_one_scale():
     first, second = (octavo.nn.Linear(8, 8, recipe="static") for _ in range(2))
     first.input_scale.fill_(0.5)
     second.input_scale.fill_(0.25)
-    with pytest.raises(ConfigError, match=r"static scales \[0.5, 0.25\], and one is needed"):
-        held_weight(ServingRecipe.FP8_STATIC, first, second)
+    with pytest.raises(ConfigError, match=r"same static scale, not \[0.5, 0.25\]"):
+        decoder_weight(ServingRecipe.FP8_STATIC, first, second)
 
 
 def test_weights_and_casts_that_do_not_go_together_are_refused():
@@ -170,7 +170,7 @@ def test_weights_and_casts_that_do_not_go_together_are_refused():
         ({"rows": numbers.bfloat16(), "input": InputCast.INT8_DYNAMIC}, "cast NONE, not INT8_DYNAMIC"),
         ({"rows": integers}, "an input of INT8 rows is cast INT8_DYNAMIC, not NONE"),
         ({"rows": numbers.bfloat16(), "bias": torch.zeros(3)}, r"has a bias \[4\], not \(3,\)"),
-        ({"rows": numbers.bfloat16(), "input_scale": torch.ones(())}, "one scale, and no other has any"),
+        ({"rows": numbers.bfloat16(), "input_scale": torch.ones(())}, "is for the cast E4M3_STATIC"),
         ({"rows": octavo.quantize(numbers, E4M3)}, "is cast nothing"),
     ):
         with pytest.raises(BackendError, match=words):

@@ -9,7 +9,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.inference import SamplingParams
-from octavo.inference.sampling import Chooser
+from octavo.inference.sampling import Sampler
 from octavo.models import generation
 from octavo.models.generation import probabilities, sample
 
@@ -56,7 +56,7 @@ def test_probabilities_are_transformers(settings):
 
 
 def test_tokens_come_as_often_as_they_are_likely():
-    wanted, chooser = LOGITS.softmax(0), Chooser(SamplingParams(seed=1))
+    wanted, chooser = LOGITS.softmax(0), Sampler(SamplingParams(seed=1))
     drawn = Counter(chooser.choose(LOGITS).token for _ in range(1000))
     for token, probability in enumerate(wanted.tolist()):
         assert abs(drawn[token] / 1000 - probability) <= 4 * math.sqrt(probability * (1 - probability) / 1000)
@@ -66,7 +66,7 @@ def test_what_is_not_kept_never_comes():
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     asked: dict[str, Any] = {"temperature": 5.0, "top_k": 40, "top_p": 0.5}
     kept = {*probabilities(logits, **asked).nonzero()[:, 0].tolist()}
-    chooser = Chooser(SamplingParams(seed=1, **asked))
+    chooser = Sampler(SamplingParams(seed=1, **asked))
     assert {chooser.choose(logits).token for _ in range(2000)} == kept
     assert len(kept) < 40
 
@@ -82,22 +82,22 @@ def test_the_largest_number_that_can_be_drawn_takes_a_token_that_is_kept(monkeyp
 
 def test_a_seed_gives_the_same_tokens_and_torch_s_own_generator_stays():
     state = torch.get_rng_state()
-    first, second, other = (Chooser(SamplingParams(seed=seed)) for seed in (5, 5, 6))
+    first, second, other = (Sampler(SamplingParams(seed=seed)) for seed in (5, 5, 6))
     tokens = [[chooser.choose(LOGITS).token for _ in range(50)] for chooser in (first, second, other)]
     assert tokens[0] == tokens[1] != tokens[2]
-    Chooser(SamplingParams()).choose(LOGITS)
+    Sampler(SamplingParams()).choose(LOGITS)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_logprobs_are_the_model_s_whatever_the_temperature():
-    chosen = Chooser(SamplingParams(temperature=0, logprobs=3)).choose(LOGITS)
+    chosen = Sampler(SamplingParams(temperature=0, logprobs=3)).choose(LOGITS)
     wanted = LOGITS.log_softmax(0)
     assert chosen.token == 0
     assert chosen.logprob == pytest.approx(float(wanted[0]), rel=1e-6)
     assert [token for token, _ in chosen.top] == [0, 3, 6]
     assert [number for _, number in chosen.top] == pytest.approx(wanted[[0, 3, 6]].tolist(), rel=1e-6)
-    assert Chooser(SamplingParams(temperature=0, logprobs=0)).choose(LOGITS).top == ()
-    assert Chooser(SamplingParams(temperature=0)).choose(LOGITS).logprob is None
+    assert Sampler(SamplingParams(temperature=0, logprobs=0)).choose(LOGITS).top == ()
+    assert Sampler(SamplingParams(temperature=0)).choose(LOGITS).logprob is None
 
 
 def test_of_equally_likely_tokens_a_small_top_p_keeps_one():
@@ -116,11 +116,11 @@ def test_of_equally_likely_tokens_a_small_top_p_keeps_one():
         ({"min_p": -0.1}, "min_p must be from 0 to 1"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"seed": 2**63}, "seed may be"),
-        ({"stop": ("",)}, "stop texts have at least one character"),
-        ({"logprobs": 21}, "logprobs may be 20 at most"),
+        ({"stop": ("",)}, "stop texts must not be empty"),
+        ({"logprobs": 21}, "logprobs may be at most 20"),
         ({"prompt_logprobs": True}, "give logprobs"),
-        ({"deadline_s": 0.0}, "deadline_s is a positive number"),
-        ({"deadline_s": math.nan}, "deadline_s is a positive number"),
+        ({"deadline_s": 0.0}, "deadline_s must be a positive number"),
+        ({"deadline_s": math.nan}, "deadline_s must be a positive number"),
     ],
     ids=str,
 )

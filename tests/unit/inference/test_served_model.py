@@ -165,9 +165,9 @@ def test_static_scales_come_from_a_calibration(folder, tmp_path):
 
 
 def test_calibrations_that_are_missing_or_too_many_are_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="fp8-static needs the scales of inputs"):
+    with pytest.raises(ConfigError, match="fp8-static needs input scales"):
         load_served_model(folder, recipe="fp8-static")
-    with pytest.raises(ConfigError, match="a calibration is for fp8-static, and not for int8"):
+    with pytest.raises(ConfigError, match="a calibration is for the recipe fp8-static, not for int8"):
         load_served_model(folder, recipe="int8", calibration=tmp_path)
     with pytest.raises(ConfigError, match="recipe must be one of bf16, int8, fp8, fp8-dynamic, fp8-static, not 'int4'"):
         load_served_model(folder, recipe="int4")

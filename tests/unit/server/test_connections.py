@@ -12,7 +12,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server import Address, Limits, Server, answer_not_ready
-from octavo.server.connections import ACCEPT, RESERVED, room_for, tell_rarely
+from octavo.server.connections import ACCEPT, RESERVED, capacity_for, limit_log
 
 HEAD = b"Host: 127.0.0.1\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HEAD
@@ -100,7 +100,7 @@ def test_where_all_are_being_answered_another_is_refused(start, connect):
     assert asking.recv(12) == b"HTTP/1.1 100"
     told = rest(connect(port))
     assert told.startswith(b"HTTP/1.1 503 ")
-    assert b"1 connections are being answered, which is as many as may; try again" in told
+    assert b"the server is answering its maximum of 1 connections; try again" in told
     assert b"Retry-After: 1" in told
 
 
@@ -113,10 +113,10 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, soft, hard,
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
     monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
-    room = room_for(Limits(connections=wanted))
+    room = capacity_for(Limits(connections=wanted))
     limit = given[0][0] if given else soft
     assert bool(given) is bool(raised)
-    assert 20 + 16 + room.connections + 4 * room.lot <= limit <= hard
+    assert 20 + 16 + room.connections + 4 * room.batch <= limit <= hard
     assert room.requests <= room.connections - RESERVED
     assert room.connections == wanted or hard < wanted
 
@@ -124,13 +124,13 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, soft, hard,
 def test_a_process_that_may_open_next_to_nothing_is_told(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
     monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
-    with pytest.raises(ConfigError, match=r"may open 40 files, of which 20 are open, too few to serve; allow more"):
-        room_for(Limits())
+    with pytest.raises(ConfigError, match=r"may open 40 files and 20 are open, too few to serve; raise ulimit -n"):
+        capacity_for(Limits())
 
 
 def test_a_loop_without_descriptors_says_so_once(caplog):
     loop = asyncio.new_event_loop()
-    tell_rarely(loop)
+    limit_log(loop)
     with caplog.at_level(logging.ERROR):
         for _ in range(1000):
             loop.call_exception_handler({"message": ACCEPT, "exception": OSError(24, "Too many open files")})

@@ -36,7 +36,7 @@ def test_the_key_is_asked_for(service, headers, status):
         if status == 401:
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["WWW-Authenticate"] == "Bearer"
-            assert client.get("/v2/models/tiny", headers=headers).json()["error"].startswith("this server wants")
+            assert client.get("/v2/models/tiny", headers=headers).json()["error"].startswith("this server needs")
 
 
 def test_bodies_are_bounded_whether_they_say_their_size_or_not(new_service):
@@ -271,4 +271,4 @@ def test_a_mistake_of_the_server_s_own_shows_nothing_of_itself(service, monkeypa
     with TestClient(create_app(service), base_url=PLACE, raise_server_exceptions=False) as client:
         response = client.post("/v1/completions", json=BODY)
     assert response.status_code == 500
-    assert response.json()["error"]["message"] == "the server made a mistake, and its log says which"
+    assert response.json()["error"]["message"] == "internal error; see the server's log"

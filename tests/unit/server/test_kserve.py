@@ -30,7 +30,7 @@ def test_the_model_names_its_tensors(client):
         assert found["outputs"] == [{"name": "text_output", "datatype": "BYTES", "shape": [-1]}]
     assert client.get(f"{MODEL}/ready").status_code == 200
     assert client.get("/v2/models/other/ready").status_code == 404
-    assert client.get(f"{MODEL}/versions/2").json() == {"error": "'tiny' has version 1 alone"}
+    assert client.get(f"{MODEL}/versions/2").json() == {"error": "'tiny' has only version 1"}
     assert "binary_tensor_data" in client.get("/v2").json()["extensions"]
 
 
@@ -87,27 +87,27 @@ BINARY = {"name": "text_input", "datatype": "BYTES", "shape": [1], "parameters":
     [
         ({"inputs": []}, b"", "inputs must have from 1"),
         ({"inputs": [tensor("max_tokens", "INT32", 4)]}, b"", "text_input is missing"),
-        ({"inputs": [tensor("text_input", "INT32", 4)]}, b"", "is a tensor of BYTES, not INT32"),
+        ({"inputs": [tensor("text_input", "INT32", 4)]}, b"", "must be a tensor of BYTES, not INT32"),
         ({"inputs": [TEXT, tensor("max_tokens", "INT32", 0)]}, b"", "max_tokens must be a whole number from 1"),
         ({"inputs": [TEXT, tensor("max_tokens", "INT32", 1, 2)]}, b"", "has 2 values for 1 texts"),
         ({"inputs": [TEXT, tensor("max_tokens", "INT32")]}, b"", "has 0 values"),
-        ({"inputs": [TEXT, tensor("other", "INT32", 1)]}, b"", "other is not known here"),
+        ({"inputs": [TEXT, tensor("other", "INT32", 1)]}, b"", "other is not a known field"),
         ({"inputs": [{**TEXT, "shape": [3]}]}, b"", "of shape [3] with 1 values"),
         ({"inputs": [{**TEXT, "datatype": "FP8"}]}, b"", "must be one of 'BYTES'"),
         ({"inputs": [TEXT], "outputs": [{"name": "logits"}]}, b"", "there is no output 'logits'"),
-        ({"inputs": [TEXT]}, b"more", "4 bytes stand behind the last tensor"),
-        ({"inputs": [BINARY]}, b"\x01\x00", "of 9 bytes, of which 2 came"),
-        ({"inputs": [BINARY]}, b"\xff" * 9, "whose bytes are no BYTES"),
-        ({"inputs": [BINARY]}, b"\x05\x00\x00\x00\xff\xff\xff\xff\xff", "whose bytes are no BYTES"),
-        ({"inputs": [{**BINARY, "datatype": "INT32", "name": "seed"}]}, b"\x01" * 9, "whose bytes are no INT32"),
+        ({"inputs": [TEXT]}, b"more", "4 bytes follow the last tensor"),
+        ({"inputs": [BINARY]}, b"\x01\x00", "of 9 bytes, of which 2 arrived"),
+        ({"inputs": [BINARY]}, b"\xff" * 9, "whose bytes are not BYTES"),
+        ({"inputs": [BINARY]}, b"\x05\x00\x00\x00\xff\xff\xff\xff\xff", "whose bytes are not BYTES"),
+        ({"inputs": [{**BINARY, "datatype": "INT32", "name": "seed"}]}, b"\x01" * 9, "whose bytes are not INT32"),
         ({"inputs": [{**TEXT, "data": None}]}, b"", "both or none"),
         ({"inputs": [TEXT, TEXT]}, b"", "has two tensors called 'text_input'; send one"),
-        ({"inputs": [{**TEXT, "data": [0] * 70_000}]}, b"", "inputs[0].data may have 65536 values at most"),
-        ({"inputs": [{**TEXT, "data": [0] * 70_000 + [[[[[[[[[1]]]]]]]]]}]}, b"", "data may have 65536 values at most"),
+        ({"inputs": [{**TEXT, "data": [0] * 70_000}]}, b"", "inputs[0].data may have at most 65536 values"),
+        ({"inputs": [{**TEXT, "data": [0] * 70_000 + [[[[[[[[[1]]]]]]]]]}]}, b"", "data may have at most 65536 values"),
         (
             {"inputs": [{**TEXT, "data": [[[[[[[[["x"]]]]]]]]]}]},
             b"",
-            "inputs[0].data may have 8 levels of lists at most",
+            "inputs[0].data may have at most 8 levels of lists",
         ),
     ],
     ids=lambda value: str(value)[:50],

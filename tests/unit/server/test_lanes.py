@@ -46,7 +46,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(client, encoding, pat
     body = {name: value for name, value in (BODY | fields).items() if value is not None}
     response = client.post(path, json=body)
     assert response.status_code == 400
-    assert re.search(r"the prompt has at least \d+ tokens, and 320 are taken; shorten it", response.text)
+    assert re.search(r"the prompt has at least \d+ tokens, and at most 320 are accepted; shorten it", response.text)
     assert all(len(prompt) < 10 for prompt in encoding[0])
 
 

@@ -15,7 +15,7 @@ BODIES = [("/v1/completions", COMPLETION), ("/v2/models/tiny/infer", INFERENCE)]
 def test_a_compressed_body_is_refused_as_one(client, path, body):
     response = client.post(path, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
     assert response.status_code == 415
-    assert "a body in the coding 'gzip' is not read here; send it as it is" in response.text
+    assert "the content coding 'gzip' is not supported; send the body uncompressed" in response.text
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

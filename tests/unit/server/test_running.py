@@ -124,7 +124,7 @@ def test_the_first_signal_drains(start):
         stream = client.completions.create(model="tiny", prompt="Hi", max_tokens=300, seed=1, stream=True)
         first = next(iter(stream))
         server.handle_exit(signal.SIGTERM, None)
-        with pytest.raises(openai.InternalServerError, match="takes no more requests"):
+        with pytest.raises(openai.InternalServerError, match="accepts no requests"):
             client.completions.create(model="tiny", prompt="Hi")
         rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length"
@@ -169,7 +169,7 @@ def test_a_request_that_is_tokenised_when_a_drain_begins_is_refused_as_others_ar
         go.set()
         status, error = asked.result(60)
     assert (status, error["code"]) == (503, "draining")
-    assert "takes no more requests" in error["message"]
+    assert "accepts no requests" in error["message"]
     thread.join(60)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -187,7 +187,7 @@ def test_a_request_that_is_tokenised_when_the_server_ends_is_refused_as_others_a
         status, error = asked.result(60)
         assert not go.is_set()
     assert (status, error["code"]) == (503, "draining")
-    assert error["message"] == "the server ended before it answered; ask another"
+    assert error["message"] == "the server ended before it answered; use another server"
     thread.join(60)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -249,5 +249,5 @@ def test_others_may_ask_with_a_key_or_where_that_is_wanted(host, loopback):
     if loopback:
         address.check_secure(key=None, insecure=False)
     else:
-        with pytest.raises(ConfigError, match="other machines can ask this server; give --api-key-file"):
+        with pytest.raises(ConfigError, match="other machines can send requests to this server; give --api-key-file"):
             address.check_secure(key=None, insecure=False)

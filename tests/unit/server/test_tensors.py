@@ -1,4 +1,4 @@
-"""Values in lists are read in order and once, however the lists stand in each other."""
+"""TensorValues in lists are read in order and once, however the lists stand in each other."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.server.fields import FieldError
-from octavo.server.tensors import MOST_DIMENSIONS, MOST_VALUES, Values
+from octavo.server.tensors import MOST_DIMENSIONS, MOST_VALUES, TensorValues
 
 NESTED = st.recursive(st.lists(st.integers()), lambda inner: st.lists(st.integers() | inner), max_leaves=20)
 
@@ -23,14 +23,14 @@ def depth(value):
 @given(NESTED)
 def test_values_are_those_of_all_lists_in_order(data):
     if depth(data) <= MOST_DIMENSIONS:
-        assert Values().read(data, "data") == flat(data)
+        assert TensorValues().read(data, "data") == flat(data)
     else:
-        with pytest.raises(FieldError, match="data may have 8 levels of lists at most"):
-            Values().read(data, "data")
+        with pytest.raises(FieldError, match="data may have at most 8 levels of lists"):
+            TensorValues().read(data, "data")
 
 
 def test_as_many_values_as_may_be_are_read():
-    assert len(Values().read([[0] * (MOST_VALUES - 1), 0], "data")) == MOST_VALUES
+    assert len(TensorValues().read([[0] * (MOST_VALUES - 1), 0], "data")) == MOST_VALUES
 
 
 def test_nothing_behind_the_first_value_too_many_is_looked_at():
@@ -45,6 +45,6 @@ def test_nothing_behind_the_first_value_too_many_is_looked_at():
     deep: Any = 1
     for _ in range(900):
         deep = [deep]
-    with pytest.raises(FieldError, match="data may have 65536 values at most"):
-        Values().read(Counted([0] * 500_000 + [deep]), "data")
+    with pytest.raises(FieldError, match="data may have at most 65536 values"):
+        TensorValues().read(Counted([0] * 500_000 + [deep]), "data")
     assert Counted.looked_at == MOST_VALUES + 1

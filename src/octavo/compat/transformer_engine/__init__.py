@@ -1,1 +1,1 @@
-"""Transformer Engine's names. ``import octavo.compat.transformer_engine.pytorch as te`` takes the place of its own."""
+"""Transformer Engine's API; ``import octavo.compat.transformer_engine.pytorch as te`` replaces its own module."""

@@ -1,1 +1,1 @@
-"""Triton Inference Server: a model repository, the models in it, and the server itself without a container."""
+"""Triton Inference Server: model repositories, their Python models, and running the server without a container."""

@@ -1,10 +1,10 @@
-"""Ask a model of this repository for text: a client of Triton, or of ``octavo serve``, that needs Python alone.
+"""Generate text with a model of this repository: a client of Triton or ``octavo serve`` that needs only Python.
 
-    python client.py "Once upon a time"                     # pieces as they come, from the model octavo
-    python client.py "Once upon a time" --whole             # the answer in one piece, from octavo_whole
+    python client.py "Once upon a time"                     # streamed, from the model octavo
+    python client.py "Once upon a time" --whole             # one response, from the model octavo_whole
     python client.py "Once" --url http://127.0.0.1:8000 --max-tokens 64 --temperature 0.8 --seed 1
 
-This file is copied into the repository as it is. It speaks Triton's extension of HTTP, ``generate`` and
+This file is copied into the repository unchanged. It uses Triton's HTTP extensions ``generate`` and
 ``generate_stream``; ``tritonclient`` sends the same fields as tensors, over HTTP or gRPC. From Python:
 
     from client import answer
@@ -24,20 +24,20 @@ STREAMING, WHOLE = "octavo", "octavo_whole"
 
 
 class AnswerError(Exception):
-    """There is no answer; says why."""
+    """Failed request, with the reason."""
 
 
 def answer(url: str, model: str, fields: Mapping[str, object], *, stream: bool = True) -> Iterator[str]:
-    """The pieces of a model's answer.
+    """Yield the pieces of a model's answer.
 
     Args:
-        url: of the server.
-        model: its name there.
-        fields: ``text_input``, and others that the model takes, such as ``max_tokens`` and ``temperature``.
-        stream: whether pieces come as they are made, which needs a model that streams; otherwise there is one.
+        url: URL of the server.
+        model: name of the model.
+        fields: ``text_input`` and other inputs of the model, such as ``max_tokens`` and ``temperature``.
+        stream: yield pieces as they are generated, which needs a streaming model; otherwise yield one.
 
     Raises:
-        AnswerError: no server, no such model, or fields that it does not take.
+        AnswerError: no server, no such model, or invalid fields.
     """
     address = f"{url.rstrip('/')}/v2/models/{model}/{'generate_stream' if stream else 'generate'}"
     try:
@@ -53,7 +53,7 @@ def answer(url: str, model: str, fields: Mapping[str, object], *, stream: bool =
     except OSError as error:
         raise AnswerError(f"no server answers at {url} ({error}); start it as README.md says, or give --url") from error
     except (ValueError, KeyError) as error:
-        raise AnswerError(f"{address} gives no answer of such a server ({error!r}); give another --url") from error
+        raise AnswerError(f"{address} is not an endpoint of such a server ({error!r}); give another --url") from error
 
 
 def _piece(message: Mapping[str, str]) -> str:
@@ -71,21 +71,21 @@ def _sentence(error: urllib.error.HTTPError) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; prints the answer."""
-    parser = argparse.ArgumentParser(description="Ask a model of this repository for text.")
+    """Run the command: print the answer."""
+    parser = argparse.ArgumentParser(description="Generate text with a model of this repository.")
     parser.add_argument("prompt")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", help=f"default: {STREAMING}, with --whole {WHOLE}")
-    parser.add_argument("--whole", action="store_true", help="ask for the answer in one piece")
+    parser.add_argument("--whole", action="store_true", help="get the answer in one piece")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 selects the likeliest token")
     parser.add_argument("--seed", type=int)
-    given = parser.parse_args(arguments)
-    fields: dict[str, object] = {"text_input": given.prompt, "max_tokens": given.max_tokens}
-    fields |= {"temperature": given.temperature} | ({} if given.seed is None else {"seed": given.seed})
-    model = given.model or (WHOLE if given.whole else STREAMING)
+    options = parser.parse_args(arguments)
+    fields: dict[str, object] = {"text_input": options.prompt, "max_tokens": options.max_tokens}
+    fields |= {"temperature": options.temperature} | ({} if options.seed is None else {"seed": options.seed})
+    model = options.model or (WHOLE if options.whole else STREAMING)
     try:
-        for piece in answer(given.url, model, fields, stream=not given.whole):
+        for piece in answer(options.url, model, fields, stream=not options.whole):
             sys.stdout.write(piece)
             sys.stdout.flush()
     except AnswerError as error:

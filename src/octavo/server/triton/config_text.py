@@ -1,23 +1,25 @@
-"""Protobuf's text format, as config.pbtxt is written in: messages from dicts, with no need of protobuf."""
+"""Writer of Protobuf's text format, for config.pbtxt: messages from dicts, without the protobuf library."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["Word", "config_text"]
+__all__ = ["EnumValue", "config_text"]
 
 
-class Word(str):
-    """A value of an enum, which is written without quotes."""
+class EnumValue(str):
+    """Enum value, written without quotes."""
 
     __slots__ = ()
 
 
 def config_text(message: Mapping[str, Any]) -> str:
-    """A message: numbers, texts, truth values, :class:`Word`, dicts as messages, lists of them as repeated fields.
+    """Format a message: integers, strings, booleans, :class:`EnumValue`, dicts as messages, lists as repeated fields.
 
     Example:
-        >>> print(config_text({"name": "m", "input": [{"name": "x", "data_type": Word("TYPE_FP32"), "dims": [-1]}]}))
+        >>> print(
+        ...     config_text({"name": "m", "input": [{"name": "x", "data_type": EnumValue("TYPE_FP32"), "dims": [-1]}]})
+        ... )
         name: "m"
         input {
           name: "x"
@@ -41,8 +43,8 @@ def _lines(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, Word):
+    if isinstance(value, EnumValue):
         return value
     if isinstance(value, bool | str | int):
         return json.dumps(value, ensure_ascii=False)
-    raise TypeError(f"protobuf's text has truth values, whole numbers and texts here, not a {type(value).__name__}")
+    raise TypeError(f"a field must be a bool, an int, a str, a dict or a list of them, not a {type(value).__name__}")

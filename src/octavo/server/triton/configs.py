@@ -1,15 +1,15 @@
-"""config.pbtxt of every model in a repository: its tensors, and how Triton runs it.
+"""config.pbtxt of each model in a repository: its tensors and how Triton runs it.
 
 | model          | backend         | batches                                              | instances              |
 |----------------|-----------------|------------------------------------------------------|------------------------|
-| octavo         | python          | the engine's own, a step at a time; decoupled        | one, with one cache    |
-| octavo_whole   | python          | –; as many requests at once as there are instances   | four small processes   |
-| onnx           | python          | Triton's, of equal shapes                            | one                    |
-| tensorrt       | tensorrt_plan   | Triton's, up to the engine's profile                 | one a GPU              |
-| vllm           | vllm            | vLLM's own; decoupled                                | vLLM chooses the GPUs  |
-| tensorrt_llm   | tensorrtllm     | TensorRT-LLM's own (in-flight); decoupled            | one                    |
+| octavo         | python          | by octavo's engine, per step; decoupled              | one, with one cache    |
+| octavo_whole   | python          | none; one request per instance                       | four small processes   |
+| onnx           | python          | by Triton, of equal shapes                           | one                    |
+| tensorrt       | tensorrt_plan   | by Triton, up to the engine's profile                | one per GPU            |
+| vllm           | vllm            | by vLLM; decoupled                                   | vLLM selects the GPUs  |
+| tensorrt_llm   | tensorrtllm     | by TensorRT-LLM (in-flight); decoupled               | one                    |
 
-Each serves its newest version alone. A model that computes is asked once before it is ready, where Triton can do that.
+Triton serves only the newest version of each, and warms up octavo, onnx and tensorrt before they are ready.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from typing import Any
 from octavo.inference import EngineConfig
 from octavo.onnx.signature import GraphTensor
 from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT
-from octavo.server.triton.config_text import Word
+from octavo.server.triton.config_text import EnumValue
 
 __all__ = [
     "engine_config",
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 Message = dict[str, Any]
-WAIT_US = 2000  # for others to come into a batch
+WAIT_US = 2000  # longest wait for more requests in a batch
 WHOLE_INSTANCES = 4
 NEWEST: Message = {"version_policy": {"latest": {"num_versions": 1}}}
 DECOUPLED: Message = {"model_transaction_policy": {"decoupled": True}}
 
 
 def engine_config(name: str) -> Message:
-    """Octavo's engine, with as much taken on as ``EngineConfig`` does by default."""
-    settings = {own.name: str(own.default) for own in fields(EngineConfig) if own.type is int}
+    """Configuration of octavo's engine, with the defaults of ``EngineConfig`` as parameters."""
+    settings = {setting.name: str(setting.default) for setting in fields(EngineConfig) if setting.type is int}
     return {
         "name": name,
         "backend": "python",
@@ -54,7 +54,7 @@ def engine_config(name: str) -> Message:
 
 
 def whole_config(name: str) -> Message:
-    """The same answers, whole."""
+    """Configuration of the model that returns the engine's answers in one piece."""
     group = _instances("KIND_CPU", count=WHOLE_INSTANCES)
     return {
         "name": name,
@@ -69,7 +69,7 @@ def whole_config(name: str) -> Message:
 def onnx_config(
     name: str, inputs: Iterable[GraphTensor], outputs: Iterable[GraphTensor], *, largest_batch: int
 ) -> Message:
-    """A graph in onnxruntime, on a CPU."""
+    """Configuration of a graph in onnxruntime on a CPU."""
     return {
         "name": name,
         "backend": "python",
@@ -87,15 +87,15 @@ def tensorrt_config(
     usual_batch: int,
     file: str,
 ) -> Message:
-    """The same graph as TensorRT's engine.
+    """Configuration of the same graph as a TensorRT engine.
 
     Args:
-        name: of the model.
-        inputs: of the graph.
-        outputs: of the graph.
-        largest_batch: of the engine's profile.
-        usual_batch: that the profile is tuned for.
-        file: the engine, beside the version's other files.
+        name: name of the model.
+        inputs: inputs of the graph.
+        outputs: outputs of the graph.
+        largest_batch: largest batch of the engine's profile.
+        usual_batch: batch that the profile is tuned for.
+        file: file name of the engine in the version's folder.
     """
     batched = _batched(inputs, outputs, largest_batch=largest_batch)
     batched["dynamic_batching"] = {"preferred_batch_size": [usual_batch], **batched["dynamic_batching"]}
@@ -109,7 +109,7 @@ def tensorrt_config(
 
 
 def vllm_config(name: str) -> Message:
-    """VLLM's backend, whose engine's settings are in model.json."""
+    """Configuration of vLLM's backend; its engine's settings are in model.json."""
     return {
         "name": name,
         "backend": "vllm",
@@ -127,7 +127,7 @@ def vllm_config(name: str) -> Message:
 
 
 def tensorrt_llm_config(name: str, *, engine: str, largest_batch: int) -> Message:
-    """TensorRT-LLM's backend on an engine of trtllm-build: token ids in, token ids out."""
+    """Configuration of TensorRT-LLM's backend with an engine of trtllm-build; inputs and outputs are token ids."""
     scalars = {
         "end_id": "TYPE_INT32",
         "pad_id": "TYPE_INT32",
@@ -137,16 +137,16 @@ def tensorrt_llm_config(name: str, *, engine: str, largest_batch: int) -> Messag
         "runtime_top_p": "TYPE_FP32",
         "random_seed": "TYPE_UINT64",
     }
-    whole: Message = {"reshape": {"shape": []}}
+    scalar: Message = {"reshape": {"shape": []}}
     return {
         "name": name,
         "backend": "tensorrtllm",
         "max_batch_size": largest_batch,
         "input": [
             _tensor("input_ids", "TYPE_INT32", (-1,)) | {"allow_ragged_batch": True},
-            _tensor("input_lengths", "TYPE_INT32", (1,)) | whole,
+            _tensor("input_lengths", "TYPE_INT32", (1,)) | scalar,
             _tensor("request_output_len", "TYPE_INT32", (1,)),
-            *(_tensor(own, kind, (1,), optional=True) | whole for own, kind in scalars.items()),
+            *(_tensor(field, kind, (1,), optional=True) | scalar for field, kind in scalars.items()),
             _tensor("stop", "TYPE_BOOL", (1,), optional=True),
             _tensor("streaming", "TYPE_BOOL", (1,), optional=True),
         ],
@@ -162,23 +162,24 @@ def tensorrt_llm_config(name: str, *, engine: str, largest_batch: int) -> Messag
 
 
 def _texts() -> Message:
-    """The tensors that octavo's server takes and gives."""
-    words = {"BYTES": "TYPE_STRING"}
+    """Inputs and outputs of octavo's server."""
+    datatypes = {"BYTES": "TYPE_STRING"}
     inputs = [
-        _tensor(name, words.get(kind, f"TYPE_{kind}"), (-1,), optional=name != INPUT)
+        _tensor(name, datatypes.get(kind, f"TYPE_{kind}"), (-1,), optional=name != INPUT)
         for name, kind in DATATYPES.items()
     ]
     return {"input": inputs, "output": [_tensor(OUTPUT, "TYPE_STRING", (-1,))]}
 
 
 def _batched(inputs: Iterable[GraphTensor], outputs: Iterable[GraphTensor], *, largest_batch: int) -> Message:
-    """A graph whose first dimensions are a batch that Triton puts together."""
-    taken = [*inputs]
-    sample = {own.name: (f"TYPE_{own.datatype}", tuple(1 if size < 0 else size for size in own.dims)) for own in taken}
+    """Configuration of a graph whose first dimension is batched by Triton."""
+    inputs = [*inputs]
+    dims = {each.name: tuple(1 if size < 0 else size for size in each.dims) for each in inputs}
+    sample = {each.name: (f"TYPE_{each.datatype}", dims[each.name]) for each in inputs}
     return {
         "max_batch_size": largest_batch,
-        "input": [_tensor(own.name, f"TYPE_{own.datatype}", own.dims) for own in taken],
-        "output": [_tensor(own.name, f"TYPE_{own.datatype}", own.dims) for own in outputs],
+        "input": [_tensor(each.name, f"TYPE_{each.datatype}", each.dims) for each in inputs],
+        "output": [_tensor(each.name, f"TYPE_{each.datatype}", each.dims) for each in outputs],
         **NEWEST,
         "dynamic_batching": {"max_queue_delay_microseconds": WAIT_US},
         "model_warmup": _warmup(sample, {"zero_data": True}),
@@ -186,12 +187,12 @@ def _batched(inputs: Iterable[GraphTensor], outputs: Iterable[GraphTensor], *, l
 
 
 def _tensor(name: str, datatype: str, dims: tuple[int, ...], *, optional: bool = False) -> Message:
-    own: Message = {"name": name, "data_type": Word(datatype), "dims": [*dims]}
-    return own | ({"optional": True} if optional else {})
+    tensor: Message = {"name": name, "data_type": EnumValue(datatype), "dims": [*dims]}
+    return tensor | ({"optional": True} if optional else {})
 
 
 def _instances(kind: str, *, count: int = 1) -> list[Message]:
-    return [{"count": count, "kind": Word(kind)}]
+    return [{"count": count, "kind": EnumValue(kind)}]
 
 
 def _parameters(texts: Mapping[str, str]) -> list[Message]:
@@ -199,8 +200,8 @@ def _parameters(texts: Mapping[str, str]) -> list[Message]:
 
 
 def _warmup(inputs: Mapping[str, tuple[str, tuple[int, ...]]], data: Message) -> Message:
-    own = [
-        {"key": name, "value": {"data_type": Word(kind), "dims": [*dims], **data}}
+    entries = [
+        {"key": name, "value": {"data_type": EnumValue(kind), "dims": [*dims], **data}}
         for name, (kind, dims) in inputs.items()
     ]
-    return {"name": "first", "batch_size": 1, "inputs": own}
+    return {"name": "first", "batch_size": 1, "inputs": entries}

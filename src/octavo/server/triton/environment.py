@@ -1,17 +1,17 @@
-"""The virtual environment that Triton runs in, and how it is made.
+"""Virtual environment that Triton runs in, and its creation.
 
-The wheel of nvidia-pytriton holds Triton's server and its Python backend. Both were compiled for NumPy 1: with NumPy 2
-they hand over damaged tensors. So they have an environment of their own:
+The wheel of nvidia-pytriton holds Triton's server and its Python backend. Both were compiled for NumPy 1 and pass
+damaged tensors with NumPy 2, so they need a separate environment:
 
-| what                             | where it comes from                                                             |
+| package                          | source                                                                          |
 |----------------------------------|---------------------------------------------------------------------------------|
 | Triton, its clients, NumPy 1     | pip                                                                             |
 | onnxruntime                      | pip                                                                             |
-| octavo, torch and everything else| the environment that octavo runs in now, by a .pth file: nothing is installed   |
-|                                  | twice, and Triton's octavo is the one that made the environment                 |
-| triton_python_backend_stub       | the wheel's for this version of Python, copied to where the backend looks       |
+| octavo, torch and all others     | the environment that octavo runs in now, by a .pth file: not installed twice,   |
+|                                  | and Triton uses the octavo that created the environment                         |
+| triton_python_backend_stub       | the wheel's for this version of Python, copied to the backend's folder          |
 
-A file with what was made is written last: an environment without it is made again.
+A file that records the content is written last: an environment without it is created again.
 """
 
 import json
@@ -34,10 +34,10 @@ from octavo.parsing import read_object
 __all__ = ["PACKAGES", "Environment", "find_environment", "make_environment"]
 
 PACKAGES = ("nvidia-pytriton==0.7.0", "numpy<2", "onnxruntime>=1.31")
-LEAST_GLIBC, NEWEST_PYTHON = (2, 35), (3, 13)  # the wheel's
+LEAST_GLIBC, NEWEST_PYTHON = (2, 35), (3, 13)  # supported by the wheel
 MARK, LINK = "octavo-triton.json", "octavo.pth"
 STUB = "triton_python_backend_stub"
-SHOWN = 20  # lines of what pip says
+SHOWN = 20  # lines of pip's output in an error
 TRIAL = """
 import numpy, onnxruntime, pytriton, tritonclient.grpc
 import octavo.server.triton.engine_model
@@ -47,34 +47,34 @@ assert numpy.__version__.startswith("1."), numpy.__version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """An environment that was made.
+    """Finished environment.
 
     Attributes:
-        folder: of it.
+        folder: folder of the environment.
     """
 
     folder: Path
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Python interpreter of the environment."""
         return self.folder / "bin" / "python"
 
     @property
     def packages(self) -> Path:
-        """Where its packages lie."""
+        """Folder of its packages."""
         return self.folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
 
     @property
     def triton(self) -> Path:
-        """The wheel's folder with the server and its backends."""
+        """Folder of the wheel with the server and its backends."""
         return self.packages / "pytriton" / "tritonserver"
 
     def variables(self) -> dict[str, str]:
-        """Of the process that Triton's server is: this process's own, and where its libraries and its Python are."""
+        """Environment variables for Triton's server: this process's, with the paths of its libraries and Python."""
         libraries = [sysconfig.get_config_var("LIBDIR"), self.packages / "nvidia_pytriton.libs"]
-        kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
-        return kept | {
+        inherited = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+        return inherited | {
             "PATH": f"{self.folder / 'bin'}:{os.environ.get('PATH', os.defpath)}",
             "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
             "VIRTUAL_ENV": str(self.folder),
@@ -82,60 +82,60 @@ class Environment:
 
 
 def make_environment(folder: Path, *, on_step: Callable[[str], None] = lambda _: None) -> Environment:
-    """Make the environment, unless it is there.
+    """Create the environment unless it exists.
 
     Args:
-        folder: new, empty, or one that an earlier call has begun.
-        on_step: told what is being done, before it is.
+        folder: a folder that is new, empty, or left unfinished by an earlier call.
+        on_step: called with a description of each step before it runs.
 
     Raises:
         ConfigError: the wheel is not for this machine, the folder holds something else, or pip fails.
     """
     folder = folder.absolute()
     if (reason := unsupported_reason()) is not None:
-        raise ConfigError(f"Triton cannot run here: {reason}; octavo serve MODEL needs none of it")
-    check_folder(folder, is_own=lambda own: (own / MARK).is_file())
-    made = Environment(folder=folder)
-    if _marked(folder) == _wanted():
-        return made
+        raise ConfigError(f"Triton cannot run here: {reason}; octavo serve MODEL runs without it")
+    check_folder(folder, is_own=lambda path: (path / MARK).is_file())
+    environment = Environment(folder=folder)
+    if _read_mark(folder) == _expected_mark():
+        return environment
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / MARK, "{}\n")
-    (made.packages / LINK).unlink(missing_ok=True)  # pip is not to see what it leads to
+    (environment.packages / LINK).unlink(missing_ok=True)  # pip must not see the packages it links
     on_step("a virtual environment")
     _run([sys.executable, "-m", "venv", folder])
     on_step("Triton, NumPy 1 and onnxruntime, about 90 MB")
-    _run([made.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet", *PACKAGES])
+    _run(
+        [environment.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet", *PACKAGES]
+    )
     on_step("octavo")
-    stub = made.triton / "backends" / "python" / STUB
-    shutil.copyfile(made.triton / "python_backend_stubs" / sysconfig.get_python_version() / STUB, stub)
+    stub = environment.triton / "backends" / "python" / STUB
+    shutil.copyfile(environment.triton / "python_backend_stubs" / sysconfig.get_python_version() / STUB, stub)
     stub.chmod(0o755)
-    (made.packages / LINK).write_text(_link(), encoding="utf-8")
-    _run([made.python, "-c", TRIAL])
-    write_atomically(folder / MARK, json.dumps(_wanted(), indent=2) + "\n")
-    return made
+    (environment.packages / LINK).write_text(_link(), encoding="utf-8")
+    _run([environment.python, "-c", TRIAL])
+    write_atomically(folder / MARK, json.dumps(_expected_mark(), indent=2) + "\n")
+    return environment
 
 
 def find_environment(folder: Path) -> Environment:
-    """The environment that :func:`make_environment` made there.
+    """Return the environment that :func:`make_environment` created.
 
     Raises:
-        ConfigError: there is none, it was not finished, or another octavo or Python made it.
+        ConfigError: there is none, it is unfinished, or another octavo or Python created it.
     """
     folder = folder.absolute()
-    found = _marked(folder)
-    if found != _wanted():
-        reason = "there is none" if not found else "it was made by another octavo or Python"
-        raise ConfigError(
-            f"Triton needs an environment of its own, and in {str(folder)!r} {reason}; octavo triton setup"
-        )
+    mark = _read_mark(folder)
+    if mark != _expected_mark():
+        reason = "has none" if not mark else "was created by another octavo or Python"
+        raise ConfigError(f"Triton needs a separate environment, and {str(folder)!r} {reason}; run octavo triton setup")
     return Environment(folder=folder)
 
 
 def unsupported_reason() -> str | None:
-    """Why the wheel is not for this machine or Python; None where it is."""
+    """Reason why the wheel does not support this machine or Python; None if it does."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return (
-            f"nvidia-pytriton has wheels for Linux on x86-64 alone, and this is {sys.platform} on {platform.machine()}"
+            f"nvidia-pytriton has wheels only for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
         )
     library, version = platform.libc_ver()
     if library != "glibc" or tuple(map(int, version.split("."))) < LEAST_GLIBC:
@@ -150,13 +150,13 @@ def unsupported_reason() -> str | None:
     return None
 
 
-def _wanted() -> dict[str, object]:
-    """What a finished environment was made of."""
+def _expected_mark() -> dict[str, object]:
+    """Content that the record of a finished environment must have."""
     return {"python": sys.version.split()[0], "packages": [*PACKAGES], "link": _link()}
 
 
-def _marked(folder: Path) -> dict[str, object]:
-    """What the folder says that it was made of; empty where it is not finished."""
+def _read_mark(folder: Path) -> dict[str, object]:
+    """Read the record of an environment; empty if it is unfinished."""
     try:
         return read_object(folder / MARK)
     except (OSError, DataError):
@@ -164,15 +164,15 @@ def _marked(folder: Path) -> dict[str, object]:
 
 
 def _link() -> str:
-    """Lines of a .pth file: octavo's own place, and its packages behind those of Triton's environment."""
-    own = str(Path(octavo.__file__).resolve().parents[1])
-    places = [place for place in site.getsitepackages() if place != own]
-    return "".join([f"{own}\n", *(f"import site; site.addsitedir({place!r})\n" for place in places)])
+    """Lines of a .pth file: octavo's source folder, then its packages, after those of Triton's environment."""
+    source = str(Path(octavo.__file__).resolve().parents[1])
+    places = [place for place in site.getsitepackages() if place != source]
+    return "".join([f"{source}\n", *(f"import site; site.addsitedir({place!r})\n" for place in places)])
 
 
 def _run(command: list[object]) -> None:
-    """Raises ConfigError with the end of what a command that failed has said."""
+    """Run a command; raise ConfigError with the end of its output if it fails."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-SHOWN:])
-        raise ConfigError(f"the environment cannot be made; {command[1:3]} ended with {done.returncode}:\n{said}")
+        output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-SHOWN:])
+        raise ConfigError(f"cannot create the environment; {command[1:3]} ended with {done.returncode}:\n{output}")

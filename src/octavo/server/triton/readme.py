@@ -1,4 +1,4 @@
-"""README.md of a repository: what is in it, how it is asked, and how the models of other backends are completed."""
+"""README.md of a repository: its content, how to use it, and how to complete the models of other backends."""
 
 from string import Template
 
@@ -9,13 +9,13 @@ __all__ = ["readme"]
 
 
 def readme(saved: SavedCheckpoint, report: OnnxReport, *, models: str, others: str) -> str:
-    """The text.
+    """Text of README.md.
 
     Args:
-        saved: the checkpoint.
-        report: of the graph.
-        models: the folder that Triton is started on.
-        others: the folder of models that need other backends.
+        saved: checkpoint of octavo's engine.
+        report: report of the exported graph.
+        models: folder that Triton is started on.
+        others: folder of models that need other backends.
     """
     layers = ", ".join(f"{count} layers with {scheme}" for scheme, count in saved.schemes.items())
     return Template(_TEXT).substitute(
@@ -25,26 +25,26 @@ def readme(saved: SavedCheckpoint, report: OnnxReport, *, models: str, others: s
 
 _TEXT = """# A model repository for Triton Inference Server
 
-Written by `octavo export --format triton`. Start Triton in this folder: paths in the models' settings begin here.
+Written by `octavo export --format triton`. Start Triton in this folder, to which the models' paths are relative.
 
     octavo triton setup                        # once: Triton itself, without a container
     octavo serve . --engine triton
 
-or, where tritonserver, octavo and NumPy 1 are installed:
+or, with tritonserver, octavo and NumPy 1 installed:
 
     tritonserver --model-repository=$models
 
-| $models/ | runs | ask it |
+| $models/ | runs | requests |
 |---|---|---|
 | octavo | octavo's engine: $layers | HTTP `generate_stream`, gRPC `ModelStreamInfer` |
-| octavo_whole | the same, in one piece | HTTP and gRPC `infer`, HTTP `generate` |
-| onnx | the graph in onnxruntime, on a CPU: $fp8 of $all layers in FP8, the rest $dtype | `infer` |
+| octavo_whole | the same, without streaming | HTTP and gRPC `infer`, HTTP `generate` |
+| onnx | the graph in onnxruntime on a CPU: $fp8 of $all layers in FP8, the others in $dtype | `infer` |
 
-    python client.py "Once upon a time"        # --whole, --max-tokens, --temperature, --url …; needs Python alone
+    python client.py "Once upon a time"        # --whole, --max-tokens, --temperature, --url …; needs only Python
     curl localhost:8000/v2/models/octavo/generate_stream -d '{"text_input": "Once", "max_tokens": 32, "temperature": 0}'
 
-`octavo` and `octavo_whole` take the tensors of `octavo serve` under /v2, and give the same text. How much the engine
-takes on (max_running, max_waiting, cache_positions, step_rows) are parameters in octavo/config.pbtxt.
+`octavo` and `octavo_whole` take the tensors of `octavo serve` under /v2 and return the same text. The engine's limits
+(max_running, max_waiting, cache_positions, step_rows) are parameters in octavo/config.pbtxt.
 
 ## Other backends
 
@@ -54,8 +54,8 @@ $others/ holds models for servers that have these backends. Complete one on the 
   `mv $models/onnx/1/model.engine $others/tensorrt/1/` and `mv $others/tensorrt $models/`.
 - **vllm**: `mv $others/vllm $models/`. It reads $models/octavo/1/model; 1/model.json has its settings.
 - **tensorrt_llm** (tensorrtllm): put an engine of `trtllm-build` into $others/tensorrt_llm/1, then
-  `mv $others/tensorrt_llm $models/`. It takes token ids; servers whose TensorRT-LLM has no such engines any more have a
-  model of their own, for which `octavo export MODEL --format modelopt` is the checkpoint.
+  `mv $others/tensorrt_llm $models/`. It takes token ids; servers whose TensorRT-LLM no longer has such engines have
+  their own model, for which `octavo export MODEL --format modelopt` writes the checkpoint.
 
-octavo has run none of these three.
+These three are not tested by octavo.
 """

@@ -1,21 +1,21 @@
-"""``write_repository``: a language model as a model repository of Triton's, which runs it in several ways.
+"""Triton model repository of a language model, for several backends.
 
     REPO/
-      README.md                     what is here, and how it is started
-      client.py                     asks it for text (client.py)
-      models/                       what Triton is started on; on a CPU all of it loads
+      README.md                     content and usage
+      client.py                     client that generates text (client.py)
+      models/                       folder that Triton is started on; all of it loads on a CPU
         octavo/                     octavo's engine (engine_model.py), streaming
           config.pbtxt  1/model.py  1/model/  warmup/text_input
-        octavo_whole/               the same answers in one piece (whole_model.py)
+        octavo_whole/               the same answers without streaming (whole_model.py)
           config.pbtxt  1/model.py
         onnx/                       the graph in onnxruntime (graph_model.py), and scripts that build TensorRT's engine
           config.pbtxt  1/model.py  1/model.onnx  1/build.sh …
-      other_backends/               models for servers that have these backends; moved to models/ once they are complete
+      other_backends/               models for servers that have these backends; move them to models/ when complete
         tensorrt/  vllm/  tensorrt_llm/
 
-``1/model`` is a checkpoint of ``octavo.save_quantized`` in the format compressed-tensors: octavo's engine reads its
-codes as they are, and vLLM reads the same folder. What is not in FP8 loses nothing: it is in BF16 where that is exact,
-and in FP32 elsewhere. So the engine multiplies just the numbers that ``octavo serve MODEL`` does.
+``1/model`` is a checkpoint of ``octavo.save_quantized`` in the compressed-tensors format. octavo's engine reads its
+codes unchanged, and vLLM reads the same folder. Other tensors are exact: in BF16 if that loses nothing, else in FP32.
+So the engine computes the same as ``octavo serve MODEL``.
 """
 
 import json
@@ -58,14 +58,14 @@ OnPhase = Callable[[str, float, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """What was written.
+    """Written repository.
 
     Attributes:
-        folder: where.
-        engine: the checkpoint that octavo's engine and vLLM read.
-        graph: what onnxruntime and TensorRT run.
-        models: that Triton loads.
-        others: for servers with other backends.
+        folder: folder of the repository.
+        engine: checkpoint that octavo's engine and vLLM read.
+        graph: report of the graph that onnxruntime and TensorRT run.
+        models: models that Triton loads.
+        others: models for servers with other backends.
     """
 
     folder: Path
@@ -84,19 +84,19 @@ def write_repository(
     verify: bool,
     on_phase: OnPhase = lambda _label, _done, _total: None,
 ) -> Repository:
-    """Write a repository; the folder is there when everything in it was checked, and not before.
+    """Write a repository; the folder appears only after everything in it was checked.
 
     Args:
-        folder: new or empty.
-        engine: loads the model that octavo's engine is to run, in a recipe that the format compressed-tensors has.
-        graph: loads the model that becomes a graph, and says how; called after the other model is gone.
-        max_shard_bytes: of a file of the checkpoint.
-        verify: read the checkpoint back in a fresh process, and compare.
-        on_phase: told what is being done.
+        folder: new or empty folder.
+        engine: loads the model for octavo's engine, in a recipe that compressed-tensors supports.
+        graph: loads the model for the graph and its options; called after the other model is freed.
+        max_shard_bytes: largest file of the checkpoint.
+        verify: read the checkpoint back in a fresh process and compare.
+        on_phase: called with a phase, the steps done and the total.
 
     Raises:
-        ConfigError: the folder holds something, or a model cannot be written in that way.
-        CheckpointError: what was written computes something else, or the engine cannot serve it.
+        ConfigError: the folder is not empty, or a model cannot be written in this format.
+        CheckpointError: the written model computes something else, or the engine cannot serve it.
     """
     with claimed_folder(folder), replacing_folder(folder) as temporary:
         saved = _write_engine(temporary, engine(), max_shard_bytes=max_shard_bytes, verify=verify, on_phase=on_phase)
@@ -110,7 +110,7 @@ def write_repository(
 def _write_engine(
     folder: Path, source: ExportSource, *, max_shard_bytes: int, verify: bool, on_phase: OnPhase
 ) -> SavedCheckpoint:
-    """Everything that needs the checkpoint."""
+    """Write the checkpoint and all models that use it."""
     place = folder / MODELS / OCTAVO
     saved = save_quantized(
         source.language_model,
@@ -142,9 +142,9 @@ def _write_engine(
 
 
 def _write_graph(folder: Path, source: ExportSource, options: OnnxOptions, on_phase: OnPhase) -> OnnxReport:
-    """Everything that needs the graph."""
+    """Write the graph and all models that use it."""
     if options.dtype == "bf16":
-        raise ConfigError("onnxruntime takes no tensors in bf16 from Python; give --dtype fp16 or fp32")
+        raise ConfigError("onnxruntime's Python API does not support bf16 tensors; give --dtype fp16 or fp32")
     place = folder / MODELS / ONNX
     report = export_onnx(
         source.language_model,
@@ -164,7 +164,7 @@ def _write_graph(folder: Path, source: ExportSource, options: OnnxOptions, on_ph
 
 
 def _write_script(place: Path, name: str) -> None:
-    """A module of this package as a model's own file."""
+    """Copy a module of this package as a model's model.py."""
     (place / VERSION).mkdir(parents=True, exist_ok=True)
     (place / VERSION / "model.py").write_bytes(_source_of(name))
 
@@ -174,13 +174,13 @@ def _source_of(name: str) -> bytes:
 
 
 def _write_config(place: Path, config: Mapping[str, Any]) -> None:
-    (place / VERSION).mkdir(parents=True, exist_ok=True)  # Triton wants the version's folder, also an empty one
+    (place / VERSION).mkdir(parents=True, exist_ok=True)  # Triton needs the version's folder even if it is empty
     (place / "config.pbtxt").write_text(config_text(config), encoding="utf-8")
 
 
 def _exact_dtype(model: LanguageModel) -> str:
-    """The smaller dtype in which everything that becomes no codes is what it was."""
+    """Smallest dtype that represents every tensor not stored as codes exactly: "bf16" or "fp32"."""
     layers = (path for path, layer in model.model.named_modules() if isinstance(layer, Linear))
     coded = {f"{path}.{name}" for path in layers for name in ("weight", "weight_codes")}
-    rest = (tensor for name, tensor in model.model.state_dict().items() if name not in coded)
-    return "bf16" if all(torch.equal(tensor.bfloat16().to(tensor.dtype), tensor) for tensor in rest) else "fp32"
+    others = (tensor for name, tensor in model.model.state_dict().items() if name not in coded)
+    return "bf16" if all(torch.equal(tensor.bfloat16().to(tensor.dtype), tensor) for tensor in others) else "fp32"

@@ -1,4 +1,4 @@
-"""Triton's server as a process of octavo's: started, waited for until it is ready, and ended with it."""
+"""Triton's server as a subprocess of octavo: start, wait until ready, end with octavo."""
 
 import ctypes
 import os
@@ -17,24 +17,24 @@ from octavo.server.triton.environment import Environment
 
 __all__ = ["MODELS", "Ports", "TritonServer"]
 
-MODELS = "models"  # the folder of a repository that Triton is started on
-SHOWN = 40  # lines of a log
+MODELS = "models"  # folder of a repository that Triton is started on
+SHOWN = 40  # lines of the log in an error
 STEP_S = 0.1
-ENDING_S = 30  # that Triton waits for answers that were begun; then a little more, and it is killed
-KILLING_S = 10
-HANGING_S = 5  # of one question whether it is ready
+ENDING_S = 30  # time that Triton gives running answers at exit
+KILLING_S = 10  # time after that until Triton is killed
+HANGING_S = 5  # timeout of one readiness check
 DEATH_SIGNAL = 1  # prctl(2)'s PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Where a server listens.
+    """Addresses that a server listens at.
 
     Attributes:
-        host: an address.
-        http: KServe over HTTP.
-        grpc: KServe over gRPC.
-        metrics: for Prometheus.
+        host: address.
+        http: port of KServe over HTTP.
+        grpc: port of KServe over gRPC.
+        metrics: port of Prometheus metrics.
     """
 
     host: str = "127.0.0.1"
@@ -45,11 +45,11 @@ class Ports:
 
 @dataclass(slots=True, kw_only=True)
 class TritonServer:
-    """A server that runs.
+    """Running server.
 
     Attributes:
-        process: that it is.
-        log: what it prints.
+        process: its process.
+        log: file with its output.
         ready_s: seconds until it was ready.
     """
 
@@ -69,25 +69,25 @@ class TritonServer:
         ready_seconds: float,
         on_wait: Callable[[float], None] = lambda _: None,
     ) -> "Iterator[TritonServer]":
-        """A server that is ready, until the block ends.
+        """Start a server, wait until it is ready, and stop it when the block ends.
 
         Args:
-            repository: that :func:`write_repository` wrote.
-            environment: to run in.
-            ports: where to listen.
-            log: a file for what it prints.
-            ready_seconds: after which it is taken for hanging.
-            on_wait: told how many seconds it has taken so far.
+            repository: folder that :func:`write_repository` wrote.
+            environment: environment to run in.
+            ports: addresses to listen at.
+            log: file for its output.
+            ready_seconds: time limit until it is ready.
+            on_wait: called with the seconds waited so far.
 
         Raises:
-            ConfigError: the folder is no repository.
-            CheckpointError: a file of a model in it is not the one that was written.
-            TritonError: it ended before it was ready, or was not ready in time; says the end of its log.
+            ConfigError: the folder is not a repository.
+            CheckpointError: a file of a model in it was changed.
+            TritonError: it ended before it was ready, or was not ready in time; with the end of its log.
         """
         models = repository / MODELS
         if not models.is_dir():
             raise ConfigError(
-                f"{str(repository)!r} is no repository for Triton, which has a folder {MODELS!r}; "
+                f"{str(repository)!r} is not a Triton model repository: it has no folder {MODELS!r}; write one with "
                 "octavo export MODEL --format triton --out REPO"
             )
         for sums in sorted(models.rglob(SUMS)):
@@ -99,24 +99,24 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is octavo's, which tells it to end
+                start_new_session=True,  # only octavo handles Ctrl-C, and ends Triton
                 preexec_fn=_end_with(ctypes.CDLL(None)),  # noqa: PLW1509 – one system call, which takes no lock
             )
-        made = cls(process=process, log=log)
+        server = cls(process=process, log=log)
         try:
-            made.ready_s = made._wait(ports, ready_seconds, on_wait)
-            yield made
+            server.ready_s = server._wait(ports, ready_seconds, on_wait)
+            yield server
         finally:
-            made._end()
+            server._end()
 
     def wait(self) -> None:
-        """Until it ends by itself.
+        """Wait until the server ends by itself.
 
         Raises:
-            TritonError: that is no good end.
+            TritonError: it ended with an error.
         """
         if self.process.wait():
-            raise TritonError(f"Triton ended with {self.process.returncode}; the end of its log:\n{self._said()}")
+            raise TritonError(f"Triton ended with {self.process.returncode}; the end of its log:\n{self._log_end()}")
 
     def _wait(self, ports: Ports, ready_seconds: float, on_wait: Callable[[float], None]) -> float:
         begun = time.monotonic()
@@ -126,18 +126,18 @@ class TritonServer:
             if self.process.poll() is not None:
                 raise TritonError(
                     f"Triton ended with {self.process.returncode} before it was ready; the end of its log:\n"
-                    f"{self._said()}"
+                    f"{self._log_end()}"
                 )
             if passed > ready_seconds:
                 raise TritonError(
-                    f"Triton was not ready after {ready_seconds:g} s; give --ready-seconds; the end of its log:\n"
-                    f"{self._said()}"
+                    f"Triton was not ready after {ready_seconds:g} s; raise --ready-seconds; the end of its log:\n"
+                    f"{self._log_end()}"
                 )
             time.sleep(STEP_S)
         return time.monotonic() - begun
 
     def _end(self) -> None:
-        """Let it answer what was begun; a signal to octavo meanwhile ends it at once."""
+        """Stop the server after its running answers; a signal to octavo meanwhile stops it at once."""
         self.process.terminate()
         try:
             self.process.wait(ENDING_S + KILLING_S)
@@ -145,10 +145,10 @@ class TritonServer:
             pass
         finally:
             if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)  # its models are processes of its group
+                os.killpg(self.process.pid, signal.SIGKILL)  # includes its models' processes
                 self.process.wait()
 
-    def _said(self) -> str:
+    def _log_end(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-SHOWN:])
 
@@ -163,12 +163,12 @@ def _command(models: Path, environment: Environment, ports: Ports) -> Sequence[o
         f"--grpc-port={ports.grpc}",
         f"--metrics-port={ports.metrics}",
         f"--exit-timeout-secs={ENDING_S}",
-        "--disable-auto-complete-config",  # which would load each model once more, to ask what its config.pbtxt says
+        "--disable-auto-complete-config",  # else it loads each model once more to complete its config.pbtxt
     ]
 
 
 def _end_with(libc: ctypes.CDLL) -> Callable[[], None]:
-    """Told to end when octavo dies, were it by SIGKILL: Linux's doing, as Triton's wheel is for Linux alone."""
+    """Make the kernel end the process when octavo dies, even by SIGKILL; Linux only, as Triton's wheel."""
     return lambda: libc.prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
@@ -177,5 +177,5 @@ def _is_ready(ports: Ports) -> bool:
     try:
         with urllib.request.urlopen(f"http://{host}:{ports.http}/v2/health/ready", timeout=HANGING_S) as response:
             return bool(response.status == 200)
-    except OSError:  # nobody listens yet, or the models are being loaded
+    except OSError:  # not listening yet, or still loading the models
         return False

@@ -1,8 +1,8 @@
-"""The repository's model ``octavo_whole``: asks ``octavo`` and puts the pieces of each answer together.
+"""Model ``octavo_whole`` of the repository: sends requests to ``octavo`` and joins the pieces of each answer.
 
-Triton answers plain ``infer`` requests of HTTP and gRPC only for models with one response a request, so a client that
-waits for whole answers asks here. Several texts are several requests to ``octavo``, answered side by side. This file
-is copied into the repository as it is; it needs neither octavo nor torch.
+Triton supports plain ``infer`` requests over HTTP and gRPC only for models with one response per request; this model is
+for clients that use them. Several texts become concurrent requests to ``octavo``. This file is copied into the
+repository unchanged; it needs neither octavo nor torch.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ ENGINE, INPUT, OUTPUT, SHARED = "octavo", "text_input", "text_output", "stop"
 
 
 class TritonPythonModel:
-    """What Triton's Python backend makes instances of, and calls."""
+    """Interface that Triton's Python backend calls."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Nothing is loaded."""
+        """Import Triton's utilities; there is no model to load."""
         import triton_python_backend_utils as utils
 
         self._utils = utils
 
     async def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """A response for each request."""
+        """Return a response for each request."""
         return [*await asyncio.gather(*(self._answer(request) for request in requests))]
 
     async def _answer(self, request: Any) -> Any:
@@ -40,21 +40,21 @@ class TritonPythonModel:
         return self._utils.InferenceResponse(output_tensors=[self._utils.Tensor(OUTPUT, value)])
 
     async def _text(self, arrays: Mapping[str, Any], index: int, count: int) -> bytes:
-        """One answer; raises TritonModelException with the engine's sentence where there is none."""
-        inputs = [self._utils.Tensor(name, _own(name, array, index, count)) for name, array in arrays.items()]
-        asked = self._utils.InferenceRequest(model_name=ENGINE, requested_output_names=[OUTPUT], inputs=inputs)
-        return b"".join(await asyncio.to_thread(self._pieces, asked))
+        """Return one answer; raise TritonModelException with the engine's error."""
+        inputs = [self._utils.Tensor(name, _value_of(name, array, index, count)) for name, array in arrays.items()]
+        request = self._utils.InferenceRequest(model_name=ENGINE, requested_output_names=[OUTPUT], inputs=inputs)
+        return b"".join(await asyncio.to_thread(self._pieces, request))
 
-    def _pieces(self, asked: Any) -> list[bytes]:
-        found = []
-        for response in asked.exec(decoupled=True):
+    def _pieces(self, request: Any) -> list[bytes]:
+        pieces = []
+        for response in request.exec(decoupled=True):
             if response.has_error():
                 raise self._utils.TritonModelException(response.error().message())
             for tensor in response.output_tensors():
-                found += tensor.as_numpy().tolist()
-        return found
+                pieces += tensor.as_numpy().tolist()
+        return pieces
 
 
-def _own(name: str, array: Any, index: int, count: int) -> Any:
-    """One text's value of a tensor that has one for each; the engine refuses other numbers of values."""
+def _value_of(name: str, array: Any, index: int, count: int) -> Any:
+    """Value of one text in a tensor with one per text; the engine refuses other numbers of values."""
     return array[index : index + 1] if len(array) == count > 1 and name != SHARED else array

@@ -70,7 +70,7 @@ def test_no_server_is_said_in_one_sentence(script):
 def test_an_address_of_another_kind_is_said_in_one_sentence(script):
     told = _told(script, "one", "--url", "localhost")
     assert (told.returncode, told.stdout) == (1, "")
-    assert "localhost/v2/models/octavo/generate_stream gives no answer of such a server" in told.stderr
+    assert "localhost/v2/models/octavo/generate_stream is not an endpoint of such a server" in told.stderr
 
 
 def test_an_error_within_a_stream_ends_the_answer(script):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from octavo.server.triton.config_text import Word, config_text
+from octavo.server.triton.config_text import EnumValue, config_text
 
 MESSAGE = {
     "name": 'a "name" \\ with\nlines and ümlauts',
     "max_batch_size": 4,
-    "kind": Word("KIND_CPU"),
+    "kind": EnumValue("KIND_CPU"),
     "is_shape_tensor": False,
     "dims": [-1, 3],
     "empty": {},

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from octavo.inference import EngineConfig, load_served_model
 from octavo.server import Limits, Service, create_app
-from octavo.server.triton.config_text import Word
+from octavo.server.triton.config_text import EnumValue
 from octavo.server.triton.configs import engine_config
 from octavo.server.triton.engine_model import FOLDER, TritonPythonModel
 from tests.unit.server.triton.conftest import Request
@@ -93,8 +93,8 @@ def test_bytes_that_are_no_text_and_several_texts_are_refused(model):
         Request(text_input="x", max_tokens=3),
     )
     model.execute([bad, several, good])
-    assert "no UTF-8" in bad.sender.error().message()
-    assert "holds from 1 to 1 texts, not 2" in several.sender.error().message()
+    assert "not UTF-8" in bad.sender.error().message()
+    assert "must have from 1 to 1 texts, not 2" in several.sender.error().message()
     good.sender.text()
 
 
@@ -102,7 +102,7 @@ def test_a_cancelled_request_and_one_that_is_gone_end(model):
     cancelled, gone = (Request(text_input="x", max_tokens=300, ignore_eos=True) for _ in range(2))
     cancelled.sender.cancelled = gone.sender.broken = True
     model.execute([cancelled, gone])
-    assert "ended this answer" in cancelled.sender.error().message()
+    assert "cancelled this answer" in cancelled.sender.error().message()
     assert gone.sender.done.wait(60)
 
 
@@ -140,4 +140,4 @@ def test_a_full_queue_is_unavailable(utils, checkpoint, tmp_path):
 
 
 def test_words_are_what_the_configuration_means():
-    assert all(isinstance(own["data_type"], Word) for own in engine_config("octavo")["input"])
+    assert all(isinstance(own["data_type"], EnumValue) for own in engine_config("octavo")["input"])

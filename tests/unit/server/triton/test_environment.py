@@ -55,7 +55,7 @@ def test_one_that_was_interrupted_is_made_to_its_end(commands, tmp_path):
     commands(tmp_path, (0, "", ""), (1, "", "no such\npackage"))
     with pytest.raises(ConfigError, match=r"ended with 1:\nno such\npackage"):
         make_environment(tmp_path)
-    with pytest.raises(ConfigError, match="there is none; octavo triton setup"):
+    with pytest.raises(ConfigError, match="has none; run octavo triton setup"):
         find_environment(tmp_path)
     commands(tmp_path)
     make_environment(tmp_path)
@@ -110,7 +110,7 @@ PYTHON = {"LIBDIR": "/lib", "LDLIBRARY": "libpython.a"}
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        ("sys.platform", "darwin", "wheels for Linux on x86-64 alone, and this is darwin"),
+        ("sys.platform", "darwin", "wheels only for Linux on x86-64, and this is darwin"),
         ("platform.machine", lambda: "aarch64", "on aarch64"),
         ("platform.libc_ver", lambda: ("glibc", "2.31"), "glibc 2.35 or newer, and this is glibc 2.31"),
         ("platform.libc_ver", lambda: ("", ""), "another library"),
@@ -122,5 +122,5 @@ PYTHON = {"LIBDIR": "/lib", "LDLIBRARY": "libpython.a"}
 def test_what_the_wheel_is_not_for(monkeypatch, tmp_path, place, value, says):
     monkeypatch.setattr(f"octavo.server.triton.environment.{place}", value)
     assert says in str(unsupported_reason())
-    with pytest.raises(ConfigError, match="octavo serve MODEL needs none of it"):
+    with pytest.raises(ConfigError, match="octavo serve MODEL runs without it"):
         make_environment(tmp_path)

@@ -133,7 +133,7 @@ def _runs(pid):
 
 
 def test_a_folder_without_models_is_refused(start, tmp_path):
-    with pytest.raises(ConfigError, match="is no repository for Triton"), start("serves", repository=tmp_path):
+    with pytest.raises(ConfigError, match="is not a Triton model repository"), start("serves", repository=tmp_path):
         pass
     assert not (tmp_path / "log").exists(), "nothing was started"
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's recipe classes, each of which says which octavo recipe it is.
+"""Transformer Engine's recipe classes, each of which converts to an octavo recipe.
 
 | class                  | default                                 | octavo                                            |
 |------------------------|-----------------------------------------|---------------------------------------------------|
@@ -7,8 +7,8 @@
 | `Float8BlockScaling`   | E4M3, powers of two, 1x128 and 128x128  | `blockwise`, no floor under an amax               |
 | `MXFP8BlockScaling`    | E4M3                                    | `mxfp8`                                           |
 
-With the other format the gradients are cast to E4M3 instead of E5M2, or the reverse. Here the classes are frozen. What
-they cannot do is refused when they are built; so are `NVFP4BlockScaling`, `CustomRecipe` and the recipes of MXFP4.
+`fp8_format` selects E5M2 or E4M3 for gradients. Here the classes are frozen. Unsupported options raise an error at
+construction, and so do `NVFP4BlockScaling`, `CustomRecipe` and the recipes of MXFP4.
 
 Reference: Transformer Engine's documentation, "Common API".
 """
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Maxima(NamedTuple):
-    """The largest values of the formats of forward and backward casts."""
+    """Largest values of the formats of forward and backward casts."""
 
     fwd: float
     bwd: float
@@ -57,7 +57,7 @@ class Maxima(NamedTuple):
 
 
 class Format(Enum):
-    """The formats of forward and backward casts, by their largest values.
+    """Formats of forward and backward casts, by their largest values.
 
     Example:
         >>> Format.HYBRID.value.fwd, Format.HYBRID.value.bwd
@@ -72,12 +72,12 @@ class Format(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What all recipes have in common; one of its subclasses is meant.
+    """Base class of the recipes.
 
     Attributes:
         fp8_format: ``Format.HYBRID`` or ``Format.E4M3``.
         fp8_dpa: attention in FP8; octavo's runs in high precision, so only False.
-        fp8_mha: the same.
+        fp8_mha: same as ``fp8_dpa``.
         backward_override: only None.
     """
 
@@ -94,63 +94,62 @@ class Recipe:
         _check_default("backward_override", self.backward_override, default=None)
 
     def octavo_recipe(self) -> recipes.Recipe:
-        """The same casts and GEMMs as an octavo recipe."""
+        """Convert to the octavo recipe with the same casts and GEMMs."""
         raise NotImplementedError
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether this is :class:`DelayedScaling`."""
+        """Return True for :class:`DelayedScaling`."""
         return issubclass(cls, DelayedScaling)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether this is :class:`Float8CurrentScaling`."""
+        """Return True for :class:`Float8CurrentScaling`."""
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether a tensor has one scale."""
+        """Return True for recipes with one scale per tensor."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether this is :class:`Float8BlockScaling`."""
+        """Return True for :class:`Float8BlockScaling`."""
         return issubclass(cls, Float8BlockScaling)
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether this is :class:`MXFP8BlockScaling`."""
+        """Return True for :class:`MXFP8BlockScaling`."""
         return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether this is ``NVFP4BlockScaling``: no recipe here is."""
+        """Return False: ``NVFP4BlockScaling`` is not supported."""
         return False
 
     @classmethod
     def mxfp4_qat(cls) -> bool:
-        """Whether this trains weights for MXFP4: no recipe here does."""
+        """Return False: recipes of MXFP4 are not supported."""
         return False
 
     @classmethod
     def custom(cls) -> bool:
-        """Whether this is ``CustomRecipe``: no recipe here is."""
+        """Return False: ``CustomRecipe`` is not supported."""
         return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale a tensor, from the amaxes of finished steps.
+    """One scale per tensor, from the amaxes of finished steps.
 
     Attributes:
         margin: binades left free above the amax.
         interval: steps between two scales; only 1.
         amax_history_len: steps in the window.
         amax_compute_algo: "max" or "most_recent" of the window, or a function ``(amax_history) -> amax``.
-        scaling_factor_compute_algo: a function ``(amax, scale, fp8_max, recipe) -> scale`` of scales that encode, or
-            None; ``algorithms.py`` says what the two functions are given.
-        reduce_amax: False keeps each rank's own amaxes; True takes the largest of the autocast's
-            ``amax_reduction_group``.
+        scaling_factor_compute_algo: a function ``(amax, scale, fp8_max, recipe) -> scale`` of encode scales, or None;
+            ``algorithms.py`` describes the arguments of both functions.
+        reduce_amax: True reduces amaxes over the autocast's ``amax_reduction_group``; False uses each rank's own.
 
     Example:
         >>> DelayedScaling(amax_history_len=16, amax_compute_algo="most_recent").octavo_recipe().history.length
@@ -180,16 +179,16 @@ class DelayedScaling(Recipe):
 
     def octavo_recipe(self) -> recipes.Recipe:
         """``delayed_te`` with these options."""
-        found = recipes.get(
+        recipe = recipes.get(
             "delayed_te",
             history_length=self.amax_history_len,
             statistic="max" if callable(self.amax_compute_algo) else _STATISTICS[self.amax_compute_algo],
             margin=self.margin,
         )
         if callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None:
-            assert found.history is not None
-            found = replace(found, history=replace(found.history, statistic=self._algorithms()))
-        return _with_gradients_in(found, self.fp8_format)
+            assert recipe.history is not None
+            recipe = replace(recipe, history=replace(recipe.history, statistic=self._algorithms()))
+        return _with_gradients_in(recipe, self.fp8_format)
 
     def _algorithms(self) -> Algorithms:
         forward, backward = self.fp8_format.value
@@ -204,10 +203,10 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, from that tensor.
+    """One scale per tensor, from that tensor.
 
     Attributes:
-        use_power_2_scales: scales are powers of two.
+        use_power_2_scales: round scales to powers of two.
 
     Example:
         >>> Float8CurrentScaling(fp8_format=Format.E4M3).octavo_recipe().grad_input.a.format.name
@@ -217,20 +216,20 @@ class Float8CurrentScaling(Recipe):
     use_power_2_scales: bool = False
 
     def octavo_recipe(self) -> recipes.Recipe:
-        """``tensorwise``, its scales rounded if asked for."""
+        """``tensorwise`` with these options."""
         rounding = ScaleRounding.RCEIL if self.use_power_2_scales else ScaleRounding.FP32
-        found = _each_cast(
+        recipe = _each_cast(
             recipes.get("tensorwise"), lambda cast: replace(cast, amax_floor=0.0, scale_rounding=rounding)
         )
-        return _with_gradients_in(found, self.fp8_format)
+        return _with_gradients_in(recipe, self.fp8_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """Scales of 1x128 tiles of inputs and gradients and of 128x128 blocks of weights.
+    """One scale per 1x128 tile of inputs and gradients, and per 128x128 block of weights.
 
     Attributes:
-        use_f32_scales: any float32, not only powers of two.
+        use_f32_scales: allow any float32 scale instead of powers of two only.
         x_block_scaling_dim: only 1, tiles.
         w_block_scaling_dim: only 2, blocks.
         grad_block_scaling_dim: only 1.
@@ -253,14 +252,14 @@ class Float8BlockScaling(Recipe):
         _check_default("grad_block_scaling_dim", self.grad_block_scaling_dim, default=1)
 
     def octavo_recipe(self) -> recipes.Recipe:
-        """``blockwise``."""
-        found = recipes.get("blockwise", power_of_two=not self.use_f32_scales)
-        return _with_gradients_in(_each_cast(found, lambda cast: replace(cast, amax_floor=0.0)), self.fp8_format)
+        """``blockwise`` with these options."""
+        recipe = recipes.get("blockwise", power_of_two=not self.use_f32_scales)
+        return _with_gradients_in(_each_cast(recipe, lambda cast: replace(cast, amax_floor=0.0)), self.fp8_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """A power-of-two byte for every 32 elements along the summed dimension.
+    """One power-of-two scale, stored as a byte, per 32 elements along the summed dimension.
 
     Attributes:
         margin: only 0.
@@ -288,7 +287,7 @@ _FOUR_BITS = "octavo computes in FP8 and has no FP4 recipe; use MXFP8BlockScalin
 NVFP4BlockScaling = refused("NVFP4BlockScaling", _FOUR_BITS)
 MXFP4QATMXFP8BlockScaling = refused("MXFP4QATMXFP8BlockScaling", _FOUR_BITS)
 MXFP4QATFloat8BlockScaling = refused("MXFP4QATFloat8BlockScaling", _FOUR_BITS)
-CustomRecipe = refused("CustomRecipe", "octavo's own recipes say each cast: octavo.recipes.Recipe and octavo.autocast")
+CustomRecipe = refused("CustomRecipe", "define each cast with octavo.recipes.Recipe and use octavo.autocast")
 
 
 def _check_default(name: str, value: object, *, default: object) -> None:
@@ -297,7 +296,7 @@ def _check_default(name: str, value: object, *, default: object) -> None:
 
 
 def _each_cast(recipe: recipes.Recipe, change: Callable[[CastSpec], CastSpec]) -> recipes.Recipe:
-    """``recipe`` with every cast changed."""
+    """Apply ``change`` to every cast of a recipe."""
 
     def changed(gemm: GemmSpec) -> GemmSpec:
         return replace(gemm, a=gemm.a and change(gemm.a), b=gemm.b and change(gemm.b))
@@ -311,5 +310,5 @@ def _each_cast(recipe: recipes.Recipe, change: Callable[[CastSpec], CastSpec]) -
 
 
 def _with_gradients_in(recipe: recipes.Recipe, fp8_format: Format) -> recipes.Recipe:
-    """``recipe`` with both casts of the gradient to the backward format; under another name if that changes it."""
+    """Set both gradient casts to the backward format; the recipe gets another name if that changes it."""
     return recipe.with_gradients_in(formats.E5M2 if fp8_format is Format.HYBRID else formats.E4M3)

@@ -1,4 +1,4 @@
-"""Names of Transformer Engine's that octavo cannot serve: they can be imported, and refuse to be called."""
+"""Placeholders for names of Transformer Engine that octavo does not support: importable, but they raise when called."""
 
 from functools import cache
 from typing import Any, NoReturn
@@ -10,11 +10,11 @@ __all__ = ["refused"]
 
 @cache
 def refused(name: str, advice: str) -> Any:
-    """A class of this name that cannot be built; a program that only asks ``isinstance`` is answered False.
+    """Create a class that cannot be instantiated; ``isinstance`` returns False for it.
 
     Args:
-        name: Transformer Engine's.
-        advice: what to use instead.
+        name: name in Transformer Engine.
+        advice: alternative, for the error message.
 
     Example:
         >>> refused("GroupedLinear", "use one Linear for each expert")()

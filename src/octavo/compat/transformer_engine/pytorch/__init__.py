@@ -1,4 +1,4 @@
-"""Transformer Engine's modules for PyTorch, on any device: its names and arguments, octavo's numbers."""
+"""Transformer Engine's PyTorch modules on any device: its names and arguments with octavo's numerics."""
 
 from octavo.compat.transformer_engine.pytorch import fp8, ops, quantization
 from octavo.compat.transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention

@@ -1,8 +1,8 @@
-"""Transformer Engine's arguments: what octavo calls them, and which have no effect or are refused.
+"""Conversion of Transformer Engine's arguments, and those without effect or support.
 
-An argument that a module here names is honoured. All others are in one of three tables: what concerns speed, memory,
-names or processes alone is accepted and has no effect; a word must be one of some; the rest is accepted at its default
-and refused otherwise.
+An argument that a module here names is supported. The others are in three tables: arguments that concern only speed,
+memory, names or processes are accepted without effect; some must have one of a set of values; the rest is accepted only
+at its default.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,12 +38,12 @@ NO_EFFECT = frozenset({
     "ub_bulk_wgrad", "ub_name", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_split_ag",
     "ub_split_rs", "ub_tp_comm_overlap", "use_reentrant",
 })  # fmt: skip
-"""They concern speed, memory, names, or parts of a tensor-parallel group, which has one member here."""
+"""Arguments that concern speed, memory, names, or parts of a tensor-parallel group, which has one member here."""
 
 ONE_OF: Mapping[str, tuple[object, ...]] = dict.fromkeys(
     ("parallel_mode", "tensor_parallel_mode"), (None, "column", "row")
 )
-"""Words that have no effect, among their like."""
+"""Arguments without effect that must have one of these values."""
 
 ONLY_DEFAULT: Mapping[str, object] = {
     "accumulate_into_main_grad": False,
@@ -99,24 +99,24 @@ _SPELLINGS = dict.fromkeys(("padding,causal", "causal,padding", "causal_padding"
 
 
 class Visibility(TypedDict):
-    """Which keys a query sees, as octavo's modules take it: True may be seen."""
+    """Attention masks for octavo's modules; True marks a visible key."""
 
     padding: Tensor | None
     mask: Tensor | None
 
 
 def check_others(what: str, others: Mapping[str, object]) -> None:
-    """Refuse what ``what`` does not know, and what octavo cannot honour.
+    """Check arguments that module ``what`` does not name.
 
     Raises:
-        TypeError: no such argument.
+        TypeError: unknown argument.
         ConfigError: arguments of :data:`ONE_OF` or :data:`ONLY_DEFAULT` at other values.
 
     Example:
         >>> check_others("Linear", {"tp_size": 2})
         Traceback (most recent call last):
         ...
-        octavo.errors.ConfigError: octavo's Linear cannot honour tp_size=2; leave it at 1
+        octavo.errors.ConfigError: octavo's Linear does not support tp_size=2; leave it at 1
     """
     for name, value in others.items():
         if name in NO_EFFECT:
@@ -130,26 +130,26 @@ def check_others(what: str, others: Mapping[str, object]) -> None:
         default = ONLY_DEFAULT[name]
         if value is not default and (isinstance(value, Tensor) or value != default):
             shown = type(value).__name__ if isinstance(value, Tensor) else repr(value)
-            raise ConfigError(f"octavo's {what} cannot honour {name}={shown}; leave it at {default!r}")
+            raise ConfigError(f"octavo's {what} does not support {name}={shown}; leave it at {default!r}")
 
 
 def activation_name(name: str) -> str:
-    """The name in octavo of an activation; this ``gelu`` is the tanh approximation."""
+    """Name in octavo of an activation; Transformer Engine's ``gelu`` is the tanh approximation."""
     return _looked_up("activation", name, _ACTIVATIONS)
 
 
 def normalization_name(name: str) -> str:
-    """The name in octavo of a norm."""
+    """Name in octavo of a norm."""
     return _looked_up("normalization", name, _NORMALIZATIONS)
 
 
 def is_causal(mask_type: str) -> bool:
-    """Whether a mask of this type hides later positions."""
+    """Return True if a mask of this type hides later positions."""
     return _looked_up("the attention mask type", _SPELLINGS.get(mask_type, mask_type), _CAUSAL)
 
 
 def window_of(window_size: tuple[int, int] | None, *, causal: bool) -> int | None:
-    """The window in octavo of (left, right), where -1 is no limit.
+    """Window in octavo for (left, right), where -1 is no limit.
 
     Example:
         >>> window_of((-1, 0), causal=True), window_of((128, 0), causal=True), window_of((4, 4), causal=False)
@@ -167,23 +167,22 @@ def window_of(window_size: tuple[int, int] | None, *, causal: bool) -> int | Non
 
 
 def visibility(mask_type: str, attention_mask: Tensor | tuple[Tensor, ...] | None) -> Visibility:
-    """The padding or mask for octavo from one whose True hides.
+    """Convert a mask whose True hides a key.
 
     Args:
-        mask_type: "padding..." takes [B, 1, 1, S], or such masks of queries and keys; "arbitrary" what broadcasts to
-            [B, heads, T, S]; the others take None.
+        mask_type: "padding..." takes [B, 1, 1, S], or such masks of queries and keys; "arbitrary" a mask that
+            broadcasts to [B, heads, T, S]; the others take None.
         attention_mask: bool.
 
     Raises:
-        ConfigError: a mask that its type does not read, or the reverse.
+        ConfigError: a mask with a type that takes none, or the reverse.
     """
     mask_type = _SPELLINGS.get(mask_type, mask_type)
     hides = attention_mask[-1] if isinstance(attention_mask, tuple) else attention_mask
     reads = mask_type.startswith("padding") or mask_type == "arbitrary"
     if reads != (hides is not None):
         raise ConfigError(
-            f"an attention mask goes with the mask types padding..., and arbitrary; {mask_type!r} was given "
-            + ("none" if hides is None else "one")
+            f"mask type {mask_type!r} " + ("needs an attention mask" if hides is None else "takes no attention mask")
         )
     if hides is None:
         return {"padding": None, "mask": None}
@@ -201,12 +200,12 @@ _normal = partial(nn.init.normal_, mean=0.0, std=0.023)
 
 @torch.no_grad()
 def initialize(module: nn.Module, init: Initializer | None, output_init: Initializer | None = None) -> None:
-    """Fill the weights of ``module``'s linear layers, biases with 0.
+    """Initialize the weights of the linear layers of ``module``, and biases with 0.
 
     Args:
-        module: itself a linear layer or made of them.
-        init: None is a normal distribution of standard deviation 0.023.
-        output_init: of the layers that write to the residual stream; None is the same.
+        module: linear layer or a module with linear layers.
+        init: initializer; None is a normal distribution with standard deviation 0.023.
+        output_init: initializer of layers that write to the residual stream; None is ``init``.
     """
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear):

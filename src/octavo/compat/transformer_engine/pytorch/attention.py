@@ -1,7 +1,7 @@
 """Transformer Engine's attention modules.
 
-Hidden states are [S, B, H] ("sbhd", the default) or [B, S, H] ("bshd"); the first dimension of a batch-first tensor
-would silently be taken for the sequence, so say which. A True in a mask hides.
+Hidden states are [S, B, H] ("sbhd", the default) or [B, S, H] ("bshd"). Give the format: a batch-first tensor would
+silently be read as sequence-first. True in a mask hides a key.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from octavo.compat.transformer_engine.pytorch.arguments import (
     window_of,
 )
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
-from octavo.compat.transformer_engine.pytorch.state import Row, attention_rows, read_names
+from octavo.compat.transformer_engine.pytorch.state import ParameterRow, attention_rows, read_names
 from octavo.errors import ConfigError
 from octavo.nn.attention import attend
 
@@ -30,18 +30,18 @@ MaskGiven = Tensor | tuple[Tensor, ...] | None
 
 
 class DotProductAttention(nn.Module):
-    """softmax(Q K^T · scale + mask) V of queries, keys and values [S, B, heads, D], in high precision.
+    """softmax(Q K^T · scale + mask) V for queries, keys and values [S, B, heads, D], in high precision.
 
     Args:
         num_attention_heads: query heads.
-        kv_channels: width of a head, D; only for the record.
-        num_gqa_groups: key and value heads; only for the record.
+        kv_channels: width of a head, D; has no effect.
+        num_gqa_groups: key and value heads; has no effect.
         attention_dropout: of the probabilities, in training.
         qkv_format: "sbhd" or "bshd".
         attn_mask_type: "no_mask", "causal", "padding", "padding_causal", either causal one with "_bottom_right", or
             "arbitrary".
         window_size: (left, right), -1 is no limit.
-        attention_type: "self" or "cross"; only for the record.
+        attention_type: "self" or "cross"; has no effect.
         softmax_scale: of the scores; None is 1 / sqrt(D).
         others: see ``arguments.py``.
 
@@ -86,15 +86,15 @@ class DotProductAttention(nn.Module):
         window_size: tuple[int, int] | None = None,
         **others: Any,
     ) -> Tensor:
-        """To [S, B, heads · D], or [B, S, heads · D]."""
+        """Return [S, B, heads · D], or [B, S, heads · D]."""
         check_others("DotProductAttention", others)
         mask_type = attn_mask_type or self.attn_mask_type
         causal = is_causal(mask_type)
         sequence = 1 if batch_first(qkv_format or self.qkv_format) else 0
         if causal and "bottom_right" not in mask_type and query_layer.shape[sequence] != key_layer.shape[sequence]:
             raise ConfigError(
-                f"octavo aligns unlike numbers of queries and keys at the last, not as {mask_type!r} at the first; use "
-                f"'{mask_type}_bottom_right'"
+                f"octavo aligns different numbers of queries and keys at the last position, not at the first as "
+                f"{mask_type!r}; use '{mask_type}_bottom_right'"
             )
         swap = 1 - sequence
         result = attend(
@@ -109,7 +109,7 @@ class DotProductAttention(nn.Module):
 
 
 class MultiheadAttention(nn.Module):
-    """Projections, attention, projection.
+    """Multi-head attention with input and output projections.
 
     Args:
         hidden_size: of input and output, H.
@@ -123,10 +123,10 @@ class MultiheadAttention(nn.Module):
         window_size: see :class:`DotProductAttention`.
         num_gqa_groups: key and value heads.
         return_layernorm_output: only False.
-        input_layernorm: normalise the input first.
+        input_layernorm: normalize the input first.
         attention_type: "self" or "cross".
         zero_centered_gamma: store the norm's weight as w - 1.
-        qkv_weight_interleaved: of a checkpoint with a fused weight.
+        qkv_weight_interleaved: whether the fused weight of a checkpoint is interleaved.
         bias: whether the linear layers have biases.
         normalization: "LayerNorm" or "RMSNorm".
         qkv_format: "sbhd" or "bshd".
@@ -167,7 +167,7 @@ class MultiheadAttention(nn.Module):
         check_others("MultiheadAttention", others)
         cross = _is_cross(attention_type)
         if return_layernorm_output:
-            raise ConfigError("octavo's MultiheadAttention cannot honour return_layernorm_output=True; leave it out")
+            raise ConfigError("octavo's MultiheadAttention does not support return_layernorm_output=True; leave it out")
         causal = is_causal(attn_mask_type)
         super().__init__()
         self.batch_first, self.attn_mask_type, self.window_size = batch_first(qkv_format), attn_mask_type, window_size
@@ -204,14 +204,14 @@ class MultiheadAttention(nn.Module):
         is_first_microbatch: bool | None = None,
         **others: Any,
     ) -> Tensor:
-        """[S, B, H] to the same, or batch first.
+        """Return [S, B, H], or batch first.
 
         Args:
-            hidden_states: the queries' positions.
-            attention_mask: as its type says; True hides.
-            encoder_output: keys' and values' positions, for cross-attention.
-            attn_mask_type: another type than the constructor's, of the same causality.
-            window_size: only the constructor's.
+            hidden_states: input of the queries, and of keys and values in self-attention.
+            attention_mask: mask of the mask type; True hides.
+            encoder_output: input of keys and values in cross-attention.
+            attn_mask_type: mask type of this call, with the constructor's causality.
+            window_size: None, or the constructor's.
             rotary_pos_emb: angles [S, 1, 1, D].
             is_first_microbatch: see ``microbatches.py``.
             others: see ``arguments.py``.
@@ -232,8 +232,10 @@ class MultiheadAttention(nn.Module):
         return y.transpose(0, 1) if swap else y
 
 
-def rows_of(attention: octavo_nn.MultiheadAttention, name: str, source: str, *, interleaved: bool) -> list[Row]:
-    """The names of an attention layer's parameters in a checkpoint."""
+def rows_of(
+    attention: octavo_nn.MultiheadAttention, name: str, source: str, *, interleaved: bool
+) -> list[ParameterRow]:
+    """Rows of an attention layer's parameters in a checkpoint."""
     return attention_rows(
         name,
         source,
@@ -245,7 +247,7 @@ def rows_of(attention: octavo_nn.MultiheadAttention, name: str, source: str, *, 
 
 
 def batch_first(qkv_format: str) -> bool:
-    """Whether tensors are [B, S, ...]."""
+    """Return True for tensors [B, S, ...]."""
     if qkv_format not in ("sbhd", "bshd"):
         raise ConfigError(f"octavo supports the formats sbhd and bshd, not {qkv_format!r}")
     return qkv_format == "bshd"
@@ -254,20 +256,20 @@ def batch_first(qkv_format: str) -> bool:
 def check_same_mask(
     mask_type: str, built_with: str, window_size: tuple[int, int] | None, built_window: tuple[int, int] | None
 ) -> None:
-    """Refuse another causality or window than the layer was built with."""
+    """Raise ConfigError for another causality or window than the constructor's."""
     if is_causal(mask_type) != is_causal(built_with) or window_size not in (None, built_window):
         raise ConfigError(
             f"this layer was built with mask type {built_with!r} and window {built_window}; give {mask_type!r} and "
-            f"{window_size} to its constructor"
+            f"{window_size} to its constructor instead"
         )
 
 
 def rotations_of(angles: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine [S, D], as octavo takes them, of angles [S, 1, 1, D]."""
+    """Cosines and sines [S, D] of angles [S, 1, 1, D]."""
     if isinstance(angles, tuple):
         queries, keys = angles
         if queries is not keys:
-            raise ConfigError("octavo rotates queries and keys alike; give one tensor of angles, not two")
+            raise ConfigError("octavo rotates queries and keys by the same angles; give one tensor, not two")
         angles = queries
     if angles is None:
         return None

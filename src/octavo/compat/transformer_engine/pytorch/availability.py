@@ -1,6 +1,6 @@
-"""Which recipes run here, as programs ask before they train: all but those of FP4, on any device.
+"""Checks for supported recipes: all except those of FP4, on any device.
 
-With ``return_reason`` a question's answer is a pair: whether, and why not, "" if it can.
+With ``return_reason`` the functions return a pair of the result and the reason, "" if supported.
 """
 
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Recipe
@@ -23,7 +23,7 @@ Answer = bool | tuple[bool, str]
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """Whether tensors with one scale can be computed in FP8, and why not: everywhere."""
+    """Return True and an empty reason: FP8 is supported on every device."""
     return True, ""
 
 
@@ -31,12 +31,12 @@ check_mxfp8_support = check_fp8_block_scaling_support = check_fp8_support
 
 
 def check_nvfp4_support() -> tuple[bool, str]:
-    """Whether NVFP4 can be computed, and why not: nowhere."""
+    """Return False and the reason: NVFP4 is not supported."""
     return False, "octavo computes in FP8 and has no FP4 recipe; use MXFP8BlockScaling()."
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:
-    """Whether ``DelayedScaling`` and ``Float8CurrentScaling`` run here.
+    """Return True: ``DelayedScaling`` and ``Float8CurrentScaling`` are supported.
 
     Example:
         >>> is_fp8_available(return_reason=True)
@@ -46,17 +46,17 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """Whether ``MXFP8BlockScaling`` runs here."""
+    """Return True: ``MXFP8BlockScaling`` is supported."""
     return _answer(check_mxfp8_support(), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
-    """Whether ``Float8BlockScaling`` runs here."""
+    """Return True: ``Float8BlockScaling`` is supported."""
     return _answer(check_fp8_block_scaling_support(), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    """Whether NVFP4 runs here: it does not.
+    """Return False: NVFP4 is not supported.
 
     Example:
         >>> is_nvfp4_available()
@@ -66,12 +66,12 @@ def is_nvfp4_available(return_reason: bool = False) -> Answer:
 
 
 def is_bf16_available(return_reason: bool = False) -> Answer:
-    """Whether BF16 can be computed here."""
+    """Return True: BF16 is supported."""
     return _answer((True, ""), return_reason)
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of an ``autocast`` that names none: ``DelayedScaling()``, on every device."""
+    """Default recipe of ``autocast``: ``DelayedScaling()`` on every device."""
     return DelayedScaling()
 
 

@@ -1,12 +1,12 @@
-"""An autocast block beyond its recipe: the group of ranks that reduces amaxes, and calibration.
+"""Autocast blocks: the process group that reduces amaxes, and calibration.
 
-Both concern the layers that run inside. A hook on all modules' forwards sees them for as long as the block lasts, and
-is there only for blocks that need it. Layers that run on other threads are passed over.
+Both apply to the layers that run inside a block. A global forward hook tracks them, only for blocks that need it and
+until the block ends. Layers on other threads are ignored.
 
-- **Group.** A layer's steps end over the group of the block that it ran in last. A block that names no group gives a
-  layer back the group that it had before.
-- **Calibration.** A block that is calibrating and not enabled computes in high precision. The amaxes of inputs and
-  weights are recorded as FP8 would record them, in evaluation too, and the end of the block closes the step.
+- **Group.** A layer's step ends over the group of the last block it ran in. A block without a group restores the
+  layer's original group.
+- **Calibration.** A block that is calibrating but not enabled computes in high precision. It records the amaxes of
+  inputs and weights as FP8 would, also in evaluation mode, and its end closes the step.
 """
 
 import threading
@@ -34,26 +34,26 @@ __all__ = ["Block", "active_block"]
 
 
 class _Blocks(threading.local):
-    """Each thread's blocks, the innermost last."""
+    """Active blocks of each thread, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Block] = []
 
 
 _blocks = _Blocks()
-_first_groups: "weakref.WeakKeyDictionary[ScaleUpdates, Any]" = weakref.WeakKeyDictionary()  # before any block's
+_first_groups: "weakref.WeakKeyDictionary[ScaleUpdates, Any]" = weakref.WeakKeyDictionary()  # original groups
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Block:
-    """One ``autocast`` block, by its arguments.
+    """``autocast`` block.
 
     Attributes:
         enabled: whether layers run in FP8.
-        calibrating: whether layers that do not are to record their amaxes.
-        recipe: of the block.
-        group: the process group that reduces amaxes; None is the default one.
-        recorded: the layers that calibration saw.
+        calibrating: whether layers record amaxes if not enabled.
+        recipe: recipe of the block.
+        group: process group that reduces amaxes; None is the default group.
+        recorded: layers that recorded amaxes.
     """
 
     enabled: bool
@@ -66,7 +66,8 @@ class Block:
     def entered(self) -> Iterator[None]:
         """Make this the thread's innermost block."""
         _blocks.stack.append(self)
-        hook = register_module_forward_pre_hook(self._before_forward(threading.get_ident())) if self._sees else None
+        before_forward = self._before_forward(threading.get_ident())
+        hook = register_module_forward_pre_hook(before_forward) if self._needs_hook else None
         try:
             yield
         finally:
@@ -76,7 +77,7 @@ class Block:
             close_over_ranks([layer for layer in self.recorded if not layer.scale_updates.manual])
 
     @property
-    def _sees(self) -> bool:
+    def _needs_hook(self) -> bool:
         if not isinstance(self.recipe, DelayedScaling):
             return False
         names_group = self.group is not None or not self.recipe.reduce_amax
@@ -102,7 +103,7 @@ class Block:
         if group is None:
             group = _first_groups.get(updates, updates.group)
         if group != updates.group:
-            close_block_over_ranks(layer, autocast_region())  # the step before, over its own group
+            close_block_over_ranks(layer, autocast_region())  # end the previous step over its own group
             _first_groups.setdefault(updates, updates.group)
             updates.group = group
 
@@ -112,7 +113,7 @@ class Block:
         assert spec is not None
         history = _history(layer, spec)
         if layer not in self.recorded:
-            close_block_over_ranks(layer, autocast_region())  # what an earlier block recorded is a step of its own
+            close_block_over_ranks(layer, autocast_region())  # an earlier block's record is a separate step
             history.begin_forward(autocast_region())
             self.recorded.append(layer)
         history.record(INPUT, measure(x.to(autocast_dtype(x)), PerTensor()).amax)
@@ -121,7 +122,7 @@ class Block:
 
 
 def active_block() -> Block | None:
-    """The thread's innermost block; None outside of any."""
+    """Innermost block of this thread; None outside all blocks."""
     return _blocks.stack[-1] if _blocks.stack else None
 
 

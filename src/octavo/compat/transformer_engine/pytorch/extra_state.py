@@ -1,8 +1,8 @@
-"""What Transformer Engine saves beside a module's parameters, ``_extra_state``: scales and amaxes of delayed scaling.
+"""Scales and amaxes of delayed scaling in Transformer Engine's checkpoints, saved as ``_extra_state``.
 
-It writes a pickle, as bytes or inside a uint8 tensor. A pickle can run any code, so octavo never opens one: it is
-refused, and :func:`without_extra_state` leaves it out, so that scaling starts anew. Plain tensors are read, from a
-dictionary or under keys of their own (``..._extra_state.amax_history_fwd``, as safetensors have them):
+Transformer Engine writes a pickle, as bytes or in a uint8 tensor. A pickle can run any code, so octavo refuses it;
+:func:`without_extra_state` removes it, and scaling starts anew. Plain tensors are read, from a dictionary or under
+separate keys (``..._extra_state.amax_history_fwd``, as in safetensors):
 
 | name               | shape      | columns, for each of a module's n linear layers       |
 |--------------------|------------|-------------------------------------------------------|
@@ -11,8 +11,8 @@ dictionary or under keys of their own (``..._extra_state.amax_history_fwd``, as 
 | `scale_fwd`        | [≥ 3 n]    | the same; multiplies before the cast: octavo's 1 / scale |
 | `scale_bwd`        | [≥ 2 n]    | the same                                              |
 
-Row 0 of a history is the running step, the last row the newest finished one; 0 is no amax. A tensor without a name is a
-history if it is [L, 3 n] or [L, 2 n]. octavo takes the three roles that it scales and leaves out the others.
+Row 0 of a history is the running step, the last row the newest finished one; 0 is no amax. A tensor without a name is
+a history if it is [L, 3 n] or [L, 2 n]. octavo reads the three roles that it scales.
 
 Reference: Transformer Engine's documentation, "Using FP8", section "FP8 autocasting and delayed scaling".
 """
@@ -42,7 +42,7 @@ _LEFT_OUT = ("scale_inv_fwd", "scale_inv_bwd")  # 1 / scale
 
 
 def without_extra_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint without its scales and amaxes; scaling starts anew.
+    """Copy of a checkpoint without scales and amaxes; scaling starts anew.
 
     Example:
         >>> sorted(without_extra_state({"weight": torch.ones(1), "_extra_state": b"a pickle"}))
@@ -52,28 +52,28 @@ def without_extra_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, layers: Mapping[str, list[str]]) -> None:
-    """Take what stands under ``prefix`` out of ``state`` and give it to the linear layers of ``module``.
+    """Remove the extra state under ``prefix`` from ``state`` and load it into the linear layers of ``module``.
 
     Their histories are those of the surrounding ``autocast``'s recipe, or of a ``DelayedScaling`` of the same length.
 
     Args:
-        module: one of this package's.
-        state: a checkpoint; changed in place.
-        prefix: of the module.
-        layers: paths of the module's octavo layers, by what comes before ``_extra_state`` in the checkpoint.
+        module: module of this package.
+        state: state_dict of a checkpoint; changed in place.
+        prefix: prefix of the module's keys.
+        layers: paths of the module's octavo layers, by the part of the key before ``_extra_state``.
 
     Raises:
-        CheckpointError: a pickle, or tensors of other names, shapes or values; no layer has changed then.
+        CheckpointError: a pickle, or tensors with invalid names, shapes or values; no layer is changed.
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    by_source: dict[str, dict[str, Tensor]] = {}
     for key in [key for key in state if key.startswith(prefix) and SUFFIX in key.split(".")]:
         source, _, name = key.removeprefix(prefix).partition(SUFFIX)
-        given = _plain(key, state[key], name.removeprefix("."), len(layers.get(source, ())))
+        tensors = _plain(key, state[key], name.removeprefix("."), len(layers.get(source, ())))
         if source in layers:
-            found.setdefault(source, {}).update(given)
+            by_source.setdefault(source, {}).update(tensors)
     scaled = [
         (module.get_submodule(path), _as_octavo(f"{prefix}{source}{SUFFIX}", tensors, index))
-        for source, tensors in found.items()
+        for source, tensors in by_source.items()
         for index, path in enumerate(layers[source])
     ]
     for key in [key for key in state if key.startswith(prefix) and SUFFIX in key.split(".")]:
@@ -84,37 +84,36 @@ def read_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, laye
 
 
 def _plain(key: str, value: object, name: str, layers: int) -> dict[str, Tensor]:
-    """The named tensors of one entry of a module with this many linear layers; none of an empty one."""
+    """Named tensors of one entry of a module with ``layers`` linear layers; empty for an empty entry."""
     if value is None or (isinstance(value, Tensor) and not value.numel()):
         return {}
     if isinstance(value, Mapping):
-        inner = [_plain(f"{key}[{own!r}]", one, str(own), layers) for own, one in value.items()]
-        return {named: x for one in inner for named, x in one.items()}
+        inner = [_plain(f"{key}[{name!r}]", entry, str(name), layers) for name, entry in value.items()]
+        return {name: x for tensors in inner for name, x in tensors.items()}
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise CheckpointError(f"{key!r} {_what(value)}; {_ADVICE}")
+        raise CheckpointError(f"{key!r} {_description(value)}; {_ADVICE}")
     if not name and value.ndim == 2:
         name = next((f"amax_history_{way}" for way, n in _PER_LAYER.items() if value.shape[1] == n * layers), name)
     if layers and name not in _READ + _LEFT_OUT:
         raise CheckpointError(
-            f"{key!r} is a tensor {tuple(value.shape)} that octavo does not know; it reads "
-            f"{', '.join(_READ)}; {_ADVICE}"
+            f"{key!r} is an unknown tensor {tuple(value.shape)}; octavo reads {', '.join(_READ)}; {_ADVICE}"
         )
     return {name: value}
 
 
 _HERE = "octavo.compat.transformer_engine.pytorch.extra_state"
-_ADVICE = f"load without_extra_state(checkpoint) of {_HERE}, and scaling starts anew"
+_ADVICE = f"load without_extra_state(checkpoint) from {_HERE} to start scaling anew"
 
 
-def _what(value: object) -> str:
+def _description(value: object) -> str:
     if isinstance(value, Tensor | bytes | bytearray | io.IOBase):
         shown = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
-        return f"is a pickle ({shown}), which could run any code, and octavo does not open it"
-    return f"is {type(value).__name__}, and octavo reads plain tensors alone"
+        return f"is a pickle ({shown}), which could run any code, so octavo does not open it"
+    return f"is {type(value).__name__}, and octavo reads only plain tensors"
 
 
 def _as_octavo(key: str, tensors: Mapping[str, Tensor], index: int) -> tuple[dict[str, Tensor], Recipe]:
-    """One linear layer's scaling state, and the recipe whose history it is."""
+    """Scaling state of one linear layer, and the recipe of its history."""
     lengths = [x.shape[0] for name, x in tensors.items() if name.startswith("amax_history") and x.ndim == 2]
     default = DelayedScaling(amax_history_len=max(lengths)) if lengths else DelayedScaling()
     recipe = active_recipe(default.octavo_recipe())
@@ -128,10 +127,10 @@ def _as_octavo(key: str, tensors: Mapping[str, Tensor], index: int) -> tuple[dic
         newest_first = _floats(0) if history is None else history[1:].flip(0)
         recorded = int(newest_first.nonzero().max()) + 1 if newest_first.any() else 0
         window = _floats(recipe.history.length if recipe.history else 0, EMPTY)
-        kept = newest_first[:recorded][: len(window)]
-        window[: len(kept)] = kept
+        amaxes = newest_first[:recorded][: len(window)]
+        window[: len(amaxes)] = amaxes
         state[f"{role}.amax_history"] = window
-        state[f"{role}.amax"] = _amax(kept, scale, recipe, role)
+        state[f"{role}.amax"] = _amax(amaxes, scale, recipe, role)
         state[f"{role}.steps"] = torch.tensor(max(recorded, int(state[f"{role}.amax"] > 0)), device="cpu")
     return state, recipe
 
@@ -141,7 +140,7 @@ def _floats(count: int, value: float = 0.0) -> Tensor:
 
 
 def _column(key: str, tensors: Mapping[str, Tensor], name: str, ndim: int, at: int) -> Tensor | None:
-    """What a tensor says of one role, float32 [L] or []."""
+    """Column of one role in a tensor, float32 [L] or []; None if the tensor is missing."""
     if name not in tensors:
         return None
     x = tensors[name]
@@ -150,15 +149,15 @@ def _column(key: str, tensors: Mapping[str, Tensor], name: str, ndim: int, at: i
     column = x[..., at].detach().cpu().float()
     if not (column.isfinite() & (column >= 0)).all():
         raise CheckpointError(
-            f"{key!r}: {name} holds {x[..., at].tolist()}; amaxes and scales are finite, none negative"
+            f"{key!r}: {name} holds {x[..., at].tolist()}; amaxes and scales must be finite and not negative"
         )
     return column
 
 
 def _amax(window: Tensor, scale: Tensor | None, recipe: Recipe, role: str) -> Tensor:
-    """What the current scale is made from: the amax of the window that gives it, or the scale turned round.
+    """Amax of the current scale: the amax of the window that gives it, or computed from the scale.
 
-    The amax may have left the window. A scale of 1 without an amax is the initial one.
+    The amax may have left the window. A scale of 1 without an amax is the initial scale.
     """
     largest = window.max() if len(window) else _floats(1)[0]
     if scale is None or scale == 0 or (scale == 1 and largest == 0):
@@ -166,6 +165,6 @@ def _amax(window: Tensor, scale: Tensor | None, recipe: Recipe, role: str) -> Te
     gemm = recipe.grad_input if role == "grad_output" else recipe.output
     spec = gemm.b if role == "weight" else gemm.a
     assert spec is not None
-    turned = spec.format.max / 2**spec.margin / scale
-    close = window[(window - turned).abs() <= 2**-20 * turned]
-    return close[0] if len(close) else turned
+    amax = spec.format.max / 2**spec.margin / scale
+    close = window[(window - amax).abs() <= 2**-20 * amax]
+    return close[0] if len(close) else amax

@@ -1,4 +1,4 @@
-"""``quantization.py`` by its older name, ``transformer_engine.pytorch.fp8``."""
+"""Older name of ``quantization.py``, ``transformer_engine.pytorch.fp8``."""
 
 from octavo.compat.transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,

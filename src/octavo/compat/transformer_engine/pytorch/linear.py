@@ -1,4 +1,4 @@
-"""Transformer Engine's linear layers and norms. Their recipe is the surrounding ``autocast``'s; outside, none."""
+"""Transformer Engine's linear layers and norms, in the recipe of the surrounding ``autocast``; without one in BF16."""
 
 from functools import partial
 from typing import Any
@@ -117,7 +117,7 @@ class LayerNorm(octavo_nn.LayerNorm):
 def _one_size(normalized_shape: int | None, hidden_size: int | None) -> int:
     sizes = [size for size in (normalized_shape, hidden_size) if size is not None]
     if len(sizes) != 1:
-        raise ConfigError(f"a norm takes normalized_shape or hidden_size, one of them, not {len(sizes)}")
+        raise ConfigError(f"a norm takes one of normalized_shape and hidden_size, not {len(sizes)}")
     return sizes[0]
 
 
@@ -164,7 +164,7 @@ class LayerNormLinear(nn.Module):
         eps: of the norm.
         bias: whether the linear layer has a bias.
         normalization: "LayerNorm" or "RMSNorm".
-        return_layernorm_output: return the norm's result too.
+        return_layernorm_output: also return the norm's output.
         return_layernorm_output_gathered: has no effect.
         zero_centered_gamma: store the norm's weight as w - 1.
         init_method: see :class:`Linear`.
@@ -285,7 +285,7 @@ class LayerNormMLP(nn.Module):
     ) -> None:
         check_others("LayerNormMLP", others)
         if return_layernorm_output:
-            raise ConfigError("octavo's LayerNormMLP cannot honour return_layernorm_output=True; leave it at False")
+            raise ConfigError("octavo's LayerNormMLP does not support return_layernorm_output=True; leave it at False")
         super().__init__()
         build = partial(octavo_nn.LayerNormMLP, recipe="bf16", device=device, dtype=params_dtype)
         self.layer = build(

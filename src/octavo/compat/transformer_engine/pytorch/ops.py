@@ -1,7 +1,7 @@
-"""Transformer Engine's ``ops``: the linear parts, one after the other instead of fused.
+"""Transformer Engine's ``ops``: the linear operations, not fused.
 
-Its other operations can be imported, and are refused by name when they are built. Checkpoints have a linear
-layer's parameters under ``basic_ops.0.weight`` and ``basic_ops.1.bias``; they are read.
+Its other operations can be imported and raise an error when created. The names ``basic_ops.0.weight`` and
+``basic_ops.1.bias`` of a linear layer's parameters in checkpoints are supported.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from octavo.compat.transformer_engine.common.refused import refused
 from octavo.compat.transformer_engine.pytorch import linear as modules
 from octavo.compat.transformer_engine.pytorch.arguments import check_others
-from octavo.compat.transformer_engine.pytorch.state import Row, read_names
+from octavo.compat.transformer_engine.pytorch.state import ParameterRow, read_names
 
 __all__ = ["BasicLinear", "Bias", "Identity", "Linear", "Sequential"]
 
 
 class Sequential(nn.Sequential):
-    """Operations and modules, one after the other.
+    """Sequence of operations and modules.
 
     Example:
         >>> Sequential(Linear(8, 8), Linear(8, 4))(torch.ones(2, 8)).shape
@@ -55,7 +55,7 @@ class Linear(modules.Linear):
         check_others("ops.Linear", others)
         super().__init__(in_features, out_features, bias=bias, init_method=_uniform, device=device, params_dtype=dtype)
         rows = (("weight", "basic_ops.0.weight"), ("bias", "basic_ops.1.bias"))
-        read_names(self, [Row(name=f"linear.{name}", sources=(source,)) for name, source in rows])
+        read_names(self, [ParameterRow(name=f"linear.{name}", sources=(source,)) for name, source in rows])
 
 
 class BasicLinear(Linear):
@@ -105,20 +105,20 @@ class Bias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same."""
+        """Return ``x + bias``, [..., size]."""
         return x + self.bias
 
 
 def _uniform(weight: Tensor) -> None:
-    """As ``torch.nn.Linear`` starts."""
+    """Initialize as ``torch.nn.Linear``."""
     nn.init.kaiming_uniform_(weight, a=5**0.5)
 
 
 Identity = nn.Identity
 _NORMS = "use te.LayerNorm, te.RMSNorm, or te.LayerNormLinear for a norm and a linear layer"
-_ACTIVATIONS = "use torch.nn.functional's, or te.LayerNormMLP for an MLP with it"
+_ACTIVATIONS = "use torch.nn.functional, or te.LayerNormMLP for an MLP with it"
 _ALONE = "octavo's layers have no tensor-parallel group; use torch.distributed"
-_PLAIN = "use torch.nn.Module's own means"
+_PLAIN = "use torch.nn.Module"
 _OTHERS = {
     **dict.fromkeys(("LayerNorm", "RMSNorm", "L2Normalization"), _NORMS),
     **dict.fromkeys(("GELU", "QGELU", "ReLU", "SReLU", "SiLU"), _ACTIVATIONS),
@@ -128,15 +128,15 @@ _OTHERS = {
     **dict.fromkeys(("AddExtraInput", "MakeExtraOutput", "ConstantScale", "Dropout", "Reshape"), _PLAIN),
     **dict.fromkeys(("FusibleOperation", "BasicOperation", "FusedOperation"), _PLAIN),
     **dict.fromkeys(
-        ("register_forward_fusion", "register_backward_fusion"), "octavo fuses no operations; leave it out"
+        ("register_forward_fusion", "register_backward_fusion"), "octavo does not fuse operations; leave it out"
     ),
     "GroupedLinear": "use one Linear for each group",
-    "Quantize": "a recipe casts what a Linear multiplies; octavo.fake_quantize rounds other tensors",
+    "Quantize": "a recipe casts the operands of Linear; use octavo.fake_quantize for other tensors",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """An operation that octavo has not: a class that refuses to be built."""
+    """Return a placeholder that raises when created, for an operation that octavo does not support."""
     if name not in _OTHERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return refused(f"ops.{name}", _OTHERS[name])

@@ -1,4 +1,4 @@
-"""Transformer Engine's contexts: what runs in FP8, and how; and its ``checkpoint``."""
+"""Transformer Engine's context managers for FP8, and its ``checkpoint``."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,10 +28,10 @@ def autocast(
 
     Args:
         enabled: False runs them in high precision.
-        calibrating: where that is so, record the amaxes of inputs and weights meanwhile, which a later block with the
-            same delayed recipe scales from; leaving the block ends a step of each layer that ran.
+        calibrating: if not enabled, record the amaxes of inputs and weights for the scales of a later block with the
+            same delayed recipe; leaving the block ends a step of each layer that ran.
         recipe: None is ``DelayedScaling()``.
-        amax_reduction_group: the process group whose ranks scale from their largest amaxes; None is the default one.
+        amax_reduction_group: process group over which amaxes are reduced to the largest; None is the default group.
 
     Example:
         >>> from octavo.compat.transformer_engine.pytorch import Linear
@@ -56,7 +56,7 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
 ) -> Iterator[None]:
-    """:func:`autocast` by its older name and arguments.
+    """Older name of :func:`autocast`, with its older arguments.
 
     Example:
         >>> from octavo.compat.transformer_engine.pytorch import Linear
@@ -69,12 +69,12 @@ def fp8_autocast(
 
 @contextmanager
 def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, **others: Any) -> Iterator[None]:
-    """Build modules; their weights stay in high precision, with a warning if that is not what was asked for.
+    """Build modules with weights in high precision; warn if FP8 weights are requested.
 
     Args:
-        enabled: whether weights were to be held as FP8 codes alone.
-        recipe: whose codes.
-        others: ``preserve_high_precision_init_val`` has no effect: the parameter itself is that value.
+        enabled: whether weights as FP8 codes are requested.
+        recipe: recipe of the codes.
+        others: ``preserve_high_precision_init_val`` has no effect: the parameter itself has that value.
 
     Example:
         >>> with quantized_model_init(enabled=False):
@@ -84,8 +84,8 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, **o
     _checked(recipe)
     if enabled:
         warnings.warn(
-            "octavo trains weights in high precision, and these stay so; hold frozen ones as FP8 codes, one byte an "
-            'element, with octavo.convert(model, frozen="fp8")',
+            "octavo trains weights in high precision; store frozen weights as FP8 codes, one byte per element, with "
+            'octavo.convert(model, frozen="fp8")',
             stacklevel=3,
         )
     yield
@@ -95,15 +95,15 @@ fp8_model_init = quantized_model_init
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute ``function`` again in the backward pass instead of keeping what it needs.
+    """Recompute ``function`` in the backward pass instead of saving its activations.
 
-    Both kinds of torch's checkpointing give the same bits; the one without re-entering autograd is used.
+    Uses torch's non-reentrant checkpointing, which gives the same bits as the reentrant one.
 
     Args:
-        function: what to call.
+        function: function to call.
         args: its arguments.
         kwargs: its keyword arguments; ``use_reentrant``, ``tp_group``, ``get_rng_state_tracker`` and
-            ``distribute_saved_activations`` are checked and left out.
+            ``distribute_saved_activations`` are checked and not passed on.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -111,8 +111,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> torch.equal(x.grad, x.exp())
         True
     """
-    own = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
-    check_others("checkpoint", own)
+    options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
+    check_others("checkpoint", options)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -121,7 +121,7 @@ _CHECKPOINT_OPTIONS = ("distribute_saved_activations", "get_rng_state_tracker", 
 
 def _checked(recipe: Recipe | None) -> Recipe | None:
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"a recipe here is one of octavo.compat.transformer_engine.common.recipe, not {recipe!r}")
+        raise TypeError(f"a recipe must be one of octavo.compat.transformer_engine.common.recipe, not {recipe!r}")
     return recipe
 
 

@@ -1,6 +1,6 @@
-"""Transformer Engine's module of this name: its contexts, its questions, and its ``FP8GlobalStateManager``.
+"""Transformer Engine's ``quantization``: context managers, support checks and ``FP8GlobalStateManager``.
 
-``octavo.compat.transformer_engine.pytorch.fp8`` is the same by its older name.
+``octavo.compat.transformer_engine.pytorch.fp8`` is its older name.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class FP8GlobalStateManager:
-    """What the innermost ``autocast`` block says, to be read; a block is entered by ``autocast`` alone.
+    """Read-only state of the innermost ``autocast`` block.
 
     Example:
         >>> with autocast():
@@ -56,34 +56,34 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def reset() -> None:
-        """Do nothing: what a block says ends with it."""
+        """Do nothing: a block's state ends with it."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """Whether layers run in FP8."""
+        """Return True if layers run in FP8."""
         block = active_block()
         return block is not None and block.enabled
 
     @staticmethod
     def is_fp8_calibration() -> bool:
-        """Whether the block is calibrating."""
+        """Return True if the block is calibrating."""
         block = active_block()
         return block is not None and block.calibrating
 
     @staticmethod
     def with_fp8_parameters() -> bool:
-        """Whether modules are built with weights in FP8: never, see ``quantized_model_init``."""
+        """Return False: weights stay in high precision, see ``quantized_model_init``."""
         return False
 
     @staticmethod
     def get_fp8_recipe() -> Recipe:
-        """The block's recipe; outside of any, the default one."""
+        """Return the block's recipe, or the default recipe outside all blocks."""
         block = active_block()
         return get_default_recipe() if block is None else block.recipe
 
     @staticmethod
     def get_fp8_group() -> Any:
-        """The block's ``amax_reduction_group``."""
+        """Return the block's ``amax_reduction_group``."""
         block = active_block()
         return None if block is None else block.group
 

@@ -1,16 +1,16 @@
-"""Transformer Engine's checkpoints: its names of parameters, found in a ``state_dict`` and replaced by octavo's.
+"""Conversion of Transformer Engine's parameter names in a ``state_dict`` to octavo's.
 
-Every module here does so when it is loaded, so that ``model.load_state_dict(checkpoint)`` takes either. A row says
-which tensors, one below the other, make one of octavo's:
+Every module here converts them on loading, so that ``model.load_state_dict(checkpoint)`` accepts either. A row lists
+the tensors whose concatenation is one of octavo's:
 
     self_attention.layernorm_qkv.query_weight ┐
     self_attention.layernorm_qkv.key_weight   ├ layer.self_attention.qkv.linear.weight
     self_attention.layernorm_qkv.value_weight ┘
 
-A weight that was saved fused may have its rows interleaved: the query heads of a group, its key head, its value head,
-and so on. They are put in octavo's order: all query heads, all key heads, all value heads.
+The rows of a fused weight may be interleaved: the query heads of a group, its key head, its value head, and so on. They
+are reordered to octavo's layout: all query heads, all key heads, all value heads.
 
-What a module saves beside its parameters is read by ``extra_state.py``.
+``extra_state.py`` reads the scales and amaxes that a module saves in addition to its parameters.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from octavo.compat.transformer_engine.pytorch.extra_state import read_extra_state
 
-__all__ = ["Heads", "Row", "attention_rows", "linear_rows", "mlp_rows", "read_names", "rename"]
+__all__ = ["Heads", "ParameterRow", "attention_rows", "linear_rows", "mlp_rows", "read_names", "rename"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """How the rows of a fused weight are interleaved: ``sizes`` heads of each kind in every one of ``groups``.
+    """Interleaving of the rows of a fused weight: each of ``groups`` has ``sizes`` heads of each kind.
 
     Example:
         >>> Heads(groups=2, sizes=(2, 1, 1), head_dim=1).in_order(torch.arange(8)).tolist()
@@ -40,28 +40,28 @@ class Heads:
     head_dim: int
 
     def in_order(self, fused: Tensor) -> Tensor:
-        """The rows kind by kind."""
+        """Reorder the rows by kind."""
         grouped = fused.unflatten(0, (self.groups, sum(self.sizes), self.head_dim))
         return torch.cat([kind.flatten(0, 2) for kind in grouped.split(self.sizes, dim=1)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One of octavo's tensors: ``name``, made of those of ``sources``, in the order of ``heads`` if interleaved."""
+class ParameterRow:
+    """Tensor ``name`` of octavo, concatenated from ``sources`` and reordered by ``heads`` if interleaved."""
 
     name: str
     sources: tuple[str, ...]
     heads: Heads | None = None
 
 
-def linear_rows(name: str, source: str, *, norm: str | None = None) -> list[Row]:
-    """A linear layer and, where ``norm`` names octavo's, the norm before it; names end with a dot or are empty."""
+def linear_rows(name: str, source: str, *, norm: str | None = None) -> list[ParameterRow]:
+    """Rows of a linear layer and of the norm before it, if ``norm`` is given; prefixes end with a dot or are empty."""
     rows = _pair(name, source)
     return rows if norm is None else rows + _pair(norm, f"{source}layer_norm_")
 
 
-def mlp_rows(name: str, source: str) -> list[Row]:
-    """A norm and two linear layers."""
+def mlp_rows(name: str, source: str) -> list[ParameterRow]:
+    """Rows of a norm and two linear layers."""
     return [
         *_pair(f"{name}norm.", f"{source}layer_norm_"),
         *_pair(f"{name}fc1.", f"{source}fc1_"),
@@ -71,8 +71,8 @@ def mlp_rows(name: str, source: str) -> list[Row]:
 
 def attention_rows(
     name: str, source: str, *, cross: bool, heads: tuple[int, int], head_dim: int, interleaved: bool
-) -> list[Row]:
-    """An attention layer.
+) -> list[ParameterRow]:
+    """Rows of an attention layer.
 
     Args:
         name: octavo's prefix.
@@ -80,7 +80,7 @@ def attention_rows(
         cross: whether keys and values come from an encoder's output.
         heads: of queries, and of keys and values.
         head_dim: width of a head.
-        interleaved: whether a fused weight's rows are.
+        interleaved: whether the rows of a fused weight are interleaved.
     """
     query_heads, groups = heads
     shares = (1, 1) if cross else (query_heads // groups, 1, 1)
@@ -97,44 +97,44 @@ def attention_rows(
     return rows
 
 
-def _pair(name: str, source: str) -> list[Row]:
-    return [Row(name=f"{name}{kind}", sources=(f"{source}{kind}",)) for kind in ("weight", "bias")]
+def _pair(name: str, source: str) -> list[ParameterRow]:
+    return [ParameterRow(name=f"{name}{kind}", sources=(f"{source}{kind}",)) for kind in ("weight", "bias")]
 
 
-def _fused(name: str, source: str, parts: Sequence[str], order: Heads | None) -> list[Row]:
-    """Saved in parts, or as one."""
+def _fused(name: str, source: str, parts: Sequence[str], order: Heads | None) -> list[ParameterRow]:
+    """Rows of tensors saved in parts or fused."""
     rows = []
     for kind in ("weight", "bias"):
-        rows.append(Row(name=f"{name}{kind}", sources=tuple(f"{source}{part}_{kind}" for part in parts)))
-        rows.append(Row(name=f"{name}{kind}", sources=(f"{source}{kind}",), heads=order))
+        rows.append(ParameterRow(name=f"{name}{kind}", sources=tuple(f"{source}{part}_{kind}" for part in parts)))
+        rows.append(ParameterRow(name=f"{name}{kind}", sources=(f"{source}{kind}",), heads=order))
     return rows
 
 
-def read_names(module: nn.Module, rows: Sequence[Row]) -> None:
-    """Let ``module.load_state_dict``, and that of the model around it, take Transformer Engine's names too."""
+def read_names(module: nn.Module, rows: Sequence[ParameterRow]) -> None:
+    """Make ``load_state_dict`` of ``module``, and of a model that contains it, accept Transformer Engine's names."""
     module.register_load_state_dict_pre_hook(partial(_translate, tuple(rows)))
 
 
-def _translate(rows: Sequence[Row], module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _translate(rows: Sequence[ParameterRow], module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     read_extra_state(module, state, prefix, _layers(module, rows))
     rename(state, prefix, rows)
 
 
-def _layers(module: nn.Module, rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The paths of ``module``'s linear layers, by the prefix that the checkpoint has for their weights."""
-    found: dict[str, list[str]] = {}
+def _layers(module: nn.Module, rows: Sequence[ParameterRow]) -> dict[str, list[str]]:
+    """Paths of the linear layers of ``module``, by their prefix in the checkpoint."""
+    layers: dict[str, list[str]] = {}
     for row in rows:
         path, _, kind = row.name.rpartition(".")
         if kind == "weight" and isinstance(module.get_submodule(path), nn.Linear):
             source = row.sources[0].rpartition(".")[0]
-            paths = found.setdefault(f"{source}." if source else "", [])
+            paths = layers.setdefault(f"{source}." if source else "", [])
             if path not in paths:
                 paths.append(path)
-    return found
+    return layers
 
 
-def rename(state: dict[str, Any], prefix: str, rows: Sequence[Row]) -> None:
-    """Replace, in place, the tensors of every row whose sources are all there.
+def rename(state: dict[str, Any], prefix: str, rows: Sequence[ParameterRow]) -> None:
+    """Replace the tensors of every row whose sources are all present, in place.
 
     Example:
         >>> state = {"m.fc1_weight": torch.ones(1)}

@@ -41,19 +41,19 @@ class TransformerLayer(nn.Module):
         num_attention_heads: query heads.
         num_gqa_groups: key and value heads; None is ``num_attention_heads``.
         layernorm_epsilon: of the norms.
-        hidden_dropout: of what is added to the residual stream, in training.
+        hidden_dropout: of the values added to the residual stream, in training.
         attention_dropout: of the attention probabilities, in training.
-        init_method: of the weights that read the residual stream; None is a normal distribution of standard deviation
+        init_method: of weights that read the residual stream; None is a normal distribution with standard deviation
             0.023.
-        output_layer_init_method: of those that write to it.
+        output_layer_init_method: of weights that write to the residual stream.
         kv_channels: width of one head; None is hidden_size / num_attention_heads.
         self_attn_mask_type: see :class:`DotProductAttention`.
         window_size: see :class:`DotProductAttention`.
         enc_dec_attn_mask_type: "no_mask" or "padding".
-        parallel_attention_mlp: attention and MLP read the same input.
+        parallel_attention_mlp: apply attention and MLP to the same input.
         layer_type: "encoder" or "decoder".
         zero_centered_gamma: store the norms' weights as w - 1.
-        qkv_weight_interleaved: of a checkpoint with a fused weight.
+        qkv_weight_interleaved: whether the fused weight of a checkpoint is interleaved.
         bias: whether the linear layers have biases.
         activation: see :class:`LayerNormMLP`.
         normalization: "LayerNorm" or "RMSNorm".
@@ -140,15 +140,15 @@ class TransformerLayer(nn.Module):
         is_first_microbatch: bool | None = None,
         **others: Any,
     ) -> Tensor:
-        """Add what this layer finds to the hidden states.
+        """Apply the layer to hidden states, [S, B, H] or batch first.
 
         Args:
             hidden_states: [S, B, H], or batch first.
-            attention_mask: of self-attention, as its type says; True hides.
-            self_attn_mask_type: another type than the constructor's, of the same causality.
-            window_size: only the constructor's.
-            encoder_output: for a decoder.
-            enc_dec_attn_mask: of cross-attention.
+            attention_mask: mask of self-attention, of its mask type; True hides.
+            self_attn_mask_type: mask type of this call, with the constructor's causality.
+            window_size: None, or the constructor's.
+            encoder_output: input of cross-attention in a decoder.
+            enc_dec_attn_mask: mask of cross-attention.
             enc_dec_attn_mask_type: "no_mask" or "padding".
             rotary_pos_emb: angles [S, 1, 1, D].
             is_first_microbatch: see ``microbatches.py``.

@@ -55,7 +55,7 @@ def test_what_has_no_effect_is_accepted(kind):
     ],
 )
 def test_what_cannot_be_honoured_is_named(kind, name, value):
-    with pytest.raises(ConfigError, match=f"{kind.__name__} cannot honour {name}="):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} does not support {name}="):
         kind(*SIZES[kind], **{name: value})
 
 

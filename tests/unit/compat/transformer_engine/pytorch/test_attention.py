@@ -115,7 +115,7 @@ def test_angles_turn_queries_and_keys():
     attended = scores_to_values(turn(q, 50.0), turn(k, 50.0), v, visible=_visible("causal")).flatten(2)
     expected = attended @ weights["attention.out.weight"].T + weights["attention.out.bias"]
     assert_close(y.transpose(0, 1), expected, relative=1e-5)
-    with pytest.raises(ConfigError, match="alike"):
+    with pytest.raises(ConfigError, match="by the same angles"):
         ours(x, rotary_pos_emb=(emb, emb.clone()))
 
 

@@ -199,13 +199,13 @@ def test_a_pickle_is_refused_with_the_reason_and_left_out_on_request(value, at):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.ones(4, 5), r"is a tensor \(4, 5\) that octavo does not know; it reads amax_history_fwd"),
-        (torch.ones(3), r"is a tensor \(3,\) that octavo does not know"),
-        ({"amax": torch.ones(4, 3)}, r"\['amax'\].* octavo does not know"),
-        ({"recipe": object()}, r"\['recipe'\].* is object, and octavo reads plain tensors alone"),
+        (torch.ones(4, 5), r"is an unknown tensor \(4, 5\); octavo reads amax_history_fwd"),
+        (torch.ones(3), r"is an unknown tensor \(3,\)"),
+        ({"amax": torch.ones(4, 3)}, r"\['amax'\].* is an unknown tensor"),
+        ({"recipe": object()}, r"\['recipe'\].* is object, and octavo reads only plain tensors"),
         ({"amax_history_fwd": torch.ones(4, 1)}, r"amax_history_fwd is \(4, 1\), too small for column 1"),
         ({"amax_history_fwd": torch.ones(4)}, r"amax_history_fwd is \(4,\)"),
-        ({"amax_history_bwd": torch.full((2, 2), float("nan"))}, r"amax_history_bwd holds .*none negative"),
+        ({"amax_history_bwd": torch.full((2, 2), float("nan"))}, r"amax_history_bwd holds .*not negative"),
         ({"scale_fwd": -torch.ones(3)}, r"scale_fwd holds -1\.0"),
     ],
 )

@@ -95,7 +95,7 @@ def test_parameters_are_attributes_by_their_published_names(normalization, bias)
 def test_a_norms_size_has_two_names(kind):
     assert kind(hidden_size=8).size == kind(8).size == kind(normalized_shape=8).size
     for sizes in ({}, {"hidden_size": 8, "normalized_shape": 8}):
-        with pytest.raises(ConfigError, match="normalized_shape or hidden_size, one of them"):
+        with pytest.raises(ConfigError, match="one of normalized_shape and hidden_size"):
             kind(**sizes)
 
 
