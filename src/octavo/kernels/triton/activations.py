@@ -1,7 +1,9 @@
-"""The activations of an MLP with the cast of their result, and their backward; the result itself is never written.
+"""Activations of an MLP fused with the cast of their result, and their backward; the result itself is never written.
 
-x is [R, F], or [R, 2F] with the gate's half first; y = f(x), or f(gate) · up, [R, F]. Computed in FP32 and rounded to
-x's dtype where the unfused layer rounds: after f, and after the product; then cast.
+    y = f(x),  or  y = f(gate) · up  with  x = [gate, up];        codes = RNE(y · encode)
+
+x is [R, F] or, gated, [R, 2F], row-major, with the gate's half first in each row; y is [R, F]. Computed in FP32 and
+rounded to x's dtype where the unfused layer rounds: after f, and after the product; then cast.
 
 | cast                    | rows kernel: reads x, writes | tiles kernel: reads x, writes | bytes, 16-bit, gated |
 |-------------------------|------------------------------|-------------------------------|----------------------|
@@ -10,9 +12,9 @@ x's dtype where the unfused layer rounds: after f, and after the product; then c
 | per row                 | codes, column amaxes         | codes of the transpose        | 4 + 1 + 4 + 1        |
 | in blocks along K       | (not run)                    | codes in both orientations    | 4 + 1 + 1            |
 
-Bytes are those of an element of y. An activation followed by its cast would write and read y besides. Without the
-transpose, which only a weight's gradient needs, a cast per row ends with the first kernel. In training octavo.nn.fused
-asks for the transpose by itself, in backward, which reads x once more and keeps no byte.
+Bytes are those of an element of y. An activation followed by a separate cast would write and read y besides. Without
+the transpose, which only a weight's gradient needs, a cast per row ends with the first kernel. In training
+octavo.nn.fused requests the transpose alone, in backward: that reads x once more, and keeps no codes from forward.
 """
 
 import torch
@@ -27,8 +29,10 @@ from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, TENSOR, add_to_f
 
 __all__ = ["activation_backward", "cast_activation"]
 
-_PROGRAMS, _WITH_COLUMNS = 2112, 396  # 16 and 3 on each of an H100's multiprocessors
-_MEASURED_AT_ONCE = 4096
+# Programs that share the rows: 16 on each of an H100's 132 multiprocessors; 3 where each also holds the amaxes of its
+# columns in registers, see norms.py.
+_PROGRAMS, _WITH_COLUMNS = 2112, 396
+_MEASURED_AT_ONCE = 4096  # columns of a program that only measures: it needs no whole rows
 
 _SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 _NORMAL_PEAK: tl.constexpr = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
@@ -39,7 +43,7 @@ _QUICK_SLOPE: tl.constexpr = tl.constexpr(1.702)
 
 @triton.jit
 def _tanh_argument(x):
-    """K such that gelu_tanh(x) = x · sigmoid(k)."""
+    """K such that gelu_tanh(x) = x · sigmoid(k): tanh by exp, since (1 + tanh(k / 2)) / 2 = sigmoid(k)."""
     return (x * x * x * _TANH_CUBE + x) * _TANH_SLOPE
 
 
@@ -54,11 +58,12 @@ def _function(x, NAME: tl.constexpr, DTYPE: tl.constexpr):
     elif NAME == "gelu":
         y = x * 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
     elif NAME == "silu":
-        y = x / (1.0 + tl.exp(-x))
+        y = x / (1.0 + tl.exp(-x))  # exp(-x) = Inf of very negative x makes -0, the limit
     elif NAME == "gelu_tanh":
         y = x / (1.0 + tl.exp(-_tanh_argument(x)))
     else:
         tl.static_assert(NAME == "qgelu")
+        # x · sigmoid(1.702 x) is three operations in torch, each of which rounds to the dtype.
         inner = round_to(x * _QUICK_SLOPE, DTYPE).to(tl.float32)
         y = x * round_to(1.0 / (1.0 + tl.exp(-inner)), DTYPE).to(tl.float32)
     return round_to(y, DTYPE).to(tl.float32)
@@ -66,7 +71,7 @@ def _function(x, NAME: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _function_and_slope(x, NAME: tl.constexpr):
-    """f(x) and its derivative in FP32."""
+    """f(x) and its derivative in FP32, neither rounded: only gradients are made of them."""
     if NAME == "relu":
         y = tl.where(x <= 0, 0.0, x)
         slope = tl.where(x <= 0, 0.0, 1.0)
@@ -75,10 +80,12 @@ def _function_and_slope(x, NAME: tl.constexpr):
         slope = 2.0 * y
         y = y * y
     elif NAME == "gelu":
+        # d/dx x · Φ(x) = Φ(x) + x · φ(x), of the normal distribution.
         area = 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
         y = x * area
         slope = area + x * tl.exp(x * x * -0.5) * _NORMAL_PEAK
     else:
+        # The others are x · σ(k(x)): with σ' = σ · (1 - σ) the derivative is σ + x · σ · (1 - σ) · k'(x).
         inner = x
         inner_slope = tl.full(x.shape, 1.0, tl.float32)
         if NAME == "gelu_tanh":
@@ -95,8 +102,12 @@ def _function_and_slope(x, NAME: tl.constexpr):
 
 @triton.jit
 def _activated(x, row, at, inside, columns, NAME: tl.constexpr, GATED: tl.constexpr):
-    """Y at columns ``at`` of a row, or a column of rows; 0 where not ``inside``."""
+    """Y at columns ``at`` of one row, or of rows [ROWS, 1]; 0 where not ``inside``.
+
+    f(0) is 0 for every function here, so that masked loads of 0 raise no amax.
+    """
     DTYPE: tl.constexpr = x.dtype.element_ty
+    # int64: a row's place exceeds int32 in a tensor of 2^31 elements. A gated row of x is twice as long as y's.
     here = row.to(tl.int64) * (columns * (2 if GATED else 1)) + at
     y = _function(tl.load(x + here, mask=inside, other=0.0).to(tl.float32), NAME, DTYPE)
     if GATED:
@@ -107,12 +118,20 @@ def _activated(x, row, at, inside, columns, NAME: tl.constexpr, GATED: tl.conste
 
 @triton.jit
 def _activation_rows_kernel(
-    x, output, output_scale, found, known, rows, columns, rows_each,
+    x,  # [rows, columns], gated [rows, 2 · columns], row-major
+    output, output_scale,  # uint8 codes [rows, columns] row-major; float32 or E8M0 [rows, 1]; written with CAST_ROWS
+    found,  # int32 [2], or [COLUMN_AMAXES + columns], zeros: see epilogues.py
+    known,  # float32, one element, the amax of past steps, or None
+    rows, columns, rows_each,  # of the result; rows of each program
     NAME: tl.constexpr, GATED: tl.constexpr, KNOWN: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A program takes SIZE columns of ``rows_each`` rows; none where an amax is known."""
+    """Measure y, and cast its rows where each has a scale of its own (CAST_ROWS); COLUMN_AMAX: measure columns too.
+
+    A program owns SIZE columns of ``rows_each`` rows, one row after the other in registers; with CAST_ROWS or
+    COLUMN_AMAX SIZE covers whole rows. It does nothing where an amax is known.
+    """
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < columns
     largest = tl.zeros([SIZE], tl.float32)
@@ -120,13 +139,14 @@ def _activation_rows_kernel(
     broken = tl.zeros([SIZE // PACK], tl.int32)
     first = tl.program_id(0) * rows_each
     count = tl.minimum(rows_each, rows - first)
-    if KNOWN == "amax":
+    if KNOWN == "amax":  # decided on the device: the host would have to wait for the value
         count = tl.where(tl.load(known) > 0, 0, count)
     for step in range(count):
         row = first + step
         y = _activated(x, row, at, inside, columns, NAME, GATED)
         magnitude, nonfinite = finite_magnitude(y)
         broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
+        # A running maximum a column: the columns' amaxes, or after the loop the tensor's. Rows' scales need neither.
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
         if CAST_ROWS:
@@ -136,20 +156,27 @@ def _activation_rows_kernel(
             )  # fmt: skip
     if count > 0:
         add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
-    if COLUMN_AMAX:
+    if COLUMN_AMAX:  # other programs have other rows of the same columns
         tl.atomic_max(found + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _activation_tiles_kernel(
-    x, output, output_scale, transposed, transposed_scale, found, known, rows, columns,
+    x,  # [rows, columns], gated [rows, 2 · columns], row-major
+    output, output_scale,  # uint8 codes [rows, columns] row-major; scale in the granularity's shape
+    transposed, transposed_scale,  # uint8 codes [columns, rows] row-major; scale in the transpose's shape
+    found, known,  # int32, see epilogues.py; float32, one element, by KNOWN
+    rows, columns,  # of the result
     NAME: tl.constexpr, GATED: tl.constexpr,
     KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a tile [ROWS, COLUMNS] of y, and measures it unless ``activation_rows`` did."""
+    """Compute y once more and cast it, in either order or both.
+
+    A program owns a tile [ROWS, COLUMNS] of y, and measures it unless ``_activation_rows_kernel`` did.
+    """
     across = tl.cdiv(columns, COLUMNS)
     row_tile, column_tile = tl.program_id(0) // across, tl.program_id(0) % across
     row = (row_tile * ROWS + tl.arange(0, ROWS))[:, None]
@@ -159,6 +186,7 @@ def _activation_tiles_kernel(
     if KNOWN != "" or GROUPS > ROW:
         magnitude, nonfinite = finite_magnitude(y)
         amax, count = tl.max(magnitude), tl.sum(nonfinite)
+        # Where the known amax is 0, the rows kernel has measured this tensor: nothing is counted twice.
         if KNOWN == "amax":
             unmeasured = tl.load(known) > 0
             amax = tl.where(unmeasured, amax, 0.0)
@@ -173,9 +201,15 @@ def _activation_tiles_kernel(
 
 @triton.jit
 def _activation_backward_kernel(
-    grad_y, x, grad_x, columns, NAME: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr
+    grad_y,  # [rows, columns] row-major
+    x, grad_x,  # [rows, columns], gated [rows, 2 · columns], row-major
+    columns, NAME: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """A program takes SIZE columns of one row."""
+    """grad_x = grad_y · f'(x); gated, grad_gate = grad_y · up · f'(gate) and grad_up = grad_y · f(gate).
+
+    In FP32 from the inputs to the one rounding of each gradient. A program owns SIZE columns of one row; y and f' are
+    recomputed from x, so that forward keeps x alone.
+    """
     across = tl.cdiv(columns, SIZE)
     row = tl.program_id(0) // across
     at = tl.program_id(0) % across * SIZE + tl.arange(0, SIZE)
@@ -186,7 +220,7 @@ def _activation_backward_kernel(
     DTYPE: tl.constexpr = grad_x.dtype.element_ty
     if GATED:
         up = tl.load(x + here + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + here + columns, round_to(grad * y, DTYPE), mask=inside)
+        tl.store(grad_x + here + columns, round_to(grad * y, DTYPE), mask=inside)  # of the up half
         grad = grad * up
     tl.store(grad_x + here, round_to(grad * slope, DTYPE), mask=inside)
 

@@ -1,7 +1,10 @@
-"""Casts with a scale for every block of rows x columns, of a matrix, of its transpose, or of both.
+"""Blockwise casts: a scale for every ROWS x COLUMNS elements of a matrix, of its transpose, or of both.
 
-A block lies inside a tile of 32 x 128, 64 x 64 or 128 x 128, so that everything is done in one reading. Blocks of
-the transpose are columns x rows here; square blocks are the same both ways, and their codes are made once.
+    codes[block] = RNE(fp32(x[block]) · encode),  encode = MAX / max |x[block]|,  scale[block] = 1 / encode
+
+A block lies inside a tile of 32 x 128, 64 x 64 or 128 x 128, so one program measures it and casts it in one reading.
+A block of the transpose is COLUMNS x ROWS elements of the matrix; square blocks hold the same elements in both orders,
+so their codes are computed once.
 
 | call                  | launches | bytes read | bytes written                               |
 |-----------------------|----------|------------|---------------------------------------------|
@@ -37,42 +40,53 @@ LARGEST = 128  # rows and columns of a block; both are powers of two
 
 @triton.jit
 def _highest(blocks):
+    """The largest magnitude of each of blocks [down, rows, across, columns], [down, across]."""
     return highest(highest(blocks, 3), 1)
 
 
 @triton.jit
 def _amaxes(blocks, overflowed, nonfinite):
-    """The amax of each of blocks [down, rows, across, columns], [down, across]; reports what is not finite."""
+    """The finite amax of each of blocks [down, rows, across, columns], [down, across]; records NaN and ±Inf."""
     amax = _highest(blocks)
-    if any_broken(amax):
+    if any_broken(amax):  # elements are masked and counted only if a maximum says that one of them is not finite
         report(overflowed, nonfinite, is_broken(blocks))
         amax = _highest(finite(blocks))
     return amax
 
 
 @triton.jit
-def _tile_in(made, memory, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Blocks of codes as the tile that they are, for the memory that holds it."""
-    return as_held(tl.reshape(made, (DOWN, ACROSS)), memory)
+def _tile_in(codes, memory, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """Blocks of codes reshaped to the tile [DOWN, ACROSS], in the dtype of the memory to store to."""
+    return as_held(tl.reshape(codes, (DOWN, ACROSS)), memory)
 
 
 @triton.jit
 def cast_blocks_kernel(
-    x, out, flipped, scales, amaxes, flipped_scales, flipped_amaxes, overflowed, nonfinite,
+    x,  # [rows, columns] row-major, `stride` elements from row to row
+    out,  # codes, or values in x's dtype: [rows, columns] row-major, `out_stride` from row to row; may be x itself
+    flipped,  # codes of the transpose: [columns, rows] row-major, without gaps
+    scales, amaxes,  # float32 [⌈rows / ROWS⌉, ⌈columns / COLUMNS⌉] row-major
+    flipped_scales, flipped_amaxes,  # float32 [⌈columns / ROWS⌉, ⌈rows / COLUMNS⌉] row-major: of the transpose
+    overflowed, nonfinite,  # uint8 and int64, one element each, or None: raised
     rows, columns, stride, out_stride,
     DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # of a block
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
-    DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr,  # of a tile: both are multiples of ROWS and of COLUMNS
 ):  # fmt: skip
-    """Reads x once, writes a byte an element for each order; with VALUES, x's size once."""
+    """Cast all blocks of a tile; with VALUES, codes · scale instead of codes.
+
+    A program owns a tile [DOWN, ACROSS] with all blocks of both orders inside it: no block is split between programs.
+    Reads x once, writes a byte an element for each order; with VALUES, x's size once.
+    """
+    # In FP32 from here on. Beyond the matrix x is 0, which raises no amax: a ragged block has that of its elements.
     row, column = first_of_tile(tl.program_id(0), columns, DOWN, ACROSS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     across = ceil_div(columns, ACROSS)
     first_row, first_column = tl.program_id(0) // across * DOWN, tl.program_id(0) % across * ACROSS
-    if DIRECT or ROWS == COLUMNS:
+    if DIRECT or ROWS == COLUMNS:  # square blocks: the codes of the transpose are these, transposed
         blocks = tl.reshape(number, (DOWN // ROWS, ROWS, ACROSS // COLUMNS, COLUMNS))
         amax = _amaxes(blocks, overflowed, nonfinite)
         encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
@@ -81,37 +95,37 @@ def cast_blocks_kernel(
         block_column = first_column // COLUMNS + tl.arange(0, ACROSS // COLUMNS)[None, :]
         blocks_down, blocks_across = ceil_div(rows, ROWS), ceil_div(columns, COLUMNS)
         at = block_row.to(tl.int64) * blocks_across + block_column
-        within = (block_row < blocks_down) & (block_column < blocks_across)
-        made = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        within = (block_row < blocks_down) & (block_column < blocks_across)  # a tile may hold whole blocks beyond x
+        codes = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         if DIRECT:
             tl.store(scales + at, decode, mask=within)
             tl.store(amaxes + at, amax, mask=within)
         if VALUES:
-            value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None, :, None]
+            value = number_from_code(codes, MANTISSA, HARDWARE) * decode[:, None, :, None]
             value = tl.reshape(value, (DOWN, ACROSS))
             tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
         elif DIRECT:
-            tl.store(out + row[:, None] * out_stride + column[None, :], _tile_in(made, out, DOWN, ACROSS), mask=inside)
+            tl.store(out + row[:, None] * out_stride + column[None, :], _tile_in(codes, out, DOWN, ACROSS), mask=inside)
     if FLIPPED:
-        if ROWS != COLUMNS:
+        if ROWS != COLUMNS:  # other elements share a scale in the transpose: measure and cast again, from registers
             blocks = tl.reshape(number, (DOWN // COLUMNS, COLUMNS, ACROSS // ROWS, ROWS))
-            if DIRECT:  # has reported them
+            if DIRECT:  # which has recorded NaN and ±Inf: twice would count them twice
                 amax = _amaxes(blocks, None, None)
             else:
                 amax = _amaxes(blocks, overflowed, nonfinite)
             encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
             decode = reciprocal(encode)
-            made = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
-        group_row = first_row // COLUMNS + tl.arange(0, DOWN // COLUMNS)[:, None]
+            codes = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        group_row = first_row // COLUMNS + tl.arange(0, DOWN // COLUMNS)[:, None]  # blocks of the transpose, as x lies
         group_column = first_column // ROWS + tl.arange(0, ACROSS // ROWS)[None, :]
         groups_down, groups_across = ceil_div(rows, COLUMNS), ceil_div(columns, ROWS)
-        place = group_column.to(tl.int64) * groups_down + group_row
+        place = group_column.to(tl.int64) * groups_down + group_row  # transposed by the address
         within = (group_row < groups_down) & (group_column < groups_across)
         tl.store(flipped_scales + place, decode, mask=within)
         tl.store(flipped_amaxes + place, amax, mask=within)
-        turned = (column < columns)[:, None] & (row < rows)[None, :]
-        made = tl.trans(_tile_in(made, flipped, DOWN, ACROSS))
-        tl.store(flipped + column[:, None] * rows + row[None, :], made, mask=turned)
+        inside_t = (column < columns)[:, None] & (row < rows)[None, :]
+        codes = tl.trans(_tile_in(codes, flipped, DOWN, ACROSS))  # threads exchange bytes, not FP32 numbers
+        tl.store(flipped + column[:, None] * rows + row[None, :], codes, mask=inside_t)
 
 
 def cast_blocks(
@@ -160,16 +174,16 @@ def cast_blocks(
 
 
 def _tile(block: tuple[int, int], *, one_way: bool) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps."""
+    """Rows and columns of a program's tile, and its warps, so that no thread spills: 16 to 32 elements each."""
     if one_way and block[0] <= 32:  # without a transpose a line of 128 bytes is all that is to be filled
         return 32, 128, 4
-    if 128 in block:
+    if 128 in block:  # 128 rows for the blocks of one order, 128 columns for those of the other
         return 128, 128, 32 if block == (128, 128) and not one_way else 16
     return 64, 64, 8
 
 
 def _groups(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for scales and amaxes."""
+    """Uninitialized memory for scales and amaxes, float32 [⌈rows / block rows⌉, ⌈columns / block columns⌉]."""
     shape = (launching.ceil_div(rows, block[0]), launching.ceil_div(columns, block[1]))
     scales, amaxes = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     return scales, amaxes

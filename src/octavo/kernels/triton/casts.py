@@ -1,8 +1,10 @@
-"""Casts with one scale a tensor, and what every kernel that casts shares.
+"""Tensorwise casts, and the device functions that all kernels that cast share.
 
-A kernel works on a row-major matrix, *direct*, and may write its transpose, *flipped*, from the same registers: both
-operands of a GEMM on Hopper lie along K, so one tensor is read in two orders by its two GEMMs. Every tile is a load
-and one store for each order, 16 bytes a thread at a time.
+    codes = RNE(fp32(x) · encode),  encode = MAX / max |x|,  scale = 1 / encode
+
+A kernel reads a row-major matrix [rows, columns], writes its codes in the same order (*direct*) and may write those of
+the transpose (*flipped*) from the same registers: Hopper's FP8 GEMM reads both operands along K, so the two GEMMs that
+use a tensor read it in two orders. Every tile is a load and one store for each order, 16 bytes a thread at a time.
 
 | call                        | launches | bytes read      | bytes written                        |
 |-----------------------------|----------|-----------------|--------------------------------------|
@@ -10,9 +12,9 @@ and one store for each order, 16 bytes a thread at a time.
 | amax known from the past    | 2        | size of x       | the same; the first launch ends when it finds the amax |
 | scale given                 | 1        | size of x       | the same                             |
 
-The first launch leaves an amax and a count for each of at most 1024 programs; every program of the second finds the
-largest itself, so nothing is cleared before. What is to be recorded is raised atomically by the kernel that casts. The
-host reads none of it.
+The first launch stores an amax and a count for each of at most 1024 programs, and every program of the second launch
+reduces those itself: a single word raised by all would have to be cleared by a launch before. The kernel that casts
+raises the layer's records atomically. The host reads none of it.
 """
 
 from dataclasses import dataclass
@@ -89,14 +91,14 @@ def constants(spec: CastSpec, device: torch.device) -> dict[str, Any]:
 
 
 def empty_codes(rows: int, columns: int, fmt: Format, device: torch.device, *, wanted: bool) -> Tensor:
-    """Memory for codes; a single one where they are not wanted."""
+    """Uninitialized memory for codes; a single element where they are not wanted, since a kernel takes some pointer."""
     return torch.empty((rows, columns) if wanted else (1, 1), dtype=fmt.torch_dtype, device=device)
 
 
 def as_written(out: Tensor) -> Tensor:
-    """Codes or values as kernels write them: codes in their own dtype where the device has it, as bytes elsewhere.
+    """Codes or values as a kernel's argument: codes in their own dtype where the device has it, as bytes elsewhere.
 
-    Of bytes that are later viewed as codes inductor's templates for products would see the bytes.
+    If a kernel wrote bytes that are viewed as codes later, inductor's GEMM templates would see the bytes.
     """
     return out if out.itemsize > 1 or has_hardware_casts(out.device) else out.view(torch.uint8)
 
@@ -111,18 +113,20 @@ def codes_of(
     PROPAGATE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """FP32 numbers, scaled and cast."""
+    """Codes, uint8, of FP32 numbers times an encode scale."""
     scaled = number * encode_scale
-    if PROPAGATE and MANTISSA == 3 and HARDWARE:  # adding 0 · number changes nothing, but makes NaN of an infinite one
+    # E4M3 has no infinity to propagate: an infinite input becomes NaN. 0 · number is NaN for it and 0 for all finite
+    # numbers, so one fma replaces a comparison and a select of codes.
+    if PROPAGATE and MANTISSA == 3 and HARDWARE:
         return code_from_number(tl.fma(number, 0.0, scaled), MAX, MANTISSA, BIAS, False, HARDWARE)
     infinite = tl.abs(number) == float("inf")
     return code_from_number(scaled, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
 
 
 @triton.jit
-def as_held(made, memory):
-    """Codes, uint8, in the dtype of the memory that holds them."""
-    return made.to(memory.dtype.element_ty, bitcast=True)
+def as_held(codes, memory):
+    """Bitcast uint8 codes to the dtype of the memory that they are stored to, see as_written."""
+    return codes.to(memory.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
@@ -132,15 +136,21 @@ def _larger(a, b):
 
 @triton.jit
 def highest(number, AXIS: tl.constexpr):
-    """The largest magnitude along an axis: NaN or infinite if any number is, which one instruction finds out."""
-    if _INTERPRETED:  # it reduces by a function of ours in a loop of Python; integers have no NaN to lose
+    """The largest magnitude along an axis; NaN or infinite if any number is.
+
+    So a test of the maximum alone tells whether every number is finite, and the common case needs no mask an element.
+    On the device the reduction is max.NaN, one instruction a number.
+    """
+    # The interpreter would run a reduction by our own function as a Python loop. Magnitudes as integers are in the same
+    # order, with NaN above infinity.
+    if _INTERPRETED:
         return tl.max(tl.abs(number).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
     return tl.reduce(tl.abs(number), AXIS, _larger)
 
 
 @triton.jit
 def is_broken(number):
-    """Where FP32 numbers are NaN or ±Inf."""
+    """Mask of the FP32 numbers that are NaN or ±Inf."""
     return (number.to(tl.int32, bitcast=True) & 0x7FFF_FFFF) >= _INFINITY
 
 
@@ -152,7 +162,7 @@ def any_broken(number):
 
 @triton.jit
 def finite(number):
-    """Numbers, 0 where they are NaN or ±Inf."""
+    """FP32 numbers with 0 in place of NaN and ±Inf."""
     return tl.where(is_broken(number), 0.0, number)
 
 
@@ -164,7 +174,10 @@ def ceil_div(size, block):
 
 @triton.jit
 def first_of_tile(tile, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """The rows and columns of a tile, int64; tiles are counted along the columns first."""
+    """Row and column indices of a tile, int64; tiles are numbered along the columns first.
+
+    int64, because a row times a stride exceeds int32 in a tensor of 2^31 elements.
+    """
     across = ceil_div(columns, BLOCK_COLUMNS)
     row = (tile // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = (tile % across).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -172,45 +185,61 @@ def first_of_tile(tile, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.con
 
 
 @triton.jit
-def raise_count(word, found):
+def raise_count(word, mask):
     """Add the number of true elements to an int64 in memory."""
-    tl.atomic_add(word, tl.sum(tl.ravel(found).to(tl.int32), 0).to(tl.int64), sem="relaxed")
+    # "relaxed": only the sum counts, and it is read after the kernel has ended. So for every atomic operation here.
+    tl.atomic_add(word, tl.sum(tl.ravel(mask).to(tl.int32), 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def report(overflowed, nonfinite, broken):
-    """Record that elements, of which there are some, are NaN or ±Inf; a None records nothing."""
+    """Record that the elements of a mask, at least one of them, are NaN or ±Inf; None records nothing."""
     if nonfinite is not None:
         raise_count(nonfinite, broken)
     if overflowed is not None:
-        tl.store(overflowed, 1)
+        tl.store(overflowed, 1)  # not atomic: all programs that write it write 1
 
 
 @triton.jit
 def _raise_amax(recorded, amax):
-    """Raise an FP32 number that is seen as int32: -1, which stands for none, is below them all; NaN does not occur."""
+    """Raise a recorded amax, an FP32 number in memory addressed as int32, to a finite amax.
+
+    Bits of non-negative FP32 numbers are in the numbers' order. -1.0 stands for "none"; its sign bit makes it negative
+    as an integer, so below all of them.
+    """
     bits = amax.to(tl.int32, bitcast=True)
-    if bits > tl.load(recorded):  # what is read may be out of date, which costs an atomic operation and no more
+    # Most programs find a larger amax recorded already and need no atomic operation. A stale value costs one, no more.
+    if bits > tl.load(recorded):
         tl.atomic_max(recorded, bits, sem="relaxed")
 
 
 @triton.jit
 def measure_tensor_kernel(
-    x, found, known,
+    x,  # [rows, columns] row-major, `stride` elements from row to row
+    found,  # int32 [2, PROGRAMS]: bits of each program's amax, its count of NaN and ±Inf
+    known,  # float32, one element: the amax of past steps, or None
     rows, columns, stride, tiles,
     PROGRAMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Amax and number of non-finite elements of every program's share. Reads x once, or nothing if an amax is known."""
+    """Amax and number of non-finite elements of every program's share of x.
+
+        found[0, p] = bits(max |x|),  found[1, p] = Σ [x is NaN or ±Inf],  over the finite and over all x of program p
+
+    A program takes UNROLL tiles after each other, then skips those of the others. Reads x once, or nothing if an amax
+    is known.
+    """
     if known is not None:
-        tiles = tl.where(tl.load(known) > 0, 0, tiles)
+        tiles = tl.where(tl.load(known) > 0, 0, tiles)  # decided on the device: the host would have to wait for it
     start, step = tl.program_id(0) * UNROLL, tl.num_programs(0) * UNROLL
+    # A maximum for each place of a tile: the reduction across threads comes once, after the loop.
     most = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for tile in range(start, tiles, step):
-        for further in tl.static_range(UNROLL):  # loads that do not wait for each other
+        for further in tl.static_range(UNROLL):  # loads that do not wait for each other; beyond the matrix they read 0
             number = _tile(x, tile + further, rows, columns, stride, BLOCK_ROWS, BLOCK_COLUMNS)
             most = _larger(most, tl.abs(number))
     amax = highest(tl.ravel(most), 0)
     count = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
+    # A rare second reading, of this program's share alone, keeps the masks and counts out of the loop above.
     if is_broken(amax):
         most = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for tile in range(start, tiles, step):
@@ -225,6 +254,7 @@ def measure_tensor_kernel(
 
 @triton.jit
 def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """A tile in FP32, 0 beyond the matrix, which raises no maximum of magnitudes."""
     row, column = first_of_tile(tile, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -234,10 +264,10 @@ def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMN
 def _record_programs(
     amax, found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr, FRESH: tl.constexpr
 ):
-    """Record what so many programs have measured before."""
+    """Record what ``measured_by`` programs of measure_tensor_kernel found: called by one program for the tensor."""
     share = tl.arange(0, PROGRAMS)
     count = tl.sum(tl.load(found + PROGRAMS + share, mask=share < measured_by, other=0).to(tl.int64), 0)
-    if FRESH:
+    if FRESH:  # the record is uninitialized memory: stores instead of a launch that clears it
         tl.store(amax_record, amax.to(tl.int32, bitcast=True))
         tl.store(nonfinite, count)
     else:
@@ -251,8 +281,14 @@ def _record_programs(
 
 @triton.jit
 def cast_tensor_kernel(
-    x, out, flipped, given, found, scale,
-    amax_record, overflowed, nonfinite, saturation,
+    x,  # [rows, columns] row-major, `stride` elements from row to row
+    out,  # codes, or values in x's dtype: [rows, columns] row-major, `out_stride` from row to row; may be x itself
+    flipped,  # codes of the transpose: [columns, rows] row-major, without gaps
+    given,  # float32, one element: amax or scale, by SOURCE
+    found,  # int32 [2, PROGRAMS] of measure_tensor_kernel, of which the first `measured_by` columns count
+    scale,  # float32, one element, the decode scale: written
+    amax_record, overflowed, nonfinite,  # float32 seen as int32, uint8, int64, one element each, or None: raised
+    saturation,  # int64 [2] or None: raised by the numbers of saturated and underflowed elements
     rows, columns, stride, out_stride, measured_by,
     SOURCE: tl.constexpr, MEASURE: tl.constexpr, FRESH: tl.constexpr, PROGRAMS: tl.constexpr,
     DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
@@ -260,22 +296,26 @@ def cast_tensor_kernel(
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Reads x once, writes a byte an element for each order; with VALUES, x's size once.
+    """One scale for x: codes = RNE(fp32(x) · encode); scale = 1 / encode. With VALUES, codes · scale instead of codes.
 
-    SOURCE says where the scale comes from: the amax "measured" by so many programs, "known" or, where that is 0,
-    measured, "amax" whatever it is, or "scale". MEASURE says whether anything is to be recorded, FRESH that "measured"
-    is, in memory that holds nothing yet.
+    A program owns a tile [BLOCK_ROWS, BLOCK_COLUMNS], for both orders. Reads x once, writes a byte an element for each
+    order; with VALUES, x's size once.
+
+    SOURCE is where the scale comes from: "measured", the amax that ``measured_by`` programs found; "known", a given
+    amax or, where that is 0, the measured one; "amax", the given one even if 0; "scale", a given decode scale. MEASURE:
+    whether to record; FRESH: the record is uninitialized, which only "measured" can fill.
     """
+    # Loads beyond the matrix give 0: no amax grows by it, and no count takes it for an underflow.
     row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    one = tl.arange(0, 1)
+    one = tl.arange(0, 1)  # scale and amax are blocks [1]: the shared device functions take blocks
     if SOURCE == "scale":
         decode = tl.load(given + one)
-        encode = tl.minimum(reciprocal(decode), _FP32_MAX)
+        encode = tl.minimum(reciprocal(decode), _FP32_MAX)  # of a subnormal scale the reciprocal may be infinite
     else:
         if SOURCE == "measured":
-            amax = one + _highest_of_programs(found, measured_by, PROGRAMS)
+            amax = one + _highest_of_programs(found, measured_by, PROGRAMS)  # zero plus it, as a block [1]
         else:
             amax = tl.load(given + one)
             if SOURCE == "known":
@@ -285,26 +325,26 @@ def cast_tensor_kernel(
         decode = reciprocal(encode)
     if tl.program_id(0) == 0:
         tl.store(scale + one, decode)
-    made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+    codes = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
     if VALUES:
-        value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
+        value = number_from_code(codes, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     elif DIRECT:
-        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(made, out), mask=inside)
-    if FLIPPED:
-        turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(made), flipped), mask=turned)
+        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(codes, out), mask=inside)
+    if FLIPPED:  # codes are transposed, not numbers: a quarter of the bytes to exchange between threads
+        inside_t = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(codes), flipped), mask=inside_t)
     if saturation is not None:
         whole = is_broken(number) == 0
         raise_count(saturation, whole & (tl.abs(number * encode[:, None]) > MAX))
-        raise_count(saturation + 1, whole & (number != 0) & ((made & 0x7F) == 0))
+        raise_count(saturation + 1, whole & (number != 0) & ((codes & 0x7F) == 0))  # ±0
     if MEASURE:
         if SOURCE == "measured":
-            if tl.program_id(0) == 0:
+            if tl.program_id(0) == 0:  # the whole tensor is measured: one program records it
                 _record_programs(
                     tl.max(amax, 0), found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS, FRESH
                 )
-        else:
+        else:  # the scale did not need this tensor's amax: each program records its tile's
             largest = highest(tl.ravel(number), 0)
             if is_broken(largest):
                 report(overflowed, nonfinite, is_broken(number))
@@ -315,13 +355,14 @@ def cast_tensor_kernel(
 
 @triton.jit
 def _highest_of_programs(found, programs, PROGRAMS: tl.constexpr):
+    """The amax of a tensor, from the bits that each of ``programs`` programs stored."""
     share = tl.arange(0, PROGRAMS)
     bits = tl.load(found + share, mask=share < programs, other=0)  # of numbers that are not negative: in their order
     return tl.max(bits, 0).to(tl.float32, bitcast=True)
 
 
 def where_broken_goes(into: Record | None) -> tuple[Tensor | None, Tensor | None]:
-    """What kernels take of a record of NaN and ±Inf: a byte to set and a count to raise."""
+    """A record of NaN and ±Inf as kernels take it: a byte to set and a count to raise, or None for either."""
     if into is None:
         return None, None
     return None if into.overflowed is None else into.overflowed.view(torch.uint8), into.nonfinite
@@ -389,9 +430,9 @@ def cast_tensor(
 
 
 def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, int]:
-    """Bits of amaxes and counts of non-finite elements, int32 [2, 1024], and how many programs' there are."""
+    """Bits of amaxes and counts of non-finite elements, int32 [2, 1024], and how many programs wrote them."""
     shape, stride, _ = _flat(matrix, matrix)
-    block_rows, block_columns = _flat_tile(*shape, _ELEMENTS // 4)
+    block_rows, block_columns = _flat_tile(*shape, _ELEMENTS // 4)  # four such tiles are in flight: UNROLL
     tiles = launching.ceil_div(shape[0], block_rows) * launching.ceil_div(shape[1], block_columns)
     programs = min(launching.ceil_div(tiles, 4), _PROGRAMS)
     found = torch.empty((2, _PROGRAMS), dtype=torch.int32, device=matrix.device)
@@ -404,7 +445,10 @@ def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, int]:
 
 
 def _flat(matrix: Tensor, out: Tensor) -> tuple[tuple[int, int], int, int]:
-    """Rows and columns of a matrix and the strides of both: one row where there are no gaps between their rows."""
+    """Shape to cast a matrix in, and the row strides of matrix and result: one long row where neither has gaps.
+
+    A narrow matrix would otherwise leave most of a tile's columns empty.
+    """
     if matrix.is_contiguous() and out.is_contiguous():
         size = matrix.numel()
         return (1, size), size, size
@@ -413,6 +457,6 @@ def _flat(matrix: Tensor, out: Tensor) -> tuple[tuple[int, int], int, int]:
 
 
 def _flat_tile(rows: int, columns: int, elements: int = _ELEMENTS) -> tuple[int, int]:
-    """Rows and columns of a tile of so many elements, as long as the matrix is wide."""
+    """Rows and columns of a tile of ``elements`` elements, as wide as the matrix allows."""
     across = launching.tile_side(columns, elements)
     return launching.tile_side(rows, elements // across), across

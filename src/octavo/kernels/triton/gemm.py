@@ -1,6 +1,12 @@
-"""Products of codes on FP8 tensor cores, with scales that may change along K.
+"""GEMMs of codes on FP8 tensor cores, with scales that may change along K.
 
     y = Σ_blocks (a[:, block] @ b[:, block].T) · a_scale[:, block] · b_scale[:, block].T + bias
+
+| tensor       | shape                                               | layout                                  |
+|--------------|-----------------------------------------------------|-----------------------------------------|
+| a, b         | [M, K], [N, K]                                      | row-major, a row begins at 16 bytes · i |
+| their scales | [⌈M / rows⌉, ⌈K / block⌉], [⌈N / rows⌉, ⌈K / block⌉] | any strides, see :class:`Scales`        |
+| y            | [M, N]                                              | row-major, contiguous                   |
 
 A program computes a tile of y. The tensor core sums one block of K, from zero; the block's sums times both scales are
 added to the tile's FP32 accumulator. Inside a block Hopper's tensor cores keep 13 fraction bits (octavo.numerics'
@@ -10,15 +16,15 @@ along K, blocks of 128 are added as they are, and the scales multiply the finish
 A block's two scales are multiplied first. Their product is one FP32 number: below 2^-126 it loses bits, and outputs
 that small do with it; beyond FP32 it is infinite, as all but the smallest outputs are.
 
-Tiles of codes are fetched by the tensor memory accelerator, which wants every row to begin at a multiple of 16 bytes
-and fills with zeros what lies outside of the matrix. Codes whose rows do not are copied first, as are transposed
+Tiles of codes are fetched by the tensor memory accelerator (TMA), which requires every row to begin at a multiple of 16
+bytes and fills with zeros what lies outside of the matrix. Codes whose rows do not are copied first, as are transposed
 views: an operand's K must be the contiguous dimension. Scales of b that change from column to column of y are copied
-too, unless they lie side by side: a thread needs 32 of them for every block, and takes two at once then.
+too, unless they lie side by side: a thread needs 32 of them for every block, and loads two at once then.
 
-Programs stay and take one tile after another, in an order that keeps a few rows of tiles together, so that they find
-each other's codes in the L2 cache. Registers limit the tile: two accumulators, the tile's and the block's, of 256 x 128
-numbers would take all that a thread of eight warps may have. So a tile may consist of two halves, which share the codes
-of b: the block's sums of one half are added before those of the other begin.
+Programs are persistent: each takes one tile after another, in an order that keeps a few rows of tiles together, so that
+programs find each other's codes in the L2 cache. Registers limit the tile: two accumulators, the tile's and the
+block's, of 256 x 128 numbers would take all that a thread of eight warps may have. So a tile may consist of two halves,
+which share the codes of b: the block's sums of one half are added before those of the other begin.
 """
 
 from dataclasses import dataclass
@@ -52,9 +58,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program works: on ``halves`` x ``rows`` rows and ``columns`` columns of y at once.
+    """The launch of a program: ``halves`` x ``rows`` rows and ``columns`` columns of y at once, warps and stages.
 
-    ``cost`` is the time that a block of K takes, in units of the first tile's.
+    ``stages`` is how many blocks of K are in flight through shared memory. ``cost`` is the time that a block of K
+    takes, in units of the first tile's.
     """
 
     rows: int
@@ -78,13 +85,13 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def add_scaled(total, sums, scale, other_scale):
-    """``total + sums · (scale · other_scale)``, [ROWS, 1] and [1, COLUMNS].
+    """``total + sums · (scale · other_scale)``; total and sums [ROWS, COLUMNS], scales [ROWS, 1] and [1, COLUMNS].
 
-    An opaque instruction, since the compiler would put these off until after the next product, whose sums then need
+    An opaque instruction, since the compiler would put these off until after the next block's dot, whose sums then need
     registers beside these.
     """
     scale = tl.broadcast_to(scale, total.shape)
-    if _INTERPRETED:
+    if _INTERPRETED:  # which knows no PTX
         total += sums * (scale * other_scale)
     else:
         instructions: tl.constexpr = "{ .reg .f32 both; mul.rn.f32 both, $2, $3; fma.rn.f32 $0, $1, both, $4; }"
@@ -97,7 +104,7 @@ def add_scaled(total, sums, scale, other_scale):
 
 @triton.jit
 def add_scaled_rows(total, sums, scale):
-    """``total + sums · scale``, [ROWS, 1]; an opaque instruction as above."""
+    """``total + sums · scale``; total and sums [ROWS, COLUMNS], scale [ROWS, 1]. An opaque instruction as above."""
     scale = tl.broadcast_to(scale, total.shape)
     if _INTERPRETED:
         total += sums * scale
@@ -109,46 +116,56 @@ def add_scaled_rows(total, sums, scale):
 
 @triton.jit
 def tile_sums(
-    a, b, a_scale, b_scale, row, column, b_row, m, k,
-    a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+    a, b,  # descriptors of codes: [M, K] in boxes [ROWS, BLOCK], [N, K] in boxes [COLUMNS, BLOCK], row-major
+    a_scale, b_scale,  # float32, or uint8 (E8M0), with the strides below
+    row, column, b_row, m, k,  # of the tile in y; b_row, its first row of b, is `column` unless b is a stack
+    a_scale_row, a_scale_block, b_scale_row, b_scale_block,  # elements from group to group of rows, block to block of K
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr,
     ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile's sums in FP32, in two halves; the second is of no meaning where there is one.
+    """A tile's sums in FP32, [ROWS, COLUMNS] for each of two halves of its rows.
 
-    They are scaled where scales change along K.
+    With HALVES of 1 the second means nothing.
+
+        sums = Σ_blocks (a[rows, block] @ b[columns, block].T) · a_scale[rows, block] · b_scale[columns, block].T
+
+    Without ALONG_K the scales are left out: store_columns applies them. A_ROWS and B_ROWS are how many rows of a and b
+    share a scale.
     """
+    # Rows of y below the matrix: their codes are zeros, and their scales must not be read, which no descriptor guards.
     upper_rows = row + tl.arange(0, ROWS)
     lower_rows = upper_rows + ROWS
     upper_within, lower_within = upper_rows < m, lower_rows < m
     upper_at = (upper_rows // A_ROWS).to(tl.int64) * a_scale_row
     lower_at = (lower_rows // A_ROWS).to(tl.int64) * a_scale_row
-    ONE_COLUMN: tl.constexpr = B_ROWS % COLUMNS == 0  # one scale for all columns
+    ONE_COLUMN: tl.constexpr = B_ROWS % COLUMNS == 0  # one scale for all columns: a number, not a row
     if ONE_COLUMN:
         b_at = (column // B_ROWS).to(tl.int64) * b_scale_row
-    else:
+    else:  # no mask: Scales.columnwise pads them to whole tiles
         b_at = ((column + tl.arange(0, COLUMNS)) // B_ROWS).to(tl.int64) * b_scale_row
     upper = tl.zeros((ROWS, COLUMNS), tl.float32)
     lower = tl.zeros((ROWS, COLUMNS), tl.float32)
     ones = tl.full((ROWS, 1), 1.0, tl.float32)
+    # Each dot starts from zero, since a tensor core's own running total keeps only 13 fraction bits. K's ragged end
+    # needs no mask: the descriptor reads zeros there.
     for block in range(tl.cdiv(k, BLOCK)):
-        right = b.load([b_row, block * BLOCK]).T
+        right = b.load([b_row, block * BLOCK]).T  # a view of shared memory: wgmma reads FP8 operands along K alone
         left = a.load([row, block * BLOCK])
         if ALONG_K:
             b_scales = number_from_scale(tl.load(b_scale + b_at + block * b_scale_block))
-            held = tl.load(a_scale + upper_at + block * a_scale_block, mask=upper_within, other=0)
-            scales = number_from_scale(held)[:, None]
+            stored = tl.load(a_scale + upper_at + block * a_scale_block, mask=upper_within, other=0)
+            scales = number_from_scale(stored)[:, None]
             if ONE_COLUMN:
                 upper = add_scaled_rows(upper, tl.dot(left, right), scales * b_scales)
             else:
                 upper = add_scaled(upper, tl.dot(left, right), scales, b_scales[None, :])
-        else:
+        else:  # times one: the same opaque instruction keeps the additions before the next dot
             upper = add_scaled_rows(upper, tl.dot(left, right), ones)
-        if HALVES == 2:
+        if HALVES == 2:  # after the upper half's sums are added, so that one block's sums occupy registers at a time
             left = a.load([row + ROWS, block * BLOCK])
             if ALONG_K:
-                held = tl.load(a_scale + lower_at + block * a_scale_block, mask=lower_within, other=0)
-                scales = number_from_scale(held)[:, None]
+                stored = tl.load(a_scale + lower_at + block * a_scale_block, mask=lower_within, other=0)
+                scales = number_from_scale(stored)[:, None]
                 if ONE_COLUMN:
                     lower = add_scaled_rows(lower, tl.dot(left, right), scales * b_scales)
                 else:
@@ -160,19 +177,26 @@ def tile_sums(
 
 @triton.jit
 def store_columns(
-    out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
+    out,  # [M, N] row-major, contiguous
+    sums,  # [ROWS, COLUMNS] FP32 in registers
+    a_scale, b_scale, bias,  # see tile_sums; [N], read with BIAS
+    row, column, m, n, a_scale_row, b_scale_row,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Applies the scales that are the same for all of K, adds the bias, rounds, and writes what lies inside of y."""
+    """Apply the scales that are the same for all of K, add the bias, round once, and write what lies inside of y.
+
+    y = round(sums · (a_scale · b_scale.T) + bias)
+    """
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     if not ALONG_K:
-        a_held = tl.load(a_scale + (rows // A_ROWS).to(tl.int64) * a_scale_row, mask=rows < m, other=0)
-        b_held = tl.load(b_scale + (columns // B_ROWS).to(tl.int64) * b_scale_row, mask=columns < n, other=0)
-        sums *= number_from_scale(a_held)[:, None] * number_from_scale(b_held)[None, :]
+        a_stored = tl.load(a_scale + (rows // A_ROWS).to(tl.int64) * a_scale_row, mask=rows < m, other=0)
+        b_stored = tl.load(b_scale + (columns // B_ROWS).to(tl.int64) * b_scale_row, mask=columns < n, other=0)
+        sums *= number_from_scale(a_stored)[:, None] * number_from_scale(b_stored)[None, :]
     if BIAS:
         sums += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    # int64, as a row times n may exceed int32. Masked stores, not TMA's, since rows of y may have any length.
     at = rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(out + at, round_to(sums, out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
@@ -183,7 +207,10 @@ def store_sums(
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Part of the columns after part: all at once would take too many registers on their way to memory."""
+    """Store a tile in PARTS groups of columns, see :func:`store_columns`.
+
+    All columns at once would take too many registers on their way to memory.
+    """
     if PARTS == 1:
         store_columns(
             out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
@@ -191,6 +218,7 @@ def store_sums(
         )  # fmt: skip
     else:
         HALF: tl.constexpr = COLUMNS // 2
+        # tl.split takes the last dimension apart, which must be 2: [ROWS, 2, HALF] with the pair moved to the end.
         left, right = tl.split(sums.reshape(ROWS, 2, HALF).permute(0, 2, 1))
         store_sums(
             out, left, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
@@ -204,15 +232,25 @@ def store_sums(
 
 @triton.jit
 def scaled_gemm(
-    a, b, a_scale, b_scale, bias, out, m, n, k,
-    a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+    a, b,  # descriptors of codes: [M, K] in boxes [ROWS, BLOCK], [N, K] in boxes [COLUMNS, BLOCK], row-major
+    a_scale, b_scale,  # float32, or uint8 (E8M0), with the strides below
+    bias, out, m, n, k,  # [N], read with BIAS; [M, N] row-major, contiguous
+    a_scale_row, a_scale_block, b_scale_row, b_scale_block,  # elements from group to group of rows, block to block of K
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """All tiles of y, [M, N]; a: [M, K] and b: [N, K] descriptors; scales with their strides."""
+    """Compute all tiles of y.
+
+        y = Σ_blocks (a[:, block] @ b[:, block].T) · a_scale[:, block] · b_scale[:, block].T + bias
+
+    A program owns every num_programs-th tile of y, [ROWS · HALVES, COLUMNS] each. One program a multiprocessor is
+    launched, since a tile's sums take most of its registers.
+    """
     down = tl.cdiv(m, ROWS * HALVES)
     across = tl.cdiv(n, COLUMNS)
     PARTS: tl.constexpr = COLUMNS * out.dtype.element_ty.primitive_bitwidth // 1024  # 128 bytes, a line of cache, a row
+    # Tiles are numbered in bands of GROUP rows of tiles, in a band down a column first: programs that run side by side
+    # share at most GROUP tiles of a's rows and a few of b's. The last band may be lower than GROUP.
     for tile in range(tl.program_id(0), down * across, tl.num_programs(0)):
         first = tile // (GROUP * across) * GROUP
         height = tl.minimum(down - first, GROUP)
@@ -237,11 +275,11 @@ def scaled_gemm(
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales as a kernel reads them.
+    """Scales as a kernel reads them: ``values`` with a stride for each dimension, 0 where one scale serves all of it.
 
     Attributes:
         values: float32 or E8M0 bytes.
-        rows: of the operand that share a scale; 0 if all do.
+        rows: how many rows of the operand share a scale; 0 if all do.
         stride_matrix: elements from one matrix's scales to the next one's.
         stride_row: elements from one group of rows to the next.
         stride_block: elements from one block of K to the next.
@@ -261,27 +299,27 @@ class Scales:
         rows = q.granularity.rows if isinstance(q.granularity, PerBlock) else 1
         *stack, row, block = q.scale.stride()
         matrix = stack[0] if stack else 0
-        block *= q.scale.shape[-1] > 1
+        block *= q.scale.shape[-1] > 1  # one block along K serves all of the kernel's
         return cls(q.scale, 0, matrix, 0, block) if rows >= q.shape[-2] else cls(q.scale, rows, matrix, row, block)
 
     def columnwise(self, n: int, columns: int) -> "Scales":
-        """Copied, if need be, so that the scales of neighbouring columns of y are neighbours, in whole tiles of them.
+        """Copy scales, where needed, so that those of neighbouring columns of y are neighbours, in whole tiles of them.
 
         A load takes several then, and needs no mask.
         """
-        if self.rows % columns == 0:
+        if self.rows % columns == 0:  # one scale for a tile, or (rows is 0) for all
             return self
-        groups = -(-(n + -n % columns) // self.rows)
-        *stack, held, blocks = self.values.shape
-        if self.stride_row == 1 and held == groups:
+        groups = -(-(n + -n % columns) // self.rows)  # of whole tiles: those beyond n are zeros, and are not stored
+        *stack, present, blocks = self.values.shape
+        if self.stride_row == 1 and present == groups:
             return self
         values = self.values.new_zeros((*stack, blocks, groups))
-        values[..., :held] = self.values.transpose(-1, -2)
+        values[..., :present] = self.values.transpose(-1, -2)
         return Scales(values, self.rows, blocks * groups, 1, groups if self.stride_block else 0)
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """``a @ b.T + bias``, rounded once: the definition is octavo.kernels' reference backend.
+    """Multiply ``a @ b.T + bias``, rounded once; octavo.kernels' reference backend is the definition.
 
     Args:
         a: [M, K], E4M3 or E5M2.
@@ -290,8 +328,8 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
         out_dtype: float32, bfloat16 or float16.
 
     Returns:
-        [M, N], contiguous. Nothing waits for the device; a CUDA graph can be captured once the kernel is compiled,
-        which its first call does.
+        [M, N], contiguous. The host does not wait for the device; a CUDA graph can be captured once the kernel is
+        compiled, by its first call.
     """
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     out = a.data.new_empty((m, n), dtype=out_dtype)
@@ -320,7 +358,7 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
 
 
 def block_width(granularities: tuple[Granularity, Granularity], k: int) -> tuple[int, bool]:
-    """How much of K is summed at once, and whether scales change from one such block to the next.
+    """How many elements of K are summed at once, and whether scales change from one such block to the next.
 
     Example:
         >>> block_width((PerBlock(1, 32), PerTensor()), 1000), block_width((PerBlock(1, 32), PerTensor()), 32)
@@ -341,6 +379,8 @@ def k_major(codes: Tensor) -> Tensor:
         >>> k_major(codes) is codes, k_major(codes.t()).stride()
         (True, (16, 1))
     """
+    # TMA's conditions: contiguous rows whose distance and first address are multiples of 16 bytes. A stack is read as
+    # one matrix, so its matrices must follow each other.
     row = codes.shape[-1]
     stacked = codes.ndim == 2 or codes.stride(0) == codes.shape[1] * codes.stride(1)
     if stacked and codes.stride(-1) == 1 and codes.stride(-2) >= row and codes.stride(-2) % _ALIGNMENT == 0:
@@ -370,11 +410,11 @@ def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 
 
 def programs(device: torch.device) -> int:
     """How many programs share the tiles: one for each multiprocessor; a few in the interpreter."""
-    return 3 if INTERPRETED else launching.multiprocessors(device)
+    return 3 if INTERPRETED else launching.multiprocessors(device)  # 3: each takes several tiles in tests too
 
 
 def tile_constants(tile: Tile, block: int) -> dict[str, Any]:
-    """A tile as what a launch takes."""
+    """A tile as the keyword arguments of a launch."""
     return {
         "ROWS": tile.rows,
         "HALVES": tile.halves,

@@ -1,10 +1,12 @@
-"""Products of experts: each row of x with its own expert's weight, all of them in one launch.
+"""Grouped GEMM of experts: each row of x times its own expert's weight, all experts in one launch.
 
-Rows are sorted by expert, so that an expert's lie together. Where they begin stands in device memory, and is read there
-by every program: the tiles of all experts are counted, and a tile's number says whose it is and where. A tile of x
-may reach into the next expert's rows; what it makes of them is not written.
+    y[t] = Σ_blocks (x[t, block] @ w[e, :, block].T) · scales,    offsets[e] ≤ t < offsets[e + 1]
 
-The tile itself is that of gemm.py.
+Rows are sorted by expert, so that an expert's rows lie together. ``offsets`` is in device memory, and every program
+reads it there, so that the host does not wait: a program counts the tiles of all experts, and derives a tile's expert
+and place from its number. A tile of x may reach into the next expert's rows; its results for those are not written.
+
+The tile itself, operands' layouts and the order of sums are those of gemm.py.
 """
 
 import torch
@@ -18,39 +20,50 @@ from octavo.numerics import QuantizedTensor
 
 __all__ = ["grouped_product"]
 
-tile_sums, store_sums = gemm.tile_sums, gemm.store_sums
+tile_sums, store_sums = gemm.tile_sums, gemm.store_sums  # a kernel finds device functions among its module's globals
 
 
 @triton.jit
 def scaled_grouped_gemm(
-    a, b, a_scale, b_scale, offsets, out, tokens, experts, n, k,
+    a,  # descriptor of codes [T, K] in boxes [ROWS, BLOCK], row-major
+    b,  # descriptor of codes [E · N, K] in boxes [COLUMNS, BLOCK], row-major: the weights below each other
+    a_scale, b_scale,  # float32, or uint8 (E8M0), with the strides below
+    offsets,  # int32 or int64 [E + 1]
+    out, tokens, experts, n, k,  # [T, N] row-major, contiguous; T, E, N, K
     a_scale_row, a_scale_block, b_scale_matrix, b_scale_row, b_scale_block,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All tiles of y, [T, N]; a: [T, K] and b: [E · N, K] descriptors; EXPERTS is a power of two, E or more."""
+    """Compute all tiles of y, [T, N]: gemm.scaled_gemm for each expert's rows.
+
+    A program owns every num_programs-th tile, whichever expert's it is, so that experts of few rows leave no
+    multiprocessor idle. EXPERTS is a power of two, E or more: the bookkeeping is done on blocks [EXPERTS] in registers.
+    """
     across = tl.cdiv(n, COLUMNS)
     PARTS: tl.constexpr = COLUMNS * out.dtype.element_ty.primitive_bitwidth // 1024
     each = tl.arange(0, EXPERTS)
+    # Offsets of a GPU are not checked by the host: within 0 and T no wrong one reads or writes elsewhere.
     starts = tl.maximum(tl.load(offsets + each, mask=each < experts, other=0).to(tl.int32), 0)
     ends = tl.minimum(tl.load(offsets + 1 + each, mask=each < experts, other=0).to(tl.int32), tokens)
-    down = tl.cdiv(tl.maximum(ends - starts, 0), ROWS * HALVES)
+    down = tl.cdiv(tl.maximum(ends - starts, 0), ROWS * HALVES)  # rows of tiles; 0 of an expert without rows
     finished = tl.cumsum(down, 0) * across
     for tile in range(tl.program_id(0), tl.sum(down, 0) * across, tl.num_programs(0)):
+        # Experts all of whose tiles have lower numbers; how many there are is this tile's expert.
         before = finished <= tile
         expert = tl.sum(before.to(tl.int32), 0)
         within = tile - tl.sum(tl.where(before, down, 0), 0) * across
-        height = tl.sum(tl.where(each == expert, down, 0), 0)
+        height = tl.sum(tl.where(each == expert, down, 0), 0)  # down[expert]: a block in registers takes no index
         end = tl.sum(tl.where(each == expert, ends, 0), 0)
         row = tl.sum(tl.where(each == expert, starts, 0), 0) + within % height * (ROWS * HALVES)
         column = within // height * COLUMNS  # an expert's rows one after the other: they share the weight's codes
         scale = b_scale + expert.to(tl.int64) * b_scale_matrix
+        # `end` in place of M masks scales and stores of the next expert's rows.
         upper, lower = tile_sums(
             a, b, a_scale, scale, row, column, expert * n + column, end, k,
             a_scale_row, a_scale_block, b_scale_row, b_scale_block,
             A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK,
         )  # fmt: skip
-        store_sums(
+        store_sums(  # without a bias; `out` stands for the pointer that BIAS=False leaves unread
             out, upper, a_scale, scale, out, row, column, end, n, a_scale_row, b_scale_row,
             A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS,
         )  # fmt: skip
@@ -62,7 +75,7 @@ def scaled_grouped_gemm(
 
 
 def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``y[t] = a[t] @ b[expert of t].T``: the definition is octavo.kernels.grouped's loop.
+    """Multiply ``y[t] = a[t] @ b[expert of t].T``; the loop in octavo.kernels.grouped is the definition.
 
     Args:
         a: [T, K], E4M3 or E5M2.
@@ -71,7 +84,7 @@ def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out
         out_dtype: float32, bfloat16 or float16.
 
     Returns:
-        [T, N]; rows that no expert has are not written.
+        [T, N], contiguous; rows of no expert are not written.
     """
     (tokens, k), (experts, n, _) = a.shape, b.shape
     out = a.data.new_empty((tokens, n), dtype=out_dtype)

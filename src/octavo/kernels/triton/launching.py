@@ -1,7 +1,8 @@
-"""How Triton's kernels are launched, quickly. Nothing here imports Triton, so that anyone may ask.
+"""Fast launches of Triton kernels. Nothing here imports Triton, so every module may import this one.
 
 Triton binds and describes a kernel's arguments anew for every launch, in Python: 30 µs, of which the launch itself is
-three. What has been compiled once is launched here without that, so that an eager step of FP8 does not wait for Python.
+three. A kernel that is compiled already is launched here without that, so that an eager FP8 step does not wait for
+Python. Compiled kernels are found by a key that distinguishes at least what Triton compiles anew for.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,9 +29,10 @@ __all__ = [
 
 _ALIGNMENT = 16  # bytes: where an address is a multiple of it, a thread may load as many at once
 _INT32 = range(-(2**31), 2**31)
-_KEPT_BY_INDUCTOR = {"num_warps", "num_stages"}  # of Triton's options
+_KEPT_BY_INDUCTOR = {"num_warps", "num_stages"}  # of Triton's options; it drops others silently
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _HERE = nullcontext()
+# By key: the compiled kernel, and its compile-time arguments, which Triton's launcher expects again.
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
 
@@ -49,9 +51,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
     Args:
         kernel: what ``triton.jit`` made.
         grid: one to three numbers of programs.
-        arguments: the parameters that are no ``tl.constexpr``, a tensor first; they stand before all others in the
+        arguments: the parameters that are not ``tl.constexpr``, a tensor first; they stand before all others in the
             kernel's signature.
-        constants: the others, and Triton's options; every launch of a kernel names them in the same order.
+        constants: the others, and Triton's options; every launch of a kernel names them in the same order, since the
+            key holds their values alone.
     """
     if _is_stand_in(arguments[0]):  # a graph is made, and the launch becomes part of it
         lost = constants.keys() - set(kernel.arg_names) - _KEPT_BY_INDUCTOR
@@ -61,20 +64,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
     key = (*_traits(kernel, arguments), *constants.values())
     known = _compiled.get(key)
     if known is not None:
-        made, constexprs = known
-        made[(*grid, 1, 1)](*arguments, *constexprs)
+        compiled, constexprs = known
+        compiled[(*grid, 1, 1)](*arguments, *constexprs)  # of a grid three numbers are read
         return
-    made = kernel[grid](*arguments, **constants)
-    if made is not None:  # the interpreter compiles nothing
+    compiled = kernel[grid](*arguments, **constants)
+    if compiled is not None:  # the interpreter compiles nothing
         names = kernel.arg_names[len(arguments) :]
-        _compiled[key] = made, tuple(constants[name] for name in names)
+        _compiled[key] = compiled, tuple(constants[name] for name in names)
 
 
 def _traits(kernel: object, arguments: tuple[Any, ...]) -> list[object]:
-    """What the machine code of a kernel for these arguments depends on: Triton compiles anew where it differs."""
+    """The properties of arguments on which a kernel's machine code depends: Triton compiles anew where they differ."""
     traits: list[object] = [id(kernel)]
     for argument in arguments:
         if type(argument) is int:
+            # 1 becomes a constant; a multiple of 16 lets loads be vectors; larger numbers are passed as int64.
             traits.append((argument == 1, argument % _ALIGNMENT == 0, argument in _INT32))
         elif isinstance(argument, Tensor):
             traits += (argument.get_device(), argument.dtype, argument.data_ptr() % _ALIGNMENT == 0)
@@ -86,7 +90,7 @@ def _traits(kernel: object, arguments: tuple[Any, ...]) -> list[object]:
 
 
 def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory on a tensor's device that holds nothing yet; inductor would fill an empty [], but not a view of [1].
+    """Uninitialized memory on a tensor's device. Inductor would fill an empty [], but not a view of [1].
 
     Example:
         >>> allocate(torch.ones(2), (), torch.int64).shape
@@ -98,24 +102,27 @@ def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device, which need not be the tensor's; a graph's go where its tensors are."""
+    """Context in which launches go to a tensor's device, and not to the current one, if that is another.
+
+    A graph launches on its tensors' device by itself.
+    """
     elsewhere = x.is_cuda and not _is_stand_in(x) and x.get_device() != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else _HERE
 
 
 def _is_stand_in(x: object) -> bool:
-    """Whether a tracer holds this in a tensor's place; a mode that only watches has tensors with memory."""
+    """Whether a tracer holds this in a tensor's place. A mode that only observes has tensors with memory."""
     return isinstance(x, _STAND_INS)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; for the interpreter, and to compile without a GPU, an H100's."""
+    """The number of multiprocessors; an H100's for the interpreter, and where kernels are compiled without a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def ceil_div(a: int, b: int) -> int:
-    """⌈a / b⌉. Triton's own takes three microseconds outside of a kernel.
+    """⌈a / b⌉. Triton's ``cdiv`` takes three microseconds outside of a kernel.
 
     Example:
         >>> ceil_div(9, 4)
@@ -140,9 +147,9 @@ def next_power_of_2(n: int | torch.SymInt) -> int:
 
 
 def tile_side(n: int | torch.SymInt, limit: int) -> int:
-    """How much of ``n`` a tile takes: a power of two that holds it, up to a limit that is one.
+    """A tile's extent along a dimension of ``n``: the next power of two, at most ``limit``, itself a power of two.
 
-    Of a symbol it is the limit, since a traced graph serves all its sizes; what lies beyond is masked.
+    For a symbolic size it is the limit, since a traced graph serves all sizes; elements beyond ``n`` are masked.
 
     Example:
         >>> tile_side(5, 64), tile_side(100, 64)

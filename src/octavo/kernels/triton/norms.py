@@ -1,10 +1,10 @@
-"""RMSNorm and LayerNorm with the cast of their result, and their backward; the result itself is never written.
+"""RMSNorm and LayerNorm fused with the cast of their result, and their backward; the result itself is never written.
 
-    y = (x - mean) · rstd · gain + bias,    rstd = 1 / sqrt(variance + eps)
+    y = (x - mean) · rstd · gain + bias,    rstd = 1 / sqrt(variance + eps),    codes = RNE(y · encode)
 
 in FP32, one operation after the other as written here, without fused multiply-adds: both kernels below, and a
 recomputation from the same ``rstd``, find the same bits. RMSNorm has no mean and no bias, and its variance is the mean
-square. x is [R, H]; y is rounded to the dtype that the unfused norm would hand on, then cast.
+square. x is [R, H] row-major; y is rounded to the dtype of the unfused norm's output, then cast.
 
 | cast               | rows kernel: reads x, writes   | tiles kernel: reads x, writes | bytes an element (16-bit x) |
 |--------------------|--------------------------------|-------------------------------|-----------------------------|
@@ -12,9 +12,9 @@ square. x is [R, H]; y is rounded to the dtype that the unfused norm would hand 
 | per row            | rstd, codes, column amaxes     | codes of the transpose        | 2 + 1 + 2 + 1               |
 | in blocks along K  | rstd                           | codes in both orientations    | 2 + 2 + 1 + 1               |
 
-A norm followed by its cast would write and read y besides. Without the transpose, which only a weight's gradient needs,
-a cast per row ends with the first kernel. The other casts cannot end there: a transpose is written in tiles of many
-rows, and a program for every 128 whole rows would leave half of the GPU idle.
+A norm followed by a separate cast would write and read y besides. Without the transpose, which only a weight's gradient
+needs, a cast per row ends with the first kernel. The other casts cannot end there: a transpose is written in tiles of
+many rows, and a program for every 128 whole rows would leave half of the GPU idle.
 """
 
 import torch
@@ -37,11 +37,11 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _gain_and_bias(gain, bias, at, inside, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """The norm's parameters in FP32; no bias is a 0 that nobody adds."""
+    """The norm's parameters in FP32, at columns ``at``; the second means nothing without a bias."""
     w = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
+    if ZERO_CENTERED:  # stored as w - 1, so that weight decay pulls towards 1
         w += 1.0
-    b = w
+    b = w  # a tuple needs some value; _normalised does not read it
     if HAS_BIAS:
         b = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     return w, b
@@ -49,6 +49,7 @@ def _gain_and_bias(gain, bias, at, inside, HAS_BIAS: tl.constexpr, ZERO_CENTERED
 
 @triton.jit
 def _normalised(number, mean, rstd, w, b, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Y before it is rounded: one function, so that both kernels have the same operations in the same order."""
     y = number - mean if LAYER else number
     y = y * rstd * w
     return y + b if HAS_BIAS else y
@@ -56,13 +57,22 @@ def _normalised(number, mean, rstd, w, b, LAYER: tl.constexpr, HAS_BIAS: tl.cons
 
 @triton.jit
 def _norm_rows_kernel(
-    x, gain, bias, mean, rstd, output, output_scale, found, rows, columns, rows_each,
+    x,  # [rows, columns] row-major
+    gain, bias,  # [columns]
+    mean, rstd,  # float32 [rows]: written; no mean of an RMSNorm
+    output, output_scale,  # uint8 codes [rows, columns] row-major; float32 or E8M0 [rows, 1]; written with CAST_ROWS
+    found,  # int32 [2], or [COLUMN_AMAXES + columns], zeros: see epilogues.py
+    rows, columns, rows_each,
     LAYER: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HANDED_ON: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``rows_each`` whole rows, one after the other in registers."""
+    """Statistics and amaxes of y; its rows cast where each has a scale of its own (CAST_ROWS).
+
+    A program owns ``rows_each`` whole rows, one after the other in registers, so that mean and variance take no second
+    reading. COLUMN_AMAX: it keeps its columns' amaxes beside the row, for the transpose.
+    """
     at = tl.arange(0, SIZE)
     inside = at < columns
     largest = tl.zeros([SIZE], tl.float32)
@@ -71,21 +81,27 @@ def _norm_rows_kernel(
     first = tl.program_id(0) * rows_each
     for step in range(tl.minimum(rows_each, rows - first)):
         row = first + step
+        # int64: row * columns may exceed int32.
         number = tl.load(x + row.to(tl.int64) * columns + at, mask=inside, other=0.0).to(tl.float32)
         middle = 0.0
         centred = number
         if LAYER:
             middle = tl.sum(number, axis=0) / columns
+            # 0 beyond the row's end again, or each place there would add mean² to the sum of squares. Squares of the
+            # centred numbers, not E[x²] - mean²: that difference cancels where the mean is large.
             centred = tl.where(inside, number - middle, 0.0)
             tl.store(mean + row, middle)
         variance = tl.sum(centred * centred, axis=0, keep_dims=True) / columns
-        spread = reciprocal(tl.sqrt_rn(variance + EPS))
+        spread = reciprocal(tl.sqrt_rn(variance + EPS))  # not rsqrt, which is approximate on the device
         tl.store(rstd + row + tl.arange(0, 1), spread)
         w, b = _gain_and_bias(gain, bias, at, inside, HAS_BIAS, ZERO_CENTERED)  # every time: L1 has more room
         y = _normalised(number, middle, spread, w, b, LAYER, HAS_BIAS)
+        # Rounded as the unfused norm's output is. Beyond the row's end a LayerNorm with a zero-centred gain makes
+        # -mean · rstd, which must not raise an amax: 0 instead.
         y = tl.where(inside, round_to(y, HANDED_ON).to(tl.float32), 0.0)
         magnitude, nonfinite = finite_magnitude(y)
         broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
+        # A running maximum a column: the columns' amaxes, or after the loop the tensor's. Rows' scales need neither.
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
         if CAST_ROWS:
@@ -94,20 +110,29 @@ def _norm_rows_kernel(
                 MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE,
             )  # fmt: skip
     add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
-    if COLUMN_AMAX:
+    if COLUMN_AMAX:  # other programs have other rows of the same columns
         tl.atomic_max(found + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _norm_tiles_kernel(
-    x, gain, bias, mean, rstd, output, output_scale, transposed, transposed_scale, found, known,
+    x,  # [rows, columns] row-major
+    gain, bias,  # [columns]
+    mean, rstd,  # float32 [rows] of _norm_rows_kernel
+    output, output_scale,  # uint8 codes [rows, columns] row-major; scale in the granularity's shape
+    transposed, transposed_scale,  # uint8 codes [columns, rows] row-major; scale in the transpose's shape
+    found, known,  # int32, see epilogues.py; float32, one element, by KNOWN
     rows, columns, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HANDED_ON: tl.constexpr,
     KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a tile [ROWS, COLUMNS] and knows its rows' mean and rstd."""
+    """Compute y once more, from the stored mean and rstd, and cast it in either order or both.
+
+    A program owns a tile [ROWS, COLUMNS]. It reads mean and rstd instead of whole rows, so that a tile can have the
+    many rows that a transpose needs to fill lines of memory.
+    """
     across = tl.cdiv(columns, COLUMNS)
     row_tile, column_tile = tl.program_id(0) // across, tl.program_id(0) % across
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -128,10 +153,23 @@ def _norm_tiles_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    grad_y, x, gain, mean, rstd, grad_x, gain_parts, bias_parts, rows, columns, rows_each,
+    grad_y, x,  # [rows, columns] row-major
+    gain,  # [columns]
+    mean, rstd,  # float32 [rows] of _norm_rows_kernel
+    grad_x,  # [rows, columns] row-major, x's dtype
+    gain_parts, bias_parts,  # float32 [programs, columns] row-major: each program's sums over its rows
+    rows, columns, rows_each,
     LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``rows_each`` whole rows and writes its sums for the parameters as a row of the parts."""
+    """Gradients of x and, as partial sums, of gain and bias.
+
+        unit = (x - mean) · rstd,  inner = grad_y · gain
+        grad_x = rstd · (inner - unit · mean(inner · unit) - mean(inner)),  the last term for LayerNorm alone
+        grad_gain = Σ_rows grad_y · unit,  grad_bias = Σ_rows grad_y
+
+    A program owns ``rows_each`` whole rows and writes its sums for the parameters as a row of the parts, which torch
+    adds: without atomic additions the order of the sums, and so every bit, is the same each time.
+    """
     at = tl.arange(0, SIZE)
     inside = at < columns
     gain_sum = tl.zeros([SIZE], tl.float32)
@@ -143,7 +181,7 @@ def _norm_backward_kernel(
         number = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_y + here, mask=inside, other=0.0).to(tl.float32)
         spread = tl.load(rstd + row)
-        if LAYER:
+        if LAYER:  # 0 beyond the row's end, as in forward
             number = tl.where(inside, number - tl.load(mean + row), 0.0)
         unit = number * spread
         gain_sum += grad * unit
@@ -151,8 +189,8 @@ def _norm_backward_kernel(
             bias_sum += grad
         w, _ = _gain_and_bias(gain, gain, at, inside, False, ZERO_CENTERED)  # every time: L1 has more room
         inner = grad * w
-        slope = inner - unit * (tl.sum(inner * unit, axis=0) / columns)
-        if LAYER:
+        slope = inner - unit * (tl.sum(inner * unit, axis=0) / columns)  # rstd depends on every x of the row
+        if LAYER:  # so does the mean
             slope -= tl.sum(inner, axis=0) / columns
         tl.store(grad_x + here, round_to(slope * spread, grad_x.dtype.element_ty), mask=inside)
     part = tl.program_id(0).to(tl.int64) * columns + at

@@ -1,7 +1,10 @@
-"""Casts with a scale a row, of a matrix and of its transpose.
+"""Rowwise casts, of a matrix and of its transpose.
 
-A row that fits into registers is read once. A row of the transpose is a column, of which no program sees more than a
-part: columns are measured first and cast in a second reading, and rows with them where both are wanted.
+    codes[r, :] = RNE(fp32(x[r, :]) · encode[r]),  encode[r] = MAX / max |x[r, :]|,  scale[r] = 1 / encode[r]
+
+A row that fits into the registers of one program is read once. A row of the transpose is a column of the matrix, of
+which a program sees only a part: columns are measured by one launch and cast in a second reading, and rows with them
+where both orders are wanted.
 
 | call             | launches | bytes read    | bytes written |
 |------------------|----------|---------------|---------------|
@@ -9,8 +12,8 @@ part: columns are measured first and cast in a second reading, and rows with the
 | columns          | 2        | 2 · size of x | 1 an element  |
 | rows and columns | 2        | 2 · size of x | 2 an element  |
 
-Rows longer than 16384 are measured and cast as columns are. Lines' amaxes, which tiles raise atomically, are cleared
-by one launch more.
+Rows longer than 16384 are measured and cast as columns are. *Lines* are rows or columns. Their amaxes, which tiles
+raise atomically, are cleared by one launch more.
 """
 
 import torch
@@ -42,19 +45,30 @@ _ELEMENTS = 4096  # of the rows that a program casts, where they are shorter
 
 @triton.jit
 def cast_rows_kernel(
-    x, out, scales, amaxes, overflowed, nonfinite,
+    x,  # [rows, columns] row-major, `stride` elements from row to row
+    out,  # codes, or values in x's dtype: [rows, columns] row-major, `out_stride` from row to row; may be x itself
+    scales, amaxes,  # float32 [rows, 1]: written
+    overflowed, nonfinite,  # uint8 and int64, one element each, or None: raised
     rows, columns, stride, out_stride,
     VALUES: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows. Reads x once, writes a byte an element (with VALUES x's size) and 8 bytes a row."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    """Cast whole rows; with VALUES, codes · scale instead of codes.
+
+    A program owns BLOCK_ROWS whole rows: BLOCK_COLUMNS is a power of two, ``columns`` or more. So it knows an amax
+    before it casts, and the row stays in registers in between. Reads x once, writes a byte an element (with VALUES x's
+    size) and 8 bytes a row.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # int64: row * stride may exceed int32
     column = tl.arange(0, BLOCK_COLUMNS)
+    # 0 beyond the row's end raises no amax of magnitudes.
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     amax = highest(number, 1)
+    # An amax is NaN or infinite if an element of its row is: the maximum proves that all others are finite, and only
+    # then are elements masked and counted. The scale is that of the finite elements.
     if any_broken(amax):
         report(overflowed, nonfinite, is_broken(number))
         amax = highest(finite(number), 1)
@@ -62,32 +76,37 @@ def cast_rows_kernel(
     decode = reciprocal(encode)
     tl.store(amaxes + row, amax, mask=row < rows)
     tl.store(scales + row, decode, mask=row < rows)
-    made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+    codes = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
     if VALUES:
-        value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
+        value = number_from_code(codes, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(made, out), mask=inside)
+        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(codes, out), mask=inside)
 
 
 @triton.jit
 def measure_lines_kernel(
-    x, amaxes, overflowed, nonfinite,
+    x,  # [rows, columns] row-major, `stride` elements from row to row
+    amaxes,  # int32 [first_column + columns], zeros: bits of the rows' amaxes, from first_column on of the columns'
+    overflowed, nonfinite,  # uint8 and int64, one element each, or None: raised
     rows, columns, stride, first_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of rows, of columns from ``first_column`` on, or both, raised by every tile.
+    """Amaxes of rows (ROWS), of columns (COLUMNS) or both: amaxes[line] = max(amaxes[line], bits(max |x[line]|)).
 
-    Reads x once, writes 4 bytes a line of a tile.
+    A program owns a tile [BLOCK_ROWS, BLOCK_COLUMNS], and raises the amax of each of its lines, which other tiles raise
+    too. Reads x once, writes 4 bytes a line of a tile.
     """
     row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    of_rows, of_columns = highest(number, 1), highest(number, 0)
-    if any_broken(of_columns):
+    of_rows, of_columns = highest(number, 1), highest(number, 0)  # without ROWS of_rows is compiled away
+    if any_broken(of_columns):  # they cover every element of the tile, as of_rows does: one test is enough
         report(overflowed, nonfinite, is_broken(number))
         of_rows, of_columns = highest(finite(number), 1), highest(finite(number), 0)
-    if ROWS:  # as bits, which are in the same order
+    # As bits: those of non-negative FP32 numbers are in the numbers' order. A maximum does not depend on the order of
+    # the programs, so results are the same every time.
+    if ROWS:
         tl.atomic_max(amaxes + row, of_rows.to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
     if COLUMNS:
         of_columns = of_columns.to(tl.int32, bitcast=True)
@@ -96,33 +115,40 @@ def measure_lines_kernel(
 
 @triton.jit
 def cast_lines_kernel(
-    x, out, flipped, amaxes, row_scales, column_scales,
+    x,  # [rows, columns] row-major, `stride` elements from row to row
+    out, flipped,  # codes: [rows, columns] and, of the transpose, [columns, rows], row-major without gaps
+    amaxes,  # int32 [first_column + columns], see measure_lines_kernel
+    row_scales, column_scales,  # float32 [rows, 1] and [columns, 1]: written
     rows, columns, stride, first_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows, columns or both, measured before. Reads x once, writes a byte an element for each of the two."""
+    """Cast rows, columns or both, by the amaxes of measure_lines_kernel.
+
+    A program owns a tile [BLOCK_ROWS, BLOCK_COLUMNS] for both orders. Reads x once, writes a byte an element for each.
+    Rows and columns have different scales, so their codes differ: the transpose is a second cast, not a copy.
+    """
     row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if ROWS:
         amax = tl.load(amaxes + row, mask=row < rows, other=0).to(tl.float32, bitcast=True)
         encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-        if tl.program_id(0) % ceil_div(columns, BLOCK_COLUMNS) == 0:
+        if tl.program_id(0) % ceil_div(columns, BLOCK_COLUMNS) == 0:  # the first tile of a row of tiles stores scales
             tl.store(row_scales + row, reciprocal(encode), mask=row < rows)
-        made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
-        tl.store(out + row[:, None] * columns + column[None, :], as_held(made, out), mask=inside)
+        codes = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        tl.store(out + row[:, None] * columns + column[None, :], as_held(codes, out), mask=inside)
     if COLUMNS:
         amax = tl.load(amaxes + first_column + column, mask=column < columns, other=0)
         amax = amax.to(tl.float32, bitcast=True)
         encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-        if tl.program_id(0) < ceil_div(columns, BLOCK_COLUMNS):
+        if tl.program_id(0) < ceil_div(columns, BLOCK_COLUMNS):  # the first row of tiles
             tl.store(column_scales + column, reciprocal(encode), mask=column < columns)
-        made = codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
-        turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(made), flipped), mask=turned)
+        codes = codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        inside_t = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(codes), flipped), mask=inside_t)
 
 
 def cast_rows(
