@@ -19,7 +19,7 @@ LATER = {  # name → where
 
 
 def __getattr__(name: str) -> Any:
-    """``octavo.name`` of a name that is loaded late."""
+    """Load ``octavo.name`` on first use."""
     if name == "__version__":
         return own_version()
     if name not in LATER:
@@ -28,12 +28,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What ``dir(octavo)`` lists: what is loaded, and what will be on first use."""
+    """List the names of ``octavo``: those loaded, and those loaded on first use."""
     return sorted({*vars(sys.modules["octavo"]), *LATER, "__version__"})
 
 
 def own_version() -> str:
-    """The installed version, or that there is none: code that runs from a checkout."""
+    """The installed version, or "from a checkout" where the package is not installed."""
     try:
         return importlib.metadata.version("octavo")
     except importlib.metadata.PackageNotFoundError:

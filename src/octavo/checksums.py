@@ -75,7 +75,7 @@ def check_sums(folder: Path) -> bool:
 
 
 def count_listed(folder: Path) -> tuple[int, int] | None:
-    """How many files ``octavo.sha256`` lists, and how many there are beside it; None where there is no list.
+    """Count the files that ``octavo.sha256`` lists and the files beside it; None without a list.
 
     Raises:
         CheckpointError: the list is damaged.

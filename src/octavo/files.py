@@ -47,7 +47,7 @@ def _is_nobodys(_: Path) -> bool:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file to write to; it takes the place of ``path`` when the block ends, and is removed when it fails.
 
-    What the system refuses about the temporary file is said of ``path``: nobody has named the other.
+    The system's errors about the temporary file name ``path``, the only name that the caller gave.
 
     Example:
         >>> with replacing(Path("table.bin")) as temporary:  # doctest: +SKIP
@@ -183,7 +183,7 @@ def _locked(path: Path, stack: ExitStack) -> bool | None:
 
 
 def _tell_of(path: Path, temporary: Path, error: Exception) -> None:
-    """Let an error name ``path`` for the temporary one, which nobody gave, and where a full disk names none."""
+    """Make an error name ``path`` instead of the temporary file, also where a full disk's error names no file."""
 
     def told(value: object) -> object:
         is_name = isinstance(value, str | Path)
@@ -201,7 +201,7 @@ def _tell_of(path: Path, temporary: Path, error: Exception) -> None:
 
 
 def hidden_beside(path: Path, kind: str) -> Path:
-    """A name beside ``path`` that nobody else has: neither another thread, nor process 1 of another container.
+    """A unique name beside ``path``: no other thread has it, nor process 1 of another container.
 
     Example:
         >>> name = hidden_beside(Path("runs/mine"), "writing").name
@@ -213,7 +213,7 @@ def hidden_beside(path: Path, kind: str) -> Path:
 
 def _make_durable(folder: Path) -> None:
     """All of it readable to whom the umask lets read, and on the disk."""
-    readers = folder.stat().st_mode & 0o666  # safetensors lets nobody else read
+    readers = folder.stat().st_mode & 0o666  # safetensors makes the file readable only for its owner
     for path in (folder, *folder.rglob("*")):
         if path.is_dir():
             sync_folder(path)
@@ -242,7 +242,7 @@ def claimed_folder(folder: Path) -> Iterator[None]:
     With it go the folders above that were made for it.
 
     Raises:
-        ConfigError: something is there already, or nobody may write there.
+        ConfigError: the path exists already, or is not writable.
     """
     check_folder(folder)
     check_may_write(folder.absolute().parent)
@@ -266,7 +266,7 @@ def check_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> None:
         is_own: whether a folder that is not empty holds nothing but an older result of the same kind.
 
     Raises:
-        ConfigError: it is a file, it holds something else, or nobody may write into it.
+        ConfigError: it is a file, holds something else, or is not writable.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{str(folder)!r} is a file; name a folder")
@@ -276,7 +276,7 @@ def check_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> None:
 
 
 def check_may_write(folder: Path) -> None:
-    """Refuse a folder into which nobody may write, or in whose place none may be made.
+    """Refuse a folder that is not writable or cannot be created.
 
     Raises:
         ConfigError: it, or the nearest folder above it that is there, may not be written to.

@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Specials(StrEnum):
-    """Which codes a format gives up for infinities, NaN and negative zero."""
+    """Codes that a format reserves for infinities, NaN and negative zero."""
 
     IEEE = "ieee"  # the top exponent field holds ±Inf (mantissa 0) and NaN
     FN = "fn"  # finite: only the all-ones magnitude is NaN, no Inf
@@ -73,7 +73,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the exponent field: 2^(exponent_bits - 1) - 1, and one more for FNUZ."""
+        """Number subtracted from the exponent field: 2^(exponent_bits - 1) - 1, and one more for FNUZ."""
         return (1 << (self.exponent_bits - 1)) - (0 if self.specials is Specials.FNUZ else 1)
 
     @property

@@ -268,7 +268,7 @@ def _parts(item: Any) -> list[Any]:
 
 
 def _has_long_key(text: str) -> bool:
-    """Whether something in a TOML text may be a key of more than ``MOST_LEVELS`` parts; looks at each part once."""
+    """Return whether a TOML text may hold a key of more than ``MOST_LEVELS`` parts; reads each part once."""
     if text.count(".") < MOST_LEVELS:
         return False
     parts_before: dict[int, int] = {}  # of the longest key so far that goes on at a place

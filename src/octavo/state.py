@@ -194,7 +194,7 @@ def load_scaling_state(
 
 
 def nonfinite_counts(model: torch.nn.Module) -> dict[str, int]:
-    """How many NaN and ±Inf elements each tensor has held in training so far, before any cast; zeros are left out.
+    """Count the NaN and ±Inf elements of each tensor in training so far, before any cast; zeros are left out.
 
     A recipe's casts let them through, and none of them touches a scale, so a broken tensor shows here and in its own
     rows of the results. Counted are the tensors that an FP8 recipe casts, once a call, in training mode.

@@ -1,4 +1,4 @@
-"""Which layers ``convert`` takes, and why each other one stays as it is."""
+"""Selection of the layers that ``convert`` converts, with a reason for each layer that it leaves."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -29,7 +29,7 @@ def choose_layers(
     keep_first_blocks: int = 0,
     keep_last_blocks: int = 0,
 ) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
-    """Which layers :func:`convert` would take, with the arguments that it has; nothing is changed.
+    """Select the layers that :func:`convert` would convert with the same arguments; the model is not changed.
 
     Returns:
         The layers by path; and the path of every other linear or embedding layer, with the reason why it stays.
@@ -171,7 +171,7 @@ def all_paths(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
 
 
 def matches(pattern: str, paths: list[str]) -> bool:
-    """Whether a shell pattern matches one of a module's paths."""
+    """Return whether a shell pattern matches one of a module's paths."""
     return any(fnmatchcase(path, pattern) for path in paths)
 
 

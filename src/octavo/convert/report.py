@@ -1,4 +1,4 @@
-"""What ``convert`` did: which layers run what, which weights stay as they are and why, and their shares of the model.
+"""Report of ``convert``: each layer's recipe, the weights left unchanged and why, and their shares of the model.
 
 Shares of parameters are of all elements of all parameters. Shares of multiplications are of one pass of one token
 through every weight that multiplies: an embedding, which looks up, has none, and every other weight has one
@@ -33,7 +33,7 @@ INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole word of a path, as in "la
 
 
 class WeightShare(NamedTuple):
-    """How much of a model one weight is, as fractions of 1.
+    """Share of a model that one weight makes up, as fractions of 1.
 
     Attributes:
         parameters: of the model's parameters.
@@ -46,7 +46,7 @@ class WeightShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """How much of a model runs in FP8, as fractions of 1.
+    """Share of a model that runs in FP8, as fractions of 1.
 
     Attributes:
         parameters: of the model's parameters, the weights of layers whose recipe casts.
@@ -68,14 +68,14 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What :func:`convert` did.
+    """Result of :func:`convert`.
 
     Attributes:
         recipe: the recipe's name.
         converted: paths of the layers that run it, or what ``overrides`` give them.
         overridden: path of each converted layer that runs another recipe, and its name.
-        held: paths of the layers whose weight is held as FP8 codes.
-        not_held: path of each converted layer whose frozen weight was to be held and is not, and why.
+        held: paths of the layers whose weight is stored as FP8 codes.
+        not_held: path of each converted layer whose frozen weight could not be stored as FP8 codes, and why.
         skipped: path of every other linear or embedding layer, and why it stays as it is.
         parameters: name of every other weight of two or more dimensions, such as the kernels of convolutions, torch's
             packed projections and the matrices of experts, and why it stays.

@@ -62,18 +62,18 @@ class WeightReader(NamedTuple):
 
     @property
     def replaces(self) -> bool:
-        """Whether the layer itself never runs."""
+        """Return whether the layer itself never runs."""
         return self.reads and not self.calls
 
 
 @dataclass(slots=True)
 class _Uses:
-    """What the source of a class does with its children.
+    """Uses of its children in a class's source.
 
     Attributes:
         read: layers whose weight it reads.
-        mentioned: what it calls or hands on.
-        iterated: what it goes through, item by item; each item counts by what is done with it.
+        mentioned: children that it calls or passes on.
+        iterated: containers that it iterates over; each item counts by how it is used.
     """
 
     read: set[Chain] = field(default_factory=set)
@@ -81,7 +81,7 @@ class _Uses:
     iterated: set[Chain] = field(default_factory=set)
 
     def calls(self, layer: Chain) -> bool:
-        """Whether the layer, or a module that holds it, is called or handed on."""
+        """Return whether the layer, or a module that holds it, is called or handed on."""
         return any(
             layer[: len(each)] == each or (each[: len(layer)] == layer and each[len(layer)] not in NOT_A_CALL)
             for each in self.mentioned
@@ -163,7 +163,7 @@ FAST_PATHS = (torch.nn.TransformerEncoder.forward, torch.nn.TransformerEncoderLa
 
 
 def has_fast_path(module: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEncoderLayer]:
-    """Whether a module is an encoder layer that torch evaluates on a fast path, which asks for an ``in_proj_bias``."""
+    """Return whether a module is an encoder layer with torch's fast path, which needs an ``in_proj_bias``."""
     return isinstance(module, torch.nn.TransformerEncoderLayer) and module.self_attn.in_proj_bias is not None
 
 
@@ -194,7 +194,7 @@ def _trails(owner: torch.nn.Module, chain: Chain) -> Iterator[Trail]:
 
 
 def _reaches(owner: torch.nn.Module, mentioned: Chain, layer: torch.nn.Module) -> bool:
-    """Whether a mention calls the layer or hands it on, by whatever name the owner holds it."""
+    """Return whether a mention calls the layer or hands it on, by whatever name the owner holds it."""
     places: list[object] = [owner]
     for name in mentioned:
         if name not in NOT_A_CALL and any(place is layer for place in places):
@@ -320,7 +320,7 @@ class _Visitor(ast.NodeVisitor):
         self.visit_block(loop.orelse)
 
     def _known(self, test: ast.expr) -> bool | None:
-        """What a condition is for this module; None where its flags do not decide it."""
+        """Value of a condition for this module; None where its flags do not decide it."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 known = self._known(operand)
@@ -465,7 +465,7 @@ class _Visitor(ast.NodeVisitor):
                 self.uses.mentioned.add(chain or (ITEM,))
 
     def _children(self, value: ast.expr) -> list[Chain]:
-        """What a name that is assigned a value stands for."""
+        """Children that a name stands for once it is assigned a value."""
         chains = self._chains(value)
         return chains if all(chain and WEIGHT not in chain for chain in chains) else []
 

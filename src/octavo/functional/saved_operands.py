@@ -47,7 +47,7 @@ _BFLOAT16_BYTES = torch.bfloat16.itemsize
 
 
 class Recompute(Protocol):
-    """How an operand is recomputed. It holds no tensors: those go where autograd sees them."""
+    """Recomputation of an operand. It holds no tensors: those are saved through autograd."""
 
     def compute(self, *tensors: Tensor | None) -> Operand:
         """The operand, with the same bits each time."""
@@ -201,7 +201,7 @@ def cast_input(
 
 
 def _codes_are_larger(x: Tensor, spec: CastSpec) -> bool:
-    """Whether the transpose's codes and scales outweigh ``x`` itself: of few rows each column has a scale."""
+    """Return whether the transpose's codes and scales outweigh ``x`` itself: of few rows each column has a scale."""
     return not spec.granularity.orientation_free and _holds(_bytes_of_codes(x.t().shape, spec) > _bytes_saved(x))
 
 
@@ -253,7 +253,7 @@ class WeightOperands:
         return self._output
 
     def saved(self) -> tuple[SavedOperand, bool]:
-        """What grad_input's GEMM needs of the weight, and whether it is still to be transposed to [K, N]."""
+        """The weight's operand for grad_input's GEMM, and whether it still has to be transposed to [K, N]."""
         output, transposed_spec = self.output(and_saved=True), self._recipe.grad_input.b
         if self._grad_input is None:
             spec = transposed_spec if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
@@ -266,7 +266,7 @@ class WeightOperands:
 
 
 def serves_both_ways(operand: Operand | None, spec: CastSpec | None, transposed_spec: CastSpec | None) -> bool:
-    """Whether an operand cast as ``spec``, transposed, is the transpose cast as ``transposed_spec``."""
+    """Return whether an operand cast as ``spec``, transposed, is the transpose cast as ``transposed_spec``."""
     return isinstance(operand, QuantizedTensor) and spec == transposed_spec and operand.granularity.orientation_free
 
 
@@ -286,7 +286,7 @@ def _cast_and_recast(
 
 
 def recasts_weight(weight: Tensor, x: Tensor, recipe: Recipe, saved_input: SavedOperand | None) -> bool:
-    """Whether backward casts a weight again, a parameter, and forward saves no codes of it.
+    """Return whether backward casts a weight again, a parameter, and forward saves no codes of it.
 
     It does on a GPU, whose GEMM reads both operands along the dimension that it sums over, so that the transpose takes
     a cast of its own; and where the codes would make the layer save more than it does in bfloat16.
@@ -324,7 +324,7 @@ def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
 
 
 def _holds(comparison: bool) -> bool:
-    """Whether a comparison of sizes holds; of symbolic ones, whether for all of them, so that a graph gets no guard."""
+    """Return whether a comparison of sizes is true; with symbolic sizes, always true, so that a graph gets no guard."""
     if not is_recorded():
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second

@@ -57,7 +57,7 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks = {name: self.state()} | exported  # Trainer expects an entry
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into its checkpoint."""
+        """State that the Trainer writes into its checkpoint."""
         tensors = {} if self._model is None else scaling_state(self._model)
         if tensors:
             self.saved = base64.b64encode(safetensors.torch.save(tensors)).decode("ascii")

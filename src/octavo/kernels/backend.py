@@ -120,7 +120,7 @@ class CastBackend(Protocol):
 
 
 def inside_transform() -> bool:
-    """Whether torch.func transforms what runs; a traced graph does not ask."""
+    """Return whether torch.func transforms what runs; a traced graph does not ask."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
@@ -184,12 +184,12 @@ class Backend(Protocol):
 
 
 def block_widths(problem: MatmulProblem) -> set[int]:
-    """How wide along K the blocks are that share a scale; empty where the scales apply to the finished sums."""
+    """Widths along K of the blocks that share a scale; empty where the scales apply to the finished sums."""
     return {g.columns for g in (problem.a_granularity, problem.b_granularity) if isinstance(g, PerBlock)}
 
 
 def product_shape(a: Tensor, *rest: object) -> Tensor:
-    """What a product's operator, of a, its scale, b [.., N, K] and more, gives a tracer: [M, N] of its one dtype."""
+    """Shape and dtype for tracing of a GEMM operator of a, its scale, b [.., N, K] and more: [M, N] in out_dtype."""
     _, b, *_ = (given for given in rest if isinstance(given, Tensor))
     (out_dtype,) = (given for given in rest if isinstance(given, torch.dtype))
     return a.new_empty((a.shape[0], b.shape[-2]), dtype=out_dtype)

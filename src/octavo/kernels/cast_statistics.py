@@ -1,4 +1,4 @@
-"""What a cast did to a tensor, summed by the native kernel: one pass over the tensor, and one over some of its rows.
+"""Statistics of a cast, summed by the native kernel in one pass over the tensor and one over some of its rows.
 
 The sums are those of :mod:`octavo.doctor.statistics`, which defines them by torch's operations.
 """
@@ -19,7 +19,7 @@ CLEAR_OF_FLOOR = 10  # a tenth of an amax is not what its scale was made for, ho
 
 
 def least_judged_amax(form: Format, amax_floor: float) -> float:
-    """What an amax must exceed for its scale to be its own, and not that of the floor below it.
+    """Bound above which an amax sets its own scale; at or below it the floor decides.
 
     Example:
         >>> from octavo.formats import E4M3
@@ -35,7 +35,7 @@ def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format, *, amax_floor
 
 
 def sums(x: Tensor, made: QuantizedTensor) -> bool:
-    """Whether :func:`cast_sums` can look at this cast."""
+    """Return whether :func:`cast_sums` supports this cast."""
     return native_bindings.supports(x, made.format, made.granularity) and not is_traced(x)
 
 

@@ -201,7 +201,7 @@ def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
 
 
 def explain(problem: _Problem) -> Selection[_Problem]:
-    """Which backend "auto" takes for a GEMM or a cast, and why not the ones before it.
+    """Explain which backend "auto" selects for a GEMM or a cast, and why it rejects those before it.
 
     Raises:
         BackendError: none can run it.
@@ -230,7 +230,7 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtyp
     """The dtype of a product's result; None stands for ``a.hp_dtype``.
 
     Raises:
-        ConfigError: it is none, or an operand is not quantized.
+        ConfigError: an operand is not quantized, or ``out_dtype`` is not supported.
     """
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):

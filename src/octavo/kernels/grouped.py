@@ -1,7 +1,7 @@
 """Products of experts: rows sorted by expert, each multiplied by its own expert's weight.
 
-On a GPU this is one launch that reads on the device where each expert's rows begin, so that nobody waits for the host.
-Elsewhere, and as the definition, it is a product for each expert. In a traced graph it is one operator,
+On a GPU this is one launch, which reads on the device where each expert's rows begin: the host never synchronizes.
+Elsewhere, and as the definition, it is one GEMM per expert. In a traced graph it is one operator,
 ``octavo::grouped_mm``.
 """
 
@@ -38,7 +38,7 @@ def scaled_grouped_mm(
         a: [T, K], its rows sorted by expert; one scale for all, one a row, or one for each so many of a row.
         b: [E, N, K]; ``PerBlock(N, K)`` is one scale an expert.
         offsets: [E + 1], int32 or int64, rising from 0 to T; an expert may have no rows. Its values are looked at on a
-            CPU. On a GPU nobody looks: rows that no expert has hold anything.
+            CPU. On a GPU this is not checked: rows of no expert hold undefined values.
         out_dtype: bfloat16, float16 or float32; None is ``a.hp_dtype``.
 
     Returns:

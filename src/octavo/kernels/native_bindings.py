@@ -135,7 +135,7 @@ def _objections(problem: CastProblem) -> Iterator[str]:
 
 
 def supports(x: Tensor, fmt: Format, granularity: Granularity = _PER_TENSOR) -> bool:
-    """Whether :func:`cast` can cast ``x`` with scales of its own."""
+    """Return whether :func:`cast` can cast ``x`` with scales of its own."""
     return unsupported_reason(CastProblem.of(x, fmt, granularity)) is None
 
 
@@ -215,7 +215,7 @@ def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None, level
 
 
 def _lies_as(x: Tensor, out: Tensor) -> bool:
-    """Whether ``out`` is ``x``, or lies in other memory as ``x`` does, no element twice."""
+    """Return whether ``out`` is ``x``, or lies in other memory as ``x`` does, no element twice."""
     if not _holds(out, x.dtype, x.shape) or x.stride() != out.stride():
         return False
     reach = 0  # of the dimensions so far, in elements
@@ -303,13 +303,13 @@ def dequantize(
 
 
 def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
-    """Whether :func:`dequantize` can decode these codes to ``dtype``."""
+    """Return whether :func:`dequantize` can decode these codes to ``dtype``."""
     known = not _absence and knows(codes.dtype) and dtype in DTYPES
     return known and codes.numel() > 0 and stacks(granularity, codes.shape)
 
 
 def knows(*dtypes: torch.dtype) -> bool:
-    """Whether these are dtypes of codes that the kernels read."""
+    """Return whether these are dtypes of codes that the kernels read."""
     return set(dtypes) <= set(CODES)
 
 
@@ -374,7 +374,7 @@ def as_matrix(x: Tensor, granularity: Granularity, *, may_transpose: bool = True
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether columns lie side by side instead of rows: a transposed view."""
+    """Return whether columns lie side by side instead of rows: a transposed view."""
     return x.ndim == 2 and x.stride(0) == 1 and x.shape[1] > 1 and x.stride(1) > 1
 
 
@@ -425,7 +425,7 @@ def _placed(x: Tensor) -> str:
 
 
 def _holds(out: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether what is written to a tensor's address is what it then holds."""
+    """Return whether ``out`` is a plain CPU tensor of this dtype and shape whose memory holds its values."""
     plain = is_plain(out) and out.layout is torch.strided and out.device.type == "cpu"
     return plain and (out.dtype, out.shape) == (dtype, shape) and not (out.is_neg() or out._is_zerotensor())  # noqa: SLF001
 

@@ -32,7 +32,7 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultCast:
-    """How a fused kernel casts its result [R, H].
+    """Cast of a fused kernel's result [R, H].
 
     Attributes:
         spec: how to cast; one scale for the tensor, a row, or up to 128 of a row.

@@ -13,7 +13,7 @@ __all__ = ["check_threads", "count_threads", "release_threads"]
 
 
 def count_threads() -> int:
-    """How many threads the kernels use for large tensors when called from here.
+    """Count the threads that the kernels use for large tensors when called from this thread.
 
     1 without torch's OpenMP runtime, 0 without the extension. The runtime keeps the number for each thread: a new
     thread has OMP_NUM_THREADS' until ``torch.set_num_threads`` is called in it, or torch has worked in it. Where it

@@ -1,4 +1,4 @@
-"""Whether an operation is run or traced, and what ``torch.compile`` must be told where it does not see for itself."""
+"""Detection of tracing, and workarounds that ``torch.compile`` needs."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +36,7 @@ sources._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SL
 
 
 def unaliased(result: Tensor) -> Tensor:
-    """What an ``autograd.Function`` returns from forward, with a name of its own in a traced graph.
+    """Return a tensor that aliases no other in a traced graph, for an ``autograd.Function``'s forward.
 
     An operation that changes nothing, such as ``.to()`` to the same dtype, gives a second name to one tensor. Of
     several names torch 2.11 hands the gradient to the last, and the first gets zeros without a word (pytorch issue
@@ -75,7 +75,7 @@ def inline_kernels(operator: str, run: Callable[..., Any]) -> None:
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether one is a stand-in, or operations are watched: then there is no address, and operators are called.
+    """Return whether a tensor is fake or operations are traced: it has no address then, and operators are called.
 
     Raises:
         BackendError: ``torch.jit.trace`` watches, to which sizes are tensors, and no kernel's call is an operation.
@@ -91,10 +91,10 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether operations are recorded, by a compiler or a dispatch mode as ``make_fx``'s: sizes may be symbols."""
+    """Return whether a compiler or a dispatch mode such as ``make_fx``'s records operations: sizes may be symbols."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is no subclass's and none that torch.func wraps."""
+    """Return whether a tensor is neither of a subclass nor wrapped by torch.func."""
     return type(x) in PLAIN_TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001

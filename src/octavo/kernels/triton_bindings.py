@@ -96,7 +96,7 @@ def _objections_to_groups(problem: CastProblem) -> Iterator[str]:
 
 
 def supports(x: Tensor, fmt: Format, granularity: Granularity) -> bool:
-    """Whether :func:`cast` can cast ``x`` with scales of its own."""
+    """Return whether :func:`cast` can cast ``x`` with scales of its own."""
     return unsupported_reason(CastProblem.of(x, fmt, granularity)) is None
 
 
@@ -175,7 +175,7 @@ def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def fakes(x: Tensor, granularity: Granularity) -> bool:
-    """Whether :func:`fake_quantize` can do what :func:`supports` allows: not columns, nor rows longer than 16384."""
+    """Return whether :func:`fake_quantize` supports these groups: no columns, and rows of at most 16384 elements."""
     if isinstance(granularity, PerTensor):
         return True
     return not _is_turned(x) and not (isinstance(granularity, PerRow) and x.shape[-1] > _LONGEST_ROW)
@@ -201,7 +201,7 @@ def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Te
 
 
 def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
-    """Whether :func:`dequantize` can decode these codes to ``dtype``."""
+    """Return whether :func:`dequantize` can decode these codes to ``dtype``."""
     known = WHY_ABSENT is None and codes.dtype in _FORMATS and dtype in DTYPES
     return known and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
 
@@ -255,7 +255,7 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
 
 
 def closes_steps(window: Tensor) -> bool:
-    """Whether :func:`close_step` can close the step of a window of amaxes."""
+    """Return whether :func:`close_step` can close the step of a window of amaxes."""
     plain = window.is_cuda and WHY_ABSENT is None and window.shape[1] <= _LONGEST_WINDOW
     return plain and not is_traced(window)
 

@@ -1,4 +1,4 @@
-"""What the constructors of :mod:`octavo.nn` refuse, and the options that they hand on to their inner layers."""
+"""Argument checks of the constructors of :mod:`octavo.nn`, and the options that they pass to their inner layers."""
 
 from collections.abc import Iterable
 from typing import TypedDict
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class LinearOptions(TypedDict):
-    """What every inner ``octavo.nn.Linear`` is built with."""
+    """Arguments of every inner ``octavo.nn.Linear``."""
 
     recipe: str | Recipe
     manual_scale_updates: bool
@@ -32,7 +32,7 @@ class LinearOptions(TypedDict):
 
 
 class NormOptions(TypedDict):
-    """What every inner norm is built with."""
+    """Arguments of every inner norm."""
 
     normalization: str
     eps: float

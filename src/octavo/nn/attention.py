@@ -104,7 +104,7 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """What :class:`DotProductAttention` computes, as a function.
+    """Functional form of :class:`DotProductAttention`.
 
     Example:
         >>> values = torch.tensor([1.0, 3.0]).reshape(1, 2, 1, 1)
@@ -161,7 +161,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _visible(
     queries: Tensor, keys: Tensor, *, causal: bool, window: int | None, padding: Tensor | None
 ) -> Tensor | None:
-    """Which keys a query sees, bool, broadcast to [B, heads, T, S]; None is all."""
+    """Mask of the keys that a query attends to: bool, broadcast to [B, heads, T, S]; None for all."""
     asked, known = queries.shape[1], keys.shape[1]
     key_at = torch.arange(known, device=queries.device)
     distance = torch.arange(known - asked, known, device=queries.device)[:, None] - key_at  # [T, S]

@@ -169,5 +169,5 @@ def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
 
 
 def is_own_linear(module: object) -> TypeGuard[Linear]:
-    """Whether a module is octavo's linear layer itself; a subclass may compute something of its own."""
+    """Return whether a module is octavo's linear layer itself; a subclass may compute something of its own."""
     return type(module) in (Linear, FP8WeightLinear)

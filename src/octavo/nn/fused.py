@@ -38,7 +38,7 @@ _FUNCTION = {name: _UNGATED[each.function] for name, each in ACTIVATIONS.items()
 
 
 class _Plan(NamedTuple):
-    """How one kernel serves where two layers would."""
+    """Plan by which one kernel replaces two layers."""
 
     recipe: Recipe
     spec: CastSpec
@@ -157,7 +157,7 @@ def _objections_to_plan(x: Tensor, plan: _Plan, *, from_norm: bool) -> Iterator[
 
 
 def _is_itself(layer: nn.Module, types: frozenset[type]) -> bool:
-    """Whether nobody sees its calls: no other class (parametrizations, sharding), no other forward, no hooks."""
+    """Return whether its calls can be skipped: no parametrization or sharding, no replaced forward, no hooks."""
     own = vars(layer)
     if type(layer) not in types or "forward" in own:
         return False

@@ -44,7 +44,7 @@ CODES = "weight_codes"
 
 
 class HeldWeight(NamedTuple):
-    """How to read a weight that is held as codes."""
+    """Layout of a weight that is stored as FP8 codes."""
 
     granularity: Granularity
     hp_dtype: torch.dtype
@@ -150,12 +150,12 @@ class Linear(StatefulModule, torch.nn.Linear):
     def forward_cast(
         self, recipe: Recipe, make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]]
     ) -> Tensor:
-        """What :meth:`forward` does of an FP8 call once its input is known to fit.
+        """Run the FP8 path of :meth:`forward` on a checked input.
 
         Args:
             recipe: :meth:`recipe_now`.
-            make: gives the input, [..., K], and its operands if it has cast it already; then it has also taken its
-                scale from the input's scaling and recorded there what it found.
+            make: returns the input, [..., K], and its operands if it has cast it already; then it has also taken its
+                scale from the input's scaling and recorded its amax there.
         """
         scaling = self._layer_scaling(recipe)
         x, operands = make(scaling.of(INPUT))
@@ -209,7 +209,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.weight
 
     def held_weight(self) -> QuantizedTensor | None:
-        """The weight's codes and scale where it is held as such."""
+        """The weight's codes and scale where it is stored as FP8 codes; else None."""
         return None
 
     def _operands(self, recipe: Recipe, scaling: LayerScaling) -> WeightOperands | None:
@@ -231,7 +231,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.training and torch.is_grad_enabled()
 
     def _layer_scaling(self, recipe: Recipe) -> LayerScaling:
-        """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
+        """Scaling state that this call reads and updates; closes the previous step if it is over."""
         self._follow_weight()
         counts = self.nonfinite_counts if self.training and not self.stored_weight.is_meta else None
         scaling = LayerScaling(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)

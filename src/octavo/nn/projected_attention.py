@@ -98,7 +98,7 @@ class ProjectedAttention(nn.MultiheadAttention):
         return weights if is_batched else weights[0]
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores [B, heads, T, S]: attn_mask [T, S] or [B * heads, T, S], padding [B, S]."""
+        """Additive mask of the scores [B, heads, T, S]: attn_mask [T, S] or [B * heads, T, S], padding [B, S]."""
         found = None
         if attn_mask is not None:
             found = _added(attn_mask, q.dtype)

@@ -101,7 +101,7 @@ class SharedInput:
 
 
 def _is_shared(source: Tensor, recipe: Recipe) -> bool:
-    """Whether layers of this recipe may share an input's cast."""
+    """Return whether layers of this recipe may share an input's cast."""
     spec, wanted = recipe.output.a, recipe.grad_weight.b
     if spec is None or recipe.is_delayed or any(each.scaling != Scaling.DYNAMIC for each in (spec, wanted or spec)):
         return False
@@ -111,6 +111,6 @@ def _is_shared(source: Tensor, recipe: Recipe) -> bool:
 
 
 def _state(x: Tensor) -> tuple[object, ...]:
-    """What changes when a tensor is written to or given other data, and the stream on which its codes are ready."""
+    """Key that changes when a tensor is written to or given other data; includes the stream of its codes."""
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     return (x._version, x.data_ptr(), x.dtype, x.shape, x.stride(), stream)  # noqa: SLF001

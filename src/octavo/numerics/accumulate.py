@@ -1,4 +1,4 @@
-"""How a GEMM sums: in FP32, or as Hopper's FP8 tensor cores do.
+"""Accumulation of a GEMM: in FP32, or as Hopper's FP8 tensor cores do it.
 
 A tensor core does not round after every addition. It takes 32 products and the running total at once, aligns them all
 to the largest exponent among them, cuts each to 13 fraction bits below it and adds what is left:
@@ -44,7 +44,7 @@ _DROPPED_BITS = (1 << (FP32.mantissa_bits - _FRACTION_BITS)) - 1
 
 
 class Accumulate(StrEnum):
-    """How the products of a GEMM are added."""
+    """Accumulation of a GEMM's products."""
 
     FP32 = "fp32"
     HOPPER_FAST = "hopper-fast"

@@ -44,14 +44,14 @@ STOCHASTIC_BITS = 20  # the mantissa bits of an FP32 value that E4M3 drops; E5M2
 
 
 class Overflow(StrEnum):
-    """What a finite value beyond the maximum becomes."""
+    """Result of casting a finite value beyond the maximum."""
 
     SATURATE = "saturate"
     NONFINITE = "nonfinite"
 
 
 class Nonfinite(StrEnum):
-    """What an infinite input becomes."""
+    """Result of casting an infinite value."""
 
     PROPAGATE = "propagate"
     SATURATE = "saturate"
@@ -192,7 +192,7 @@ def may_hold_nonfinite(x: Tensor) -> bool:
 
 
 def is_eager_cpu(x: Tensor) -> bool:
-    """Whether Python may look at ``x``'s values at no cost: an eager CPU tensor.
+    """Return whether ``x`` is an eager CPU tensor, whose values Python may read at no cost.
 
     Example:
         >>> is_eager_cpu(torch.ones(3))
@@ -253,7 +253,7 @@ def _clamped(scaled: Tensor, fmt: Format, *, in_place: bool) -> Tensor:
 
 
 def _rounds_beyond_max(scaled: Tensor, fmt: Format) -> Tensor:
-    """Whether rounding with an unbounded exponent passes the maximum: beyond the midpoint, or on it if max is odd."""
+    """Mask of values that round beyond the maximum: above the midpoint, or on it where the maximum is odd."""
     midpoint = fmt.max + (fmt.max - fmt.magnitude(fmt.max_code - 1)) / 2
     tie_rounds_up = fmt.max_code % 2 == 1
     return scaled.abs() >= midpoint if tie_rounds_up else scaled.abs() > midpoint

@@ -28,7 +28,7 @@ _SCALE_FORMATS = (FP32, E8M0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastSpec:
-    """How a tensor is cast to FP8.
+    """Specification of a cast to FP8.
 
     Attributes:
         format: an FP8 format.
@@ -80,7 +80,7 @@ def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is an int or a float, and no bool."""
+    """Return whether ``value`` is an int or a float, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Which elements share a scale.
+"""Granularities: the sets of elements that share a scale.
 
 | granularity        | tensor  | scale shape                        | elements per scale |
 |--------------------|---------|------------------------------------|--------------------|
@@ -32,11 +32,11 @@ __all__ = [
 
 
 class Granularity(Protocol):
-    """What every granularity can say about a tensor's scaling groups."""
+    """Interface of every granularity: the scaling groups of a tensor."""
 
     @property
     def orientation_free(self) -> bool:
-        """Whether a tensor and its transpose have the same groups, so that one quantization serves both."""
+        """Return whether a tensor and its transpose have the same groups, so that one quantization serves both."""
         ...
 
     def scale_shape(self, shape: torch.Size) -> torch.Size:
@@ -126,7 +126,7 @@ class PerBlock:
 
     @property
     def orientation_free(self) -> bool:
-        """Whether blocks are square."""
+        """Return whether blocks are square."""
         return self.rows == self.columns
 
     def scale_shape(self, shape: torch.Size) -> torch.Size:
@@ -157,7 +157,7 @@ class PerBlock:
 
 
 def granularity_or_default(granularity: Granularity | None) -> Granularity:
-    """What a caller asked for; None is one scale for the tensor.
+    """Return the requested granularity; None means one scale for the tensor.
 
     Raises:
         ConfigError: ``granularity`` is something else, such as a name.
@@ -193,14 +193,14 @@ def granularity_as_list(granularity: Granularity) -> list[int]:
 
 
 def granularity_from_list(values: list[int] | None) -> Granularity:
-    """What :func:`granularity_as_list` wrote; AOTInductor's loader hands an empty list over as None."""
+    """Inverse of :func:`granularity_as_list`; AOTInductor's loader passes an empty list as None."""
     if not values:
         return PerTensor()
     return PerBlock(*values) if len(values) == 2 else PerRow()
 
 
 def stacks(granularity: Granularity, shape: torch.Size) -> bool:
-    """Whether the matrices of a tensor, put below each other, have the same groups as one by one.
+    """Return whether the matrices of a tensor, put below each other, have the same groups as one by one.
 
     Example:
         >>> stacks(PerBlock(128, 128), torch.Size([2, 256, 64])), stacks(PerBlock(128, 128), torch.Size([2, 200, 64]))

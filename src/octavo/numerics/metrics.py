@@ -1,4 +1,4 @@
-"""How far a quantized tensor is from its original, and in which way.
+"""Error metrics of a quantized tensor against its original.
 
 One number is not enough. The signal-to-noise ratio (SQNR) is blind to underflow: a log-normal gradient showed 31.7 dB
 with 62 % of its nonzeros flushed to zero. So the flushed count and energy, and the saturated fraction, stand beside

@@ -63,7 +63,7 @@ AMAX_FLOOR = 0.0  # none but that of the encode scale's own limit
 
 
 class ScaleRounding(StrEnum):
-    """Which numbers a scale may be; the module's text gives the rules."""
+    """Rounding of a scale; the module's docstring gives the rules."""
 
     FP32 = "fp32"  # the nearest float32
     RCEIL = "rceil"
@@ -97,7 +97,7 @@ def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one look at a tensor found.
+    """Amaxes and non-finite count of a tensor, from one pass.
 
     Attributes:
         amax: largest finite magnitude of every scaling group, float32.
@@ -124,7 +124,7 @@ class Record:
 
     @property
     def gathers(self) -> bool:
-        """Whether anything is gathered."""
+        """Return whether it gathers anything."""
         return not (self.amax is self.overflowed is self.nonfinite is None)
 
     def add(self, found: Measurement) -> None:

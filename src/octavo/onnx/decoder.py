@@ -108,7 +108,7 @@ def _repeated(x: Tensor, group: int) -> Tensor:
 
 
 class CacheNames:
-    """What a cache's tensors are called, layer by layer."""
+    """Names of a cache's tensors, layer by layer."""
 
     @staticmethod
     def past(layers: int) -> Iterator[str]:

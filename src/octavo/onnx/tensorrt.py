@@ -65,7 +65,7 @@ def shape_ranges(
     tokens have 26 GB of logits with 50,000 token ids. So the largest shapes are what usual cards hold, unless asked.
 
     With a cache the engine is tuned for one new token. A range is of one dimension, so TensorRT cannot be told that
-    past and new tokens together must stay within the context: whoever runs the engine has to see to it.
+    past and new tokens together must stay within the context: the caller has to ensure this.
 
     Raises:
         ConfigError: ``max_length`` is more than the context.

@@ -31,12 +31,12 @@ INSTALL = "pip install 'octavo[tensorrt-rtx]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildCheck:
-    """What TensorRT-RTX made of a graph.
+    """Result of building a TensorRT-RTX engine from a graph.
 
     Attributes:
         engine: its name and version.
-        skipped: why it was not asked; empty where it was.
-        problem: the first thing it refuses, in its words; empty where it built an engine.
+        skipped: why no build was tried; empty where one was.
+        problem: its first error message; empty where it built an engine.
         engine_bytes: of that engine.
         fp8_products: its matrix products of two tensors in FP8, counted as in the graph: q, k and v at once are three.
         fp8_bytes: of its constants in FP8, those too that are decoded for a product in high precision.

@@ -1,6 +1,6 @@
-"""What a recipe is made of: a cast for each operand of each product, and where delayed scales come from.
+"""Parts of a recipe: the cast of each operand of each GEMM, and the source of delayed scales.
 
-Specifications are values: frozen, compared by what they say, checked when they are made.
+Specifications are values: frozen, compared by their fields, checked on construction.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ __all__ = ["Close", "GemmSpec", "History", "Recipe", "Statistic"]
 
 
 class Statistic(StrEnum):
-    """What delayed scaling takes from its window of amaxes."""
+    """Statistic that delayed scaling takes from its window of amaxes."""
 
     MAX = "max"
     LATEST = "latest"
@@ -31,7 +31,7 @@ MOST_STEPS = 1 << 16  # of a history, which every operand of every layer has
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSpec:
-    """How the operands of ``a @ b.T`` are cast, and how a tensor core sums them.
+    """Casts of the operands of ``a @ b.T``, and accumulation of their products.
 
     | a        | b        | the GEMM                                                                     |
     |----------|----------|------------------------------------------------------------------------------|
@@ -54,7 +54,7 @@ class GemmSpec:
 
 
 class Close(StrEnum):
-    """What ends a step of delayed scaling where updates are not manual."""
+    """Event that ends a step of delayed scaling where updates are not manual."""
 
     OPTIMIZER = "optimizer"  # a step of the model's optimizer; see octavo.scaling.scale_updates
     AUTOCAST = "autocast"  # that, or another outermost octavo.autocast block, as in Transformer Engine
@@ -66,7 +66,7 @@ class Close(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """How delayed scaling turns the amaxes of finished steps into one.
+    """Rule by which delayed scaling turns the amaxes of finished steps into one.
 
     Attributes:
         length: number of steps kept, 1 to 65,536.
@@ -197,15 +197,15 @@ class Recipe:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether any cast takes its scale from finished steps."""
+        """Return whether any cast takes its scale from finished steps."""
         return self.history is not None
 
     @property
     def has_static_input(self) -> bool:
-        """Whether the input's scale comes from calibration."""
+        """Return whether the input's scale comes from calibration."""
         return self.output.a is not None and self.output.a.scaling == Scaling.STATIC
 
     @property
     def is_high_precision(self) -> bool:
-        """Whether nothing is cast to FP8."""
+        """Return whether nothing is cast to FP8."""
         return self.output.b is None and self.grad_input.b is None and self.grad_weight.b is None

@@ -1,4 +1,4 @@
-"""What a layer remembers of the tensors that pass through it: non-finite elements, and amaxes for delayed scaling.
+"""State of one layer's scaling: counts of non-finite elements, and the amax history of delayed scaling.
 
 Delayed scaling reads only the past, so that a kernel may measure a tensor while it casts it. Two times must not be
 mixed up:
@@ -80,7 +80,7 @@ class ScaleUpdates:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether an optimizer that holds parameters of these layers has stepped and is still alive."""
+        """Return whether an optimizer that holds parameters of these layers has stepped and is still alive."""
         return len(self.optimizers) > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ScaleUpdates":

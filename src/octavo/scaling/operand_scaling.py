@@ -49,7 +49,7 @@ class OperandScaling:
     nonfinite: Tensor | None = None
 
     def take(self) -> Record:
-        """Where to record, once; whoever asks later records nothing."""
+        """Return the buffers to record into once; later calls return an empty record."""
         taken = Record(self.pending, self.overflowed, self.nonfinite)
         self.pending = self.overflowed = self.nonfinite = None
         return taken
@@ -91,7 +91,7 @@ class LayerWatch(Protocol):
 
 @dataclass(slots=True)
 class LayerScaling:
-    """What a layer's state gives to one call and takes from it; a None gives or takes nothing.
+    """Scaling state that one call of a layer reads and updates; a None is neither read nor updated.
 
     Attributes:
         amaxes: float32 [3], what the roles' delayed scales are made from; 0 where there is no past.
@@ -99,7 +99,7 @@ class LayerScaling:
         pending: float32 [3], raised to the amaxes of the three tensors.
         overflowed: bool [3], set where they hold NaN or ±Inf.
         nonfinite: int64 [3], raised by the numbers of their NaN and ±Inf elements.
-        watch: looks at the call's tensors and operands.
+        watch: inspects the call's tensors and operands.
         records_weight: whether the weight's amax and overflows are recorded.
     """
 
@@ -124,5 +124,5 @@ class LayerScaling:
 
 
 def inside_backward() -> bool:
-    """Whether autograd is running on this thread; a traced graph is never traced from inside it."""
+    """Return whether autograd is running on this thread; a traced graph is never traced from inside it."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # noqa: SLF001

@@ -89,7 +89,7 @@ _FIRST_REDUCED = 4096  # elements: as slow as one, on a network, and enough for 
 
 
 class OptimizerSteps:
-    """How many steps the process's optimizers have taken since the first layer that wants to know."""
+    """Count of the optimizer steps of the process since the first layer that watches them."""
 
     count = 0
     watching = False
@@ -126,7 +126,7 @@ def default_group() -> "distributed.ProcessGroup | None":
 
 
 def reduces(updates: ScaleUpdates) -> bool:
-    """Whether a model's steps end on several ranks together."""
+    """Return whether a model's steps end on several ranks together."""
     return _group_of(updates) is not None
 
 
@@ -158,7 +158,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _was_taken(optimizer: Optimizer) -> Tensor | None:
-    """Whether a fused optimizer took the step that a gradient scaler gave it; None if no scaler did."""
+    """Return whether a fused optimizer took the step that a gradient scaler gave it; None if no scaler did."""
     found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
     return None if found_inf is None else (found_inf == 0).all()
 
@@ -195,7 +195,7 @@ def _keep_holders(updates: ScaleUpdates, parameters: Iterable[Tensor]) -> bool:
 
 
 def _may_be_updated(parameters: Iterable[Tensor]) -> bool:
-    """Whether a step of another optimizer can be these parameters' own.
+    """Return whether a step of another optimizer may update these parameters.
 
     A generator's have no gradients while its discriminator is trained.
     """
@@ -211,7 +211,7 @@ def _by_model(layers: Iterable[DelayedLayer]) -> Iterator[tuple[ScaleUpdates, li
 
 
 def is_written(layer: DelayedLayer) -> bool:
-    """Whether a model without an optimizer had this layer's weight updated since the last training forward."""
+    """Return whether a model without an optimizer had this layer's weight updated since the last training forward."""
     updates, history = layer.scale_updates, layer.amax_history
     seen = None if history is None else updates.weights_seen.get(history)
     weight = layer.stored_weight
@@ -238,7 +238,7 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
 
 
 def _is_readable(weight: Tensor) -> bool:
-    """Whether elements can be compared now: of a plain tensor, and not while a CUDA graph is captured."""
+    """Return whether elements can be compared now: of a plain tensor, and not while a CUDA graph is captured."""
     plain = type(weight) is torch.nn.Parameter and weight.ndim == 2 and not weight.is_meta  # FSDP1 leaves flat slices
     return plain and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -435,7 +435,7 @@ def _warn_of_layers_not_run(layers: Sequence[DelayedLayer]) -> None:
 
 
 def _has_compiled() -> bool:
-    """Whether torch.compile has made a graph in this process."""
+    """Return whether torch.compile has made a graph in this process."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"] > 0
 

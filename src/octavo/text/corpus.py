@@ -49,7 +49,7 @@ CODE_PAGE_MARKS = ("decoding_table", "decoding_map")
 
 
 class Split(StrEnum):
-    """What a document is used for."""
+    """Use of a document."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -73,7 +73,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSummary:
-    """What the built-in corpus holds on this machine.
+    """Contents of the built-in corpus on this machine.
 
     Attributes:
         python: version of the interpreter it was taken from.
@@ -146,7 +146,7 @@ def path_fraction(path: str) -> float:
 
 
 def kind_of(path: str) -> str:
-    """What sort of text a document of the built-in corpus is."""
+    """Kind of text of a document of the built-in corpus."""
     return "language reference" if path.startswith(f"{TOPICS}/") else "library source"
 
 
@@ -200,7 +200,7 @@ def _is_left_out(relative: Path) -> bool:
 
 
 def _is_generated(relative: Path, text: str) -> bool:
-    """Whether the first lines say that a program wrote the file, or it holds the table of a code page."""
+    """Return whether the first lines say that a program wrote the file, or it holds the table of a code page."""
     head = text[:400].lower()
     is_code_page = relative.parts[0] == "encodings" and any(mark in text for mark in CODE_PAGE_MARKS)
     return is_code_page or any(mark in head for mark in GENERATED_MARKS)

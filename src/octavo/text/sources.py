@@ -66,7 +66,7 @@ HELD_OUT_CHARACTERS = 262_144  # enough for a stable loss; at most a tenth of th
 
 
 def same_source(this: str, other: str) -> bool:
-    """Whether two names of sources name one: of paths, whether they lead to the same place."""
+    """Return whether two names of sources name one: of paths, whether they lead to the same place."""
     return _resolved(this) == _resolved(other)
 
 
@@ -127,7 +127,7 @@ def load_documents(source: str | Path) -> list[Document]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can write the text: no half of a surrogate pair stands alone in it."""
+    """Return whether UTF-8 can write the text: no half of a surrogate pair stands alone in it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -202,7 +202,7 @@ def _check_size(source: Path, files: list[Path]) -> None:
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a name is looked up on the hub: a known one, or OWNER/NAME where OWNER is no folder here."""
+    """Return whether a name is looked up on the hub: a known one, or OWNER/NAME where OWNER is no folder here."""
     if name.partition("-")[0] in HUB_FAMILIES and "/" not in name:
         return True
     path = Path(name)

@@ -78,7 +78,7 @@ def _shifted_into_place(codes: Tensor) -> Tensor:
 
 
 def _unshift(codes: Tensor) -> float:
-    """What :func:`_shifted_into_place` divided by."""
+    """Divisor that :func:`_shifted_into_place` applied."""
     return 2.0**8 if codes.dtype is torch.float8_e4m3fn else 1.0
 
 
@@ -101,7 +101,7 @@ def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def needs_widening(a: Tensor) -> bool:
-    """Whether this CPU multiplies ``a``'s dtype only in a scalar loop.
+    """Return whether this CPU multiplies ``a``'s dtype only in a scalar loop.
 
     Example:
         >>> needs_widening(torch.ones(1))
@@ -123,7 +123,7 @@ def probe_cpu() -> None:
 def _cpu_multiplies(dtype: torch.dtype) -> bool:
     if not _multiplied:
         if torch.compiler.is_compiling():
-            return True  # nobody asked: left to the compiler
+            return True  # traced: left to the compiler
         probe_cpu()
     return _multiplied[dtype]
 
@@ -199,7 +199,7 @@ def _are_powers_of_two(*scales: Tensor) -> bool:
 
 
 def _might_leave_range(*scales: Tensor) -> bool:
-    """Whether one scale after the other may leave FP32's range although both together stay inside.
+    """Return whether one scale after the other may leave FP32's range although both together stay inside.
 
     Nonzero sums of products lie between 2^-34 and 2^63, for any K that fits in memory; a scale within 2^±60 keeps them
     in the normal range.

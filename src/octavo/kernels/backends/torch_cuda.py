@@ -38,7 +38,7 @@ _REFERENCE = ReferenceBackend()
 class CudaBackend:
     """cuBLAS, or torch's own kernel for per-row scales on devices for which cuBLAS has none.
 
-    That kernel writes bfloat16 and nothing else. Below compute capability 9.0, where nobody else multiplies, other
+    That kernel writes bfloat16 and nothing else. Below compute capability 9.0, where no other backend runs, other
     results are rounded to bfloat16 on the way.
     """
 
@@ -104,7 +104,7 @@ def _block_scales(scale: Tensor, *, squares: bool) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """What begins at a multiple of 16 bytes: a part of other memory is copied; in a traced graph nobody can ask."""
+    """Align a tensor to 16 bytes: copy it if it begins elsewhere; in a traced graph the address is unknown."""
     return x if is_traced(x) or x.data_ptr() % _MULTIPLE == 0 else x.clone()
 
 
@@ -160,19 +160,19 @@ def _is_per_row(problem: MatmulProblem) -> bool:
 
 
 def _wanted(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
-    """What the product must be written in, so that y is rounded once."""
+    """Dtype that the GEMM has to write, so that y is rounded once."""
     return torch.float32 if sums else problem.out_dtype
 
 
 def _written(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
-    """What it is written in."""
+    """Dtype that the GEMM writes."""
     if not _is_per_row(problem) or (_CUDA >= _VECTORS_SINCE and torch.cuda.get_device_capability()[0] == 9):
         return _wanted(problem, sums=sums)
     return torch.bfloat16
 
 
 def _takes_bias(bias: Tensor, problem: MatmulProblem) -> bool:
-    """Whether cuBLAS adds the bias; it has no gradient."""
+    """Return whether cuBLAS adds the bias; it has no gradient."""
     if (bias.requires_grad and torch.is_grad_enabled()) or bias.dtype is torch.float32:
         return False
     return bias.dtype is problem.out_dtype is _written(problem, sums=False)
