@@ -17,7 +17,9 @@ def _sources():
 
 
 def _pages():
-    return [ROOT / name for name in PAGES] + [path for path in tracked_files() if path.suffix == ".md" and "docs" in path.parts]
+    return [ROOT / name for name in PAGES] + [
+        path for path in tracked_files() if path.suffix == ".md" and "docs" in path.parts
+    ]
 
 
 def test_words_are_those_of_the_field():
@@ -26,7 +28,9 @@ def test_words_are_those_of_the_field():
         for path in [*_sources(), *_pages()]
         for number, line in enumerate(path.read_text().splitlines(), 1)
     )
-    found = [f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for path, number, line in lines if DIALECT.search(line)]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for path, number, line in lines if DIALECT.search(line)
+    ]
     assert not found
 
 
