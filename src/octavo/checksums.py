@@ -24,6 +24,7 @@ __all__ = ["SUMS", "check_sums", "count_listed", "file_digest", "sealed", "unsea
 SUMS = "octavo.sha256"
 MOST_BYTES = 16 << 20  # of the list: some 100,000 files
 READ_SUFFIXES = {".jinja", ".json", ".model", ".onnx", ".pbtxt", ".py", ".safetensors", ".toml"}  # of what readers open
+ADDED_BY_USERS = {"chat_template.jinja", "generation_config.json"}  # settings, which change no number
 KEY = "sha256"
 HEAD = "# {} files; sha256sum -c " + SUMS
 
@@ -44,8 +45,8 @@ def check_sums(folder: Path) -> bool:
     """Compare the files of a folder with its ``octavo.sha256``; returns whether it has one.
 
     The list comes with the folder, and may be written to do harm: it is followed to regular files of the folder alone,
-    and has to name all weights, configurations and programs in it (``READ_SUFFIXES``), since one that names none of
-    them proves nothing. A link to a file counts as a file: the hub's cache is made of them.
+    and has to name all weights, configurations and programs in it (``READ_SUFFIXES`` but ``ADDED_BY_USERS``), since one
+    that names none of them proves nothing. A link to a file counts as a file: the hub's cache is made of them.
 
     Raises:
         CheckpointError: a file is missing, is not the one that was written or is not listed, or the list itself is
@@ -55,7 +56,8 @@ def check_sums(folder: Path) -> bool:
     if not record.exists():
         return False
     sums = _sums(record)
-    if unlisted := sorted(name for name in _names(folder) - sums.keys() if Path(name).suffix in READ_SUFFIXES):
+    later = _names(folder) - sums.keys() - ADDED_BY_USERS
+    if unlisted := sorted(name for name in later if Path(name).suffix in READ_SUFFIXES):
         raise CheckpointError(
             f"{str(folder / unlisted[0])!r} is not in {SUMS}, which lists {len(sums)} files: it was put there later; "
             f"remove or write it again, or remove {SUMS} if it is yours"

@@ -108,6 +108,16 @@ def test_a_list_that_leaves_a_weight_or_configuration_out_is_no_proof(folder):
     assert check_sums(folder)
 
 
+def test_a_chat_template_and_generation_settings_may_be_added_later(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text("{}")
+    assert check_sums(folder)
+    write_sums(folder)
+    (folder / "generation_config.json").write_text('{"top_k": 1}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json' is damaged or was edited"):
+        check_sums(folder)
+
+
 def test_listed_files_are_counted(folder):
     (folder / "notes.txt").write_text("mine")
     (folder / ".cache" / "download").mkdir(parents=True)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.checksums import write_sums
 from octavo.export import save_quantized
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
@@ -143,5 +142,4 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
     folder = tmp_path_factory.mktemp("made") / "model"
     save_quantized(model, folder, dtype="fp32", verify_folder=False)
     (folder / "generation_config.json").write_text('{"eos_token_id": 10}')
-    write_sums(folder)
     return folder
