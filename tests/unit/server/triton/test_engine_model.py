@@ -134,7 +134,7 @@ def test_a_full_queue_is_unavailable(utils, checkpoint, tmp_path):
     refused = [r.sender.responses[-1].error() for r in requests if r.sender.responses[-1].has_error()]
     assert refused
     assert {(error.code, error.message().split(",")[0]) for error in refused} == {
-        ("unavailable", "1 requests are waiting")
+        ("unavailable", "the queue is full with 1 requests; try again in 1 s")
     }
     model.finalize()
 
