@@ -60,7 +60,7 @@ def test_text_beyond_the_scales_is_said(octavo, finished_run, tmp_path):
         "--out", tmp_path / "out",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "warning: the checked text goes beyond the scales of" in result.stdout
+    assert "warning: the checked text exceeds the scales of" in result.stdout
 
 
 def test_a_gguf_file_is_calibrated_too(octavo, text, tmp_path):
@@ -111,7 +111,7 @@ def test_bad_input_ends_in_one_sentence_and_writes_nothing(octavo, finished_run,
 def test_what_a_run_has_no_use_for_is_refused(octavo, tmp_path, option, value):
     result = octavo("calibrate", "m", "--from-run", "m", option, value, "--out", tmp_path / "out")
     assert result.exit_code == 2
-    assert f"and no {option}; leave one of them out" in result.stderr
+    assert f"cannot be combined with {option}; leave one of them out" in result.stderr
 
 
 def test_another_models_text_is_not_what_it_is_evaluated_on(octavo, tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     copy = tmp_path / "copy.txt"
     copy.write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
     result = octavo(*arguments, "--check", copy, "--context", 16)
-    assert (result.exit_code, "would be checked on text they come from" in result.stderr) == (2, True)
+    assert (result.exit_code, "needs text that the scales were not calibrated on" in result.stderr) == (2, True)
 
 
 def hugging_face(run, place):

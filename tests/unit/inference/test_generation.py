@@ -60,7 +60,7 @@ def test_it_ends_where_it_should(runner):
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"top_k": 0}, "top_k"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens"),
-        ([1], {"context": 8}, "context is for a module without a cache"),
+        ([1], {"context": 8}, "context only applies to a module without a cache"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number of at least 0, not 2.5"),
     ],
 )
