@@ -93,7 +93,7 @@ class GGUFFile:
         alignment = self._alignment()
         first = -(-cursor.position // alignment) * alignment
         self.tensors = {name: self._stored(name, *entry, first=first) for name, entry in index.items()}
-        self._check_places(first, alignment)
+        self._check_offsets(first, alignment)
 
     def get(self, name: str, kind: type[Value], default: Value | None = None) -> Value:
         """Return a value of the head.
