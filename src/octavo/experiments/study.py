@@ -37,7 +37,7 @@ from octavo.training.config import RunConfig, config_from_dict
 from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
 from octavo.training.facts import facts_of
-from octavo.training.gradient_noise import GradientNoise, Probe, gradient_noise
+from octavo.training.gradient_noise import GradientNoise, GradientProbe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
 from octavo.training.loop import check_data, train
 from octavo.training.memory import fitting_in_memory
@@ -293,7 +293,7 @@ def _gradient_noise(
     return gradient_noise(probes, batches, on_batch=on_batch)
 
 
-def _probe(weights: Llama, config: RunConfig) -> Probe:
+def _probe(weights: Llama, config: RunConfig) -> GradientProbe:
     device = resolve_device(config.training.device)
     model = Llama(weights.config).to(device)
     model.load_state_dict(weights.state_dict())
@@ -306,7 +306,7 @@ def _probe(weights: Llama, config: RunConfig) -> Probe:
         with context:
             return token_loss(model(inputs), targets)
 
-    return Probe(model=model, loss=loss)
+    return GradientProbe(model=model, loss=loss)
 
 
 def _with_noise(run: RunMeasures, noise: GradientNoise) -> RunMeasures:
