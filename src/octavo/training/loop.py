@@ -183,18 +183,18 @@ class Trainer:
             NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are unchanged.
         """
         self._enter_phase(log)
-        loss, grad_norm = self._step_looked_at(log)
+        loss, grad_norm = self._monitored_step(log)
         while not math.isfinite(loss) or not math.isfinite(grad_norm):
             error = self._nonfinite(log, loss, grad_norm)
             if not self._let_autopilot_act(log, self.step + 1):
                 raise error
             discard_step(self.model)
-            loss, grad_norm = self._step_looked_at(log)
+            loss, grad_norm = self._monitored_step(log)
         if self.watcher is not None and self.watcher.is_due(self.step):
             self._let_autopilot_act(log, self.step)
 
-    def _step_looked_at(self, log: MetricsLog) -> tuple[float, float]:
-        with self._looked_at(log) as notes:
+    def _monitored_step(self, log: MetricsLog) -> tuple[float, float]:
+        with self._sampled(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
         return loss, grad_norm
@@ -203,7 +203,7 @@ class Trainer:
         """Let the autopilot act on the newest sample; apply and return True if it changed the settings."""
         if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
             return False
-        self._capture(self.autopilot.ill)
+        self._capture(self.autopilot.unhealthy_layers)
         before, self.training = self.training, self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
         apply_recipe(self.model, self.training, step=self.step)
@@ -242,7 +242,7 @@ class Trainer:
         log.write("precision", self.step + 1, recipe=recipe)
         self.emit(Notice(text=f"step {self.step + 1}: the layers run {recipe} from now on"))
 
-    def _looked_at(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
+    def _sampled(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
         """Context in which the doctor samples the next step."""
         if self.watcher is None:
             return nullcontext(StepNotes())
@@ -416,7 +416,7 @@ class Trainer:
         return checkpoint
 
     def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
-        with self._looked_at(log, always=True):
+        with self._sampled(log, always=True):
             finding = first_nonfinite(
                 self.model,
                 self._batches(),

@@ -36,7 +36,7 @@ def resolve_device(device: Device) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if device == Device.CUDA and not has_cuda:
-        raise ConfigError("device 'cuda' needs a CUDA device, and torch sees none; use 'cpu' or 'auto'")
+        raise ConfigError("device 'cuda' is not available: torch sees no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if has_cuda and device != Device.CPU else "cpu")
 
 

@@ -104,7 +104,7 @@ def test_a_run_without_a_step_is_refused(octavo, run):
     [
         ('recipe = "tensorwise"', 'recipe = "bf16"', "casts nothing to FP8"),
         ("statistics_interval = 10", "statistics_interval = 0", "its statistics_interval is 0; set it to 10"),
-        ("", "", "it was not looked at"),
+        ("", "", "it was never sampled"),
     ],
 )
 def test_a_run_without_statistics_is_refused_with_how_to_get_them(octavo, run, before, after, words):
@@ -128,7 +128,7 @@ FAILURE = '{"kind": "failure", "step": 1, "loss": null, "grad_norm": null, "tens
 
 def test_a_run_that_only_failed_is_refused_in_words(octavo, run):
     (run / "metrics.jsonl").write_text(FAILURE)
-    assert "it was not looked at" in refusal(octavo, run)
+    assert "it was never sampled" in refusal(octavo, run)
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "tokens"])
