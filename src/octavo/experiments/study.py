@@ -96,7 +96,7 @@ def run_study(
         out_dir: the study's folder; made if missing.
         data: the token files.
         recipes: the runs, baseline first.
-        prompt: what the final models continue; None takes the beginning of the test text.
+        prompt: prompt for the final models; None is the beginning of the test text.
         test_tokens: tokens of the final evaluation at most; None for the whole test split.
         on_phase: called as phases progress.
 
@@ -131,7 +131,7 @@ def _studied(
     test_tokens: int | None,
     report: OnPhase,
 ) -> Study:
-    """Run what is missing of the study, and measure all of it."""
+    """Finish the study's runs and measure all of them."""
     recipes = list(configs)
     runs = [_measured(folder / recipe, configs[recipe], data, test_tokens, report) for recipe in recipes]
     noise = _gradient_noise(folder / recipes[0], configs, data, report)
@@ -194,7 +194,7 @@ def _finished_study(folder: Path, config: RunConfig, recipes: Sequence[str], dat
 def _measured(
     run_dir: Path, config: RunConfig, data: TokenData, test_tokens: int | None, report: OnPhase
 ) -> RunMeasures:
-    """Train (or finish training) one run and evaluate it; or read what an earlier call measured."""
+    """Train or resume one run and evaluate it, or read the measures of an earlier call."""
     identity = {"config": config.config_hash(), "data": data.content_hash, "test_tokens": test_tokens}
     known = _known_measures(run_dir / MEASURES, identity)
     if known is not None:
