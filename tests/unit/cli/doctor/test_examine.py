@@ -289,7 +289,7 @@ def test_the_gap_is_said_whatever_it_is(octavo, run, tmp_path, finding_what):
     mean = (steps[3] + steps[4]) / 2  # the newest third of four
     result = octavo("doctor", run, "--against", reference)
     assert f"the loss is 20.00% ({mean / 4:.3g} nats) below that of {reference}" in result.stdout
-    assert "in the mean of steps 3-4" in result.stdout
+    assert "averaged over steps 3-4" in result.stdout
     gap = json.loads(octavo("doctor", run, "--against", reference, "--json").stdout)["gap"]
     assert gap == pytest.approx({"relative": -0.2, "nats": -mean / 4, "first_step": 3, "last_step": 4})
     assert json.loads(octavo("doctor", run, "--json").stdout)["gap"] is None
@@ -368,7 +368,7 @@ def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, r
     folders = []
     for _ in range(2):  # beside the run, and then beside that one
         said = octavo("doctor", run, "--apply", fixed).stderr.strip().splitlines()[-1]
-        _, *command = shlex.split(said.partition("train with ")[2])
+        _, *command = shlex.split(said.partition("train with: ")[2])
         assert octavo(*command).exit_code == 0, said
         folders.append(command[-1])
     assert folders == [f"{run}-fixed", f"{run}-fixed1"]
