@@ -55,8 +55,8 @@ def test_the_articles_table_is_printed(first):
 
 def test_it_says_that_fp8_is_emulated_here_and_shows_text(first):
     words = " ".join(first.stdout.split())
-    assert "On a CPU FP8 is emulated" in words
-    assert "say nothing about Hopper's" in words
+    assert "On a CPU, FP8 is emulated" in words
+    assert "do not predict those on Hopper" in words
     assert "The FP8 tensorwise model continues" in words
     assert "  | " in first.stdout
 

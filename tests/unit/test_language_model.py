@@ -122,7 +122,7 @@ def test_a_gguf_file():
 
 
 def test_what_is_no_model(tmp_path, folder):
-    with pytest.raises(CheckpointError, match="is no model; give a run's folder"):
+    with pytest.raises(CheckpointError, match="is not a model; give a run's folder"):
         load_language_model(tmp_path)
     with pytest.raises(ConfigError, match="there is no"):
         load_language_model(tmp_path / "missing" / "deep")

@@ -81,18 +81,18 @@ def pass_times(
 
         return run
 
-    found = []
+    measured_times = []
     for batch in batches:
         rows = tokens.expand(batch, -1).contiguous()
         with torch.cuda.device_of(tokens):  # whose queue a GPU's clock looks at
             seconds = interleaved(
                 {name: counted(model, rows) for name, model in models.items()}, rounds=rounds, clock=clock
             )
-        found += [
+        measured_times += [
             PassTime(name=name, batch=batch, length=len(tokens), latency_ms=1e3 * statistics.median(times))
             for name, times in seconds.items()
         ]
-    return found
+    return measured_times
 
 
 def emulation_note(device: torch.device) -> str:

@@ -73,7 +73,7 @@ def markdown(report: Report) -> str:
 
 
 def heading(report: Report) -> str:
-    """How many bars are met, and whose they are where this device is another."""
+    """Sentence with the number of met bars, and their device if it is another."""
     device, bars_for = report.facts["device"], THEMES[report.theme].bars_for
     other = "" if bars_for in device or report.is_rehearsal else f" The bars are an {bars_for}'s; this is an {device}."
     return f"{report.tally}.{other}"

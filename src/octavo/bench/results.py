@@ -31,7 +31,7 @@ class Verdict:
     """A bar, and what was found.
 
     Attributes:
-        claim: what is judged; a bar is known by it.
+        claim: the judged claim, which identifies a bar.
         found: the figure; None where the bar could not be judged.
         bar: the figure to reach.
         at_most: whether it is to stay below.
@@ -48,12 +48,12 @@ class Verdict:
 
     @property
     def is_judged(self) -> bool:
-        """Whether there is a figure."""
+        """True if there is a figure."""
         return self.found is not None
 
     @property
     def is_met(self) -> bool:
-        """Whether the bar is reached."""
+        """True if the bar is reached."""
         return self.found is not None and (self.found <= self.bar if self.at_most else self.found >= self.bar)
 
     @property
@@ -110,7 +110,7 @@ class Section:
         notes: sentences below it.
         chart: the same as a picture.
         verdicts: the bars judged here.
-        failures: what the table lacks.
+        failures: reasons for missing rows.
         raw: every number behind it: seconds of each round, bytes.
     """
 
@@ -126,14 +126,14 @@ class Section:
 
 @dataclass(slots=True, kw_only=True)
 class PartRecord:
-    """How one part went.
+    """Result of one part.
 
     Attributes:
         name: the part's.
         seconds: how long it took.
-        sections: what it found, as far as it came.
+        sections: finished sections.
         failure: what ended it early, or None.
-        owed: the bars of sections that it did not come to.
+        owed: bars of sections that were not reached.
     """
 
     name: str

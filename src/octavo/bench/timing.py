@@ -102,7 +102,7 @@ class Ratio:
 
 
 def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> Ratio:
-    """How many times as long ``name`` takes as ``base``, round by round.
+    """Duration of ``name`` relative to ``base``, per round.
 
     Example:
         >>> print(ratio({"ours": [2.0, 2.0, 3.0], "other": [1.0, 1.0, 1.0]}, "ours", "other"))

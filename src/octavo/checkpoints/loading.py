@@ -25,7 +25,7 @@ from octavo.checksums import check_sums
 from octavo.convert import convert, guard_save_pretrained
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama
-from octavo.models.llama import NothingDrawn
+from octavo.models.llama import skip_init
 from octavo.models.llama_folder import read_tokenizer, shape_from_record
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import hold_codes
@@ -118,7 +118,7 @@ def _empty_model(folder: Path, record: dict[str, Any], files: TensorFiles) -> nn
     """Model of the architecture in config.json, with uninitialised weights."""
     shape = shape_from_record(record)
     if shape is not None:
-        with NothingDrawn():
+        with skip_init():
             return Llama(shape)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -132,7 +132,7 @@ def _empty_model(folder: Path, record: dict[str, Any], files: TensorFiles) -> nn
         config = AutoConfig.for_model(**plain)
         if (layers := getattr(config, "num_hidden_layers", 0)) > len(files.names):  # it would build for hours
             raise ValueError(f"{CONFIG} has {layers} layers, more than there are tensors, {len(files.names)}")
-        with NothingDrawn():
+        with skip_init():
             auto: Any = AutoModelForCausalLM
             built: nn.Module = auto.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers raises arbitrary exceptions

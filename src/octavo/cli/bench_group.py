@@ -1,4 +1,4 @@
-"""``octavo bench``: a subcommand for each thing that is measured."""
+"""``octavo bench``: the group of benchmark commands."""
 
 import typer
 

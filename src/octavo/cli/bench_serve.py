@@ -1,4 +1,4 @@
-"""``octavo bench serve``: what answers take, of a model in several recipes or of servers, in one run."""
+"""``octavo bench serve``: latency, throughput and memory of a model in several recipes, or of running servers."""
 
 import asyncio
 import platform
@@ -37,40 +37,53 @@ RECIPES = f"{ServingRecipe.BF16},{ServingRecipe.INT8},{ServingRecipe.FP8}"
 
 def bench_serve(
     *,
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="What octavo serve takes; or none.")] = None,
-    recipes: Annotated[str, typer.Option(help="Of MODEL, side by side; the first is what ratios are to.")] = RECIPES,
-    calibration: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For fp8-static.")] = None,
-    url: Annotated[list[str] | None, typer.Option(help="A running server; may be repeated, the first is ours.")] = None,
-    api: Annotated[list[Api] | None, typer.Option(help="What each --url speaks. [default: completions]")] = None,
-    name: Annotated[list[str] | None, typer.Option(help="Each --url's model. [default: the first it lists]")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Its text is the key to send.")] = None,
-    batch: Annotated[str, typer.Option(help="How many clients ask at once.")] = "1,16",
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt that is read; words, of a --url.")] = 128,
-    answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
-    requests: Annotated[int, typer.Option(help="Of each client in a round.")] = 2,
-    rounds: Annotated[int, typer.Option(help="How often everything is asked.")] = 3,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second of the open loop. [default: half of all]")
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A model as for octavo serve; or use --url.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    timeout_seconds: Annotated[float, typer.Option(help="After which a server that is silent is given up.")] = 120.0,
+    recipes: Annotated[str, typer.Option(help="Recipes of MODEL; ratios are to the first.")] = RECIPES,
+    calibration: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Static scales, for fp8-static.")] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="A running server; repeat it to compare others with the first.")
+    ] = None,
+    api: Annotated[list[Api] | None, typer.Option(help="API of each --url. [default: completions]")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Model name at each --url. [default: the first it lists]")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the API key to send.")] = None,
+    batch: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,16",
+    prompt: Annotated[int, typer.Option(help="Tokens per prompt; with --url, words.")] = 128,
+    answer: Annotated[int, typer.Option(help="Tokens per answer.")] = 64,
+    requests: Annotated[int, typer.Option(help="Requests per client and round.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds of the whole workload.")] = 3,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second in the open loop. [default: half the first target's capacity]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
+    timeout_seconds: Annotated[float, typer.Option(help="Give up on a server that is silent this long.")] = 120.0,
     out: Annotated[Path | None, typer.Option(help="Folder for the results: .md, .json and .html.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Measure latency, throughput and memory of serving, in closed and open loops."""
     if (model is None) == (not url):
-        raise ConfigError("name a MODEL, or one or more --url of running servers, and not both")
+        raise ConfigError("give a MODEL, or one or more --url of running servers, but not both")
     work = Workload(
-        batches=_numbers(batch), prompt=prompt, answer=answer, requests=requests, rounds=rounds, rate=rate, seed=seed
+        batches=_batch_sizes(batch),
+        prompt=prompt,
+        answer=answer,
+        requests=requests,
+        rounds=rounds,
+        rate=rate,
+        seed=seed,
     )
     started = time.perf_counter()
     with open_display() as display:
         if model is not None:
-            sections = _of_model(model, _names(recipes), calibration, work, display)
+            sections = _measure_model(model, _recipe_names(recipes), calibration, work, display)
         else:
             key = None if api_key_file is None else read_api_key(api_key_file)
             servers = _servers(url or [], api or [], name or [])
-            sections = asyncio.run(_of_servers(servers, key, timeout_seconds, work, display))
+            sections = asyncio.run(_measure_servers(servers, key, timeout_seconds, work, display))
     report = Report(facts=_facts(), command=_command(), is_rehearsal=False, theme=THEME)
     report.parts.append(PartRecord(name=THEME, seconds=time.perf_counter() - started, sections=sections))
     _show(report, as_json=as_json)
@@ -78,16 +91,16 @@ def bench_serve(
         _write(report, out)
 
 
-def _of_model(
+def _measure_model(
     source: str, recipes: list[str], calibration: Path | None, work: Workload, display: Display
 ) -> list[Section]:
-    """Every recipe in an engine of its own, which rests while another is asked."""
+    """Measure each recipe in its own engine; the others are idle meanwhile."""
     threads: dict[str, EngineThread] = {}
     targets: dict[str, Target] = {}
     display.phase("loading", None)
     for recipe in recipes:
-        given = calibration if recipe == ServingRecipe.FP8_STATIC else None
-        served = load_served_model(source, recipe=recipe, calibration=given)
+        folder = calibration if recipe == ServingRecipe.FP8_STATIC else None
+        served = load_served_model(source, recipe=recipe, calibration=folder)
         longest, clients = work.prompt + work.answer, max(work.batches)
         config = EngineConfig(
             max_running=clients,
@@ -99,7 +112,7 @@ def _of_model(
         targets[recipe] = Target(ask=ask_engine(thread), weight_bytes=served.runner.resident_bytes)
     vocab_size = next(iter(threads.values())).engine.vocab_size
     try:
-        return asyncio.run(_measured(targets, replace(work, vocab_size=vocab_size), display))
+        return asyncio.run(_measure(targets, replace(work, vocab_size=vocab_size), display))
     finally:
         for thread in threads.values():
             thread.engine.cancel_all()
@@ -110,19 +123,19 @@ Server = tuple[str, Api, str | None]
 
 
 def _servers(urls: list[str], apis: list[Api], names: list[str]) -> list[Server]:
-    """A URL, what it speaks, and its model if that was said."""
-    for option, given in (("--api", apis), ("--name", names)):
-        if len(given) > len(urls):
+    """Return the URL, API and model name (None if not given) of each server."""
+    for option, values in (("--api", apis), ("--name", names)):
+        if len(values) > len(urls):
             raise ConfigError(
-                f"{option} is given {len(given)} times for {len(urls)} --url; give it once for each at most"
+                f"{option} is given {len(values)} times for {len(urls)} --url; give it at most once for each"
             )
     if len({*urls}) < len(urls):
-        raise ConfigError(f"each --url is a server of its own, and one of {', '.join(urls)} stands twice")
+        raise ConfigError(f"each --url must name a different server, but {', '.join(urls)} repeats one; leave it out")
     apis = [*apis, *[Api.COMPLETIONS] * (len(urls) - len(apis))]
     return list(zip(urls, apis, [*names, *[None] * (len(urls) - len(names))], strict=True))
 
 
-async def _of_servers(
+async def _measure_servers(
     servers: list[Server], key: str | None, timeout_s: float, work: Workload, display: Display
 ) -> list[Section]:
     targets = {}
@@ -130,29 +143,27 @@ async def _of_servers(
         for url, api, name in servers:
             client = await open_clients.enter_async_context(connected(url, key=key, timeout_s=timeout_s))
             targets[url] = Target(ask=ask_server(client, api, name or await model_name(client)))
-        return await _measured(targets, work, display)
+        return await _measure(targets, work, display)
 
 
-async def _measured(targets: dict[str, Target], work: Workload, display: Display) -> list[Section]:
-    return await measured(targets, work, advance=display.phase("asking", work.runs(len(targets))))
+async def _measure(targets: dict[str, Target], work: Workload, display: Display) -> list[Section]:
+    return await measured(targets, work, advance=display.phase("measuring", work.runs(len(targets))))
 
 
-def _names(recipes: str) -> list[str]:
+def _recipe_names(recipes: str) -> list[str]:
     names = [name.strip() for name in recipes.split(",")]
     for name in names:
         check_choice("recipe", name, tuple(ServingRecipe))
     if len({*names}) < len(names):
-        raise ConfigError(f"recipes are compared with one another, each once, not {recipes}")
+        raise ConfigError(f"--recipes takes each recipe once, not {recipes}")
     return names
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _batch_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(
-            f"--batch takes whole numbers with commas between them, such as 1,16, not {text!r}"
-        ) from error
+        raise ConfigError(f"--batch takes whole numbers separated by commas, such as 1,16, not {text!r}") from error
 
 
 def _facts() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""``octavo calibrate``: static FP8 scales for a model, from text it reads or from the run it was trained in."""
+"""``octavo calibrate``: static FP8 scales for a model, from sample text or from its delayed-scaling run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,8 +37,8 @@ LONGEST, SAMPLES, CHECK_SAMPLES, ROWS = 512, 128, 32, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """Which windows of which text, and how many tokens each; a context of None is 512, or what the model reads."""
+class TextWindows:
+    """Windows of a text source; a ``context`` of None is 512 tokens, or the model's context if shorter."""
 
     source: str
     split: str
@@ -50,30 +50,33 @@ class Text:
 def calibrate(
     *,
     model: options.Model,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the scales go; an older calibration is replaced.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the scales; replaces an older calibration.")],
     source: options.ModelText = None,
     split: Annotated[str | None, typer.Option(help="train, validation, test or all. [default: train]")] = None,
-    samples: Annotated[int | None, typer.Option(help=f"Windows of text, spread over it. [default: {SAMPLES}]")] = None,
+    samples: Annotated[int | None, typer.Option(help=f"Windows of text, evenly spread. [default: {SAMPLES}]")] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a window. [default: 512, or what the model reads]")
+        int | None, typer.Option(help="Tokens per window. [default: 512, or the model's context]")
     ] = None,
     seed: options.WindowSeed = None,
-    method: Annotated[str, typer.Option(help="Ranges of inputs: max, percentile, mse or entropy.")] = "max",
-    percentile: Annotated[float | None, typer.Option(help=f"Of the method percentile. [default: {PERCENTILE}]")] = None,
-    granularity: Annotated[str, typer.Option(help="Scales of weights: tensor, row or 128x128.")] = "tensor",
-    weights: Annotated[str, typer.Option(help="Ranges of weights: max or mse.")] = "max",
+    method: Annotated[str, typer.Option(help="Range of inputs: max, percentile, mse or entropy.")] = "max",
+    percentile: Annotated[float | None, typer.Option(help=f"For --method percentile. [default: {PERCENTILE}]")] = None,
+    granularity: Annotated[str, typer.Option(help="Weight scales per tensor, row or 128x128 block.")] = "tensor",
+    weights: Annotated[str, typer.Option(help="Range of weights: max or mse.")] = "max",
     power_of_two: Annotated[bool, typer.Option("--power-of-two", help="Round scales up to powers of two.")] = False,
-    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Scales of keys and values, means of keys.")] = False,
+    kv_cache: Annotated[
+        bool, typer.Option("--kv-cache", help="Also find scales of keys and values, and means of keys.")
+    ] = False,
     skip: options.Skip = None,
     head: options.Head = False,
     from_run: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Take the amaxes that this delayed run has kept; reads no text.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Take the amaxes that this delayed run recorded, instead of text."),
     ] = None,
     check: Annotated[
         str | None,
         typer.Option(
             metavar="DATA",
-            help="See what saturates on other text: as --data, all of it; of text calibrated on, its test split.",
+            help="Report what saturates on this text (as --data; its test split if it is the calibration text).",
         ),
     ] = None,
     device: options.Device = None,
@@ -81,40 +84,40 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """Find static FP8 scales for a model's linear layers and write them to a folder."""
-    of_text = {"--data": source, "--split": split, "--samples": samples, "--seed": seed}
+    text_options = {"--data": source, "--split": split, "--samples": samples, "--seed": seed}
     _check_method(method, percentile, granularity, weights)
     if from_run is not None:
-        of_text |= {"--method": method if method != Method.MAX else None, "--context": None if check else context}
-        _refuse_beside_run(of_text | {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None})
-    place = options.device_of(device)
+        text_options |= {"--method": method if method != Method.MAX else None, "--context": None if check else context}
+        _refuse_with_run(text_options | {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None})
+    target_device = options.device_of(device)
     check_own_folder(out)
     if hub:
         located(model, hub=True)
-    text = Text(
+    text = TextWindows(
         source=text_to_train_on(from_run or model) if source is None else source,
         split=Split.TRAIN if split is None else split,
         samples=SAMPLES if samples is None else samples,
         context=context,
         seed=seed or 0,
     )
-    other = None if check is None else _other_text(check, text)
-    how: dict[str, Any] = {"granularity": granularity, "weight_method": weights, "power_of_two": power_of_two}
+    check_text = None if check is None else _check_text(check, text)
+    settings: dict[str, Any] = {"granularity": granularity, "weight_method": weights, "power_of_two": power_of_two}
     with open_display() as display:
         display.phase("load", None)
-        loaded = load_language_model(model, device=place)
+        loaded = load_language_model(model, device=target_device)
         if from_run is not None:
-            found = calibration_from_run(from_run, **how)
-            found.check_fit(loaded.model)
+            calibration = calibration_from_run(from_run, **settings)
+            calibration.check_fit(loaded.model)
         else:
-            how |= {"method": method, "kv_cache": kv_cache, "skip": skip or (), "convert_head": head}
-            how["percentile"] = PERCENTILE if percentile is None else percentile
-            found = _from_text(loaded, text, display, how)
-        beyond = None if other is None else _checked(loaded, found, other, display)
-    found.save(out)
+            settings |= {"method": method, "kv_cache": kv_cache, "skip": skip or (), "convert_head": head}
+            settings["percentile"] = PERCENTILE if percentile is None else percentile
+            calibration = _from_text(loaded, text, display, settings)
+        check_coverage = None if check_text is None else _measure_coverage(loaded, calibration, check_text, display)
+    calibration.save(out)
     if as_json:
-        print_json(_record(found, beyond, out))
+        print_json(_record(calibration, check_coverage, out))
     else:
-        _print(found, beyond, out)
+        _print(calibration, check_coverage, out)
 
 
 def _check_method(method: str, percentile: float | None, granularity: str, weights: str) -> None:
@@ -122,76 +125,78 @@ def _check_method(method: str, percentile: float | None, granularity: str, weigh
     share = PERCENTILE if percentile is None else percentile
     check_choices(method=method, percentile=share, granularity=granularity, weight_method=weights)
     if percentile is not None and method != Method.PERCENTILE:
-        raise ConfigError(f"--percentile {percentile} is of --method percentile; add that, or leave it out")
+        raise ConfigError(f"--percentile {percentile} needs --method percentile; add that, or leave --percentile out")
 
 
-def _refuse_beside_run(given: Mapping[str, object]) -> None:
+def _refuse_with_run(given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"--from-run takes the amaxes that the run has kept, and no {option}; leave one of them out"
+                f"--from-run takes amaxes from the run and cannot be combined with {option}; leave one of them out"
             )
 
 
-def _other_text(source: str, calibrated: Text) -> Text:
-    """Text to check the scales on, which is not what they were calibrated on.
+def _check_text(source: str, calibrated: TextWindows) -> TextWindows:
+    """Return the text to check the scales on.
 
     Raises:
-        ConfigError: more than half of it is.
+    ConfigError: more than half of it is text that the scales were calibrated on.
     """
     split = unseen_split(source, calibrated.source)
     share = shared_share((calibrated.source, calibrated.split), (source, split))
     if share > MOST_SHARED:
         raise ConfigError(
-            f"the scales would be checked on text they come from: {share:.0%} of {source}, {split} is in "
+            f"--check needs text that the scales were not calibrated on, but {share:.0%} of {source}, {split} is in "
             f"{calibrated.source}, {calibrated.split}; check other text, or calibrate on a split without it"
         )
-    return Text(source=source, split=split, samples=CHECK_SAMPLES, context=calibrated.context)
+    return TextWindows(source=source, split=split, samples=CHECK_SAMPLES, context=calibrated.context)
 
 
-def _from_text(model: LanguageModel, text: Text, display: Display, how: dict[str, Any]) -> Calibration:
+def _from_text(model: LanguageModel, text: TextWindows, display: Display, settings: dict[str, Any]) -> Calibration:
     batches = _windows(model, text, display)
     show = phases(display)
-    how |= {"source": text.source, "split": text.split}
-    return find_scales(model, batches, on_batch=lambda done, total: show("calibrate", done, total or 0), **how)
+    settings |= {"source": text.source, "split": text.split}
+    return find_scales(model, batches, on_batch=lambda done, total: show("calibrate", done, total or 0), **settings)
 
 
-def _checked(model: LanguageModel, found: Calibration, text: Text, display: Display) -> tuple[LayerCoverage, ...]:
+def _measure_coverage(
+    model: LanguageModel, calibration: Calibration, text: TextWindows, display: Display
+) -> tuple[LayerCoverage, ...]:
     batches = _windows(model, text, display)
     show = phases(display)
-    return coverage(model, found, batches, on_batch=lambda done, total: show("check", done, total or 0))
+    return coverage(model, calibration, batches, on_batch=lambda done, total: show("check", done, total or 0))
 
 
-def _windows(model: LanguageModel, text: Text, display: Display) -> tuple[Tensor, ...]:
-    """Batches of one window."""
+def _windows(model: LanguageModel, text: TextWindows, display: Display) -> tuple[Tensor, ...]:
+    """Return the windows as batches of one."""
     display.phase("read text", None)
     length = min(LONGEST, model.context) if text.context is None else text.context
     windows = text_windows(model, text.source, text.split, count=text.samples, length=length, seed=text.seed)
     return windows.split(1)  # type: ignore[no-any-return]
 
 
-def _record(found: Calibration, beyond: Sequence[LayerCoverage] | None, out: Path) -> dict[str, Any]:
-    checked = None if beyond is None else [asdict(each) for each in beyond]
-    keys_and_values = {layer: [float(scale) for scale in pair] for layer, pair in found.kv_scales.items()}
-    return {"out": str(out), **found.to_record(), "kv_cache": keys_and_values, "check": checked}
+def _record(calibration: Calibration, check_coverage: Sequence[LayerCoverage] | None, out: Path) -> dict[str, Any]:
+    checked = None if check_coverage is None else [asdict(each) for each in check_coverage]
+    keys_and_values = {layer: [float(scale) for scale in pair] for layer, pair in calibration.kv_scales.items()}
+    return {"out": str(out), **calibration.to_record(), "kv_cache": keys_and_values, "check": checked}
 
 
-def _print(found: Calibration, beyond: Sequence[LayerCoverage] | None, out: Path) -> None:
-    rows = _rows(found)
+def _print(calibration: Calibration, check_coverage: Sequence[LayerCoverage] | None, out: Path) -> None:
+    rows = _rows(calibration)
     shown = "" if len(rows) <= ROWS else f", the {ROWS} of lowest SQNR among {len(rows)} inputs"
     columns = ["input of", "amax", "scale", "SQNR dB", "to zero", "clipped", "amax/rms", "moved", "weight dB"]
     print_table(f"Inputs and their scales{shown}", columns, rows[:ROWS])
-    lines = [_clipped(found), *(f"warning: {sentence}" for sentence in found.warnings())]
-    lines += _lines_of_check(beyond)
-    lines.append(f"{out} holds the scales of {len(found.input_scales)} layers; octavo.load_calibration reads it")
+    lines = [_clipping_note(calibration), *(f"warning: {sentence}" for sentence in calibration.warnings())]
+    lines += _coverage_lines(check_coverage)
+    lines.append(f"{out}: scales of {len(calibration.input_scales)} layers; read it with octavo.load_calibration")
     stdout().print("\n".join(filter(None, lines)), markup=False, soft_wrap=True)
 
 
-def _rows(found: Calibration) -> list[list[str]]:
-    """A row an input, the lowest SQNR first; layers that share one stand together."""
-    sharing = {group[0]: len(group) - 1 for group in found.groups}
-    followers = {path for group in found.groups for path in group[1:]}
-    inputs = [each for each in found.health if each.path not in followers]
+def _rows(calibration: Calibration) -> list[list[str]]:
+    """One row per input, lowest SQNR first; layers that share an input share a row."""
+    sharing = {group[0]: len(group) - 1 for group in calibration.groups}
+    followers = {path for group in calibration.groups for path in group[1:]}
+    inputs = [each for each in calibration.health if each.path not in followers]
     inputs.sort(key=lambda each: float("inf") if each.sqnr_db is None else each.sqnr_db)
     return [_cells(each, sharing.get(each.path, 0)) for each in inputs]
 
@@ -210,30 +215,30 @@ def _cells(layer: LayerHealth, others: int) -> list[str]:
     ]
 
 
-def _clipped(found: Calibration) -> str:
-    """What the method clips, in a sentence; empty where it clips nothing."""
-    worst = max(found.health, key=lambda each: each.clipped_fraction or 0.0)
+def _clipping_note(calibration: Calibration) -> str:
+    """Sentence about the elements that the method clips; empty if there are none."""
+    worst = max(calibration.health, key=lambda each: each.clipped_fraction or 0.0)
     if not worst.clipped_fraction:
         return ""
     return (
-        f"{found.rule.method} clips up to {_percent(worst.clipped_fraction)} of an input's elements, with "
+        f"{calibration.rule.method} clips up to {_percent(worst.clipped_fraction)} of an input's elements, with "
         f"{_percent(worst.clipped_energy)} of its energy ({worst.path})"
     )
 
 
-def _lines_of_check(beyond: Sequence[LayerCoverage] | None) -> Iterator[str]:
-    if beyond is None:
+def _coverage_lines(check_coverage: Sequence[LayerCoverage] | None) -> Iterator[str]:
+    if check_coverage is None:
         return
-    outside = [each for each in beyond if each.goes_beyond]
+    outside = [each for each in check_coverage if each.goes_beyond]
     if not outside:
-        most = max(each.saturation_fraction for each in beyond)
-        yield f"the checked text fits the scales: {_percent(most)} of an input's elements saturate at most"
+        most = max(each.saturation_fraction for each in check_coverage)
+        yield f"the checked text fits the scales: at most {_percent(most)} of an input's elements saturate"
         return
     worst = outside[0]
     yield (
-        f"warning: the checked text goes beyond the scales of {len(outside)} layers, most in {worst.path!r}: amax "
-        f"{worst.ratio:.2f} times what its scale provides for, {_percent(worst.saturation_fraction)} saturated; "
-        "calibrate on text of that kind"
+        f"warning: the checked text exceeds the scales of {len(outside)} layers, most in {worst.path!r}: amax "
+        f"{worst.ratio:.2f} times what its scale covers, {_percent(worst.saturation_fraction)} saturated; "
+        "calibrate on text of this kind"
     )
 
 

@@ -1,4 +1,4 @@
-"""``octavo eval MODEL --compare …``: one model in several formats, beside BF16."""
+"""``octavo eval MODEL --compare …``: one model in several formats, compared with BF16."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,25 +36,25 @@ from octavo.text.sources import TOPICS
 from octavo.training.config import Device
 from octavo.training.memory import extra_memory_bytes
 
-__all__ = ["Question", "compare_formats", "evaluate_model"]
+__all__ = ["EvaluationRequest", "compare_formats", "evaluate_model"]
 
 WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 4, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What the command line asks.
+class EvaluationRequest:
+    """Options of ``octavo eval`` for a model that is not evaluated as a run.
 
     Attributes:
-        source: of the text; None is the run's own, or Python's language reference for other models.
-        split: of the source; None is the run's test split, or all of it.
-        windows: how many.
-        length: tokens of each; None is the model's context, at most 512.
-        calibration: folder of ``octavo calibrate``; None calibrates on the spot.
-        samples: windows to calibrate with then.
+        source: text source; None is the run's own, or Python's language reference for other models.
+        split: split of the source; None is a run's test split, or all of the source.
+        windows: number of windows to score.
+        length: tokens per window; None is the model's context, at most 512.
+        calibration: folder of ``octavo calibrate``; None calibrates now.
+        samples: windows to calibrate with if ``calibration`` is None.
         tuned: folder of ``octavo qat``.
-        speed: whether to time a pass.
-        device: where to run.
+        speed: whether to time passes.
+        device: device of the model.
     """
 
     model: str
@@ -69,20 +69,20 @@ class Question:
     device: Device = Device.AUTO
 
 
-def evaluate_model(question: Question, *, as_json: bool) -> None:
-    """Print the loss of a model that is no run: in FP32, or with the codes that its folder has."""
+def evaluate_model(request: EvaluationRequest, *, as_json: bool) -> None:
+    """Print the loss of a model that is not a run: in FP32, or with the FP8 codes of its folder."""
     with open_display() as display:
-        model = load_language_model(question.model, device=question.device)
-        windows, text = _windows(model, question, readers_of(question.model))
-        found = _compared(display, [as_it_is(model)], windows, reference=AS_IT_IS)
-    entry = found.entry(AS_IT_IS)
+        model = load_language_model(request.model, device=request.device)
+        windows, text = _windows(model, request, readers_of(request.model))
+        comparison = _compare(display, [as_it_is(model)], windows, reference=AS_IT_IS)
+    entry = comparison.entry(AS_IT_IS)
     record = {
-        "model": question.model,
+        "model": request.model,
         "format": f"FP8 codes in {entry.quantized} layers, as stored" if entry.quantized else "FP32",
         **text,
-        "windows": found.windows,
-        "context": found.length,
-        "tokens": found.tokens,
+        "windows": comparison.windows,
+        "context": comparison.length,
+        "tokens": comparison.tokens,
         "nats": entry.scores.nats,
         "perplexity": entry.scores.perplexity,
     }
@@ -96,20 +96,20 @@ def evaluate_model(question: Question, *, as_json: bool) -> None:
         stdout().print(warning, markup=False, soft_wrap=True)
 
 
-def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) -> None:
-    """Print how a model fares in each format."""
+def compare_formats(request: EvaluationRequest, names: Sequence[str], *, as_json: bool) -> None:
+    """Print quality, size and optionally speed of a model in each format."""
     names = check_formats(names)
-    _check_folders(question, names)
+    _check_folders(request, names)
     with open_display() as display:
-        model = load_language_model(question.model, device=question.device)
-        windows, text = _windows(model, question, _readers(question, names))
-        calibration, calibrated_on = _calibration(model, question, names, display)
-        tuned = load_qat(question.tuned) if question.tuned is not None else None
+        model = load_language_model(request.model, device=request.device)
+        windows, text = _windows(model, request, _readers(request, names))
+        calibration, calibrated_on = _calibration(model, request, names, display)
+        tuned = load_qat(request.tuned) if request.tuned is not None else None
         if tuned is not None:
             tuned.model.to(model.device)
-        means = _means(model, question, display) if CENTRED in names else None
+        means = _means(model, request, display) if CENTRED in names else None
         show = display.phase("prepare formats", len(names))
-        contestants = line_up(
+        variants = line_up(
             model,
             names,
             calibration=calibration,
@@ -117,98 +117,97 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
             means=means,
             advance=lambda done, _: show(done),
         )
-        found = _compared(display, contestants, windows)
-        extra = _extra_memory(display, contestants, windows)
-        times = _timed(display, contestants, windows) if question.speed else []
-    facts = {"model": question.model, **text, **calibrated_on}
+        comparison = _compare(display, variants, windows)
+        extra = _extra_memory(display, variants, windows)
+        times = _time_passes(display, variants, windows) if request.speed else []
+    facts = {"model": request.model, **text, **calibrated_on}
     if tuned is not None:
-        facts["tuned"] = str(question.tuned)
+        facts["tuned"] = str(request.tuned)
     if as_json:
-        print_json(_record(facts, found, extra, times, model.device))
+        print_json(_record(facts, comparison, extra, times, model.device))
         return
-    _print(facts, found, extra, times, model.device)
+    _print(facts, comparison, extra, times, model.device)
 
 
-def _readers(question: Question, names: Sequence[str]) -> Readers:
+def _readers(request: EvaluationRequest, names: Sequence[str]) -> Readers:
     calibrates = bool({STATIC, CENTRED} & {*names})
-    return readers_of(question.model, calibrates=calibrates, calibration=question.calibration, tuned=question.tuned)
+    return readers_of(request.model, calibrates=calibrates, calibration=request.calibration, tuned=request.tuned)
 
 
-def _windows(model: LanguageModel, question: Question, readers: Readers) -> tuple[Tensor, dict[str, Any]]:
-    """The windows to score, what they are of, and how much of that was read before."""
-    source = question.source or own_source(question.model) or TOPICS
-    split = question.split or default_split(question.model, readers, source)
-    windows = evaluation_windows(model, source, split, count=question.windows, length=_length(model, question))
+def _windows(model: LanguageModel, request: EvaluationRequest, readers: Readers) -> tuple[Tensor, dict[str, Any]]:
+    """Return the windows to score and a record of their source, split and contamination."""
+    source = request.source or own_source(request.model) or TOPICS
+    split = request.split or default_split(request.model, readers, source)
+    windows = evaluation_windows(model, source, split, count=request.windows, length=_length(model, request))
     text = {"data": source, "split": split}
     return windows, text | ({"read_before": shares_read(readers, source, split)} if readers else {})
 
 
-def _length(model: LanguageModel, question: Question) -> int:
+def _length(model: LanguageModel, request: EvaluationRequest) -> int:
     """Tokens of a window."""
-    return min(LENGTH, model.context) if question.length is None else question.length
+    return min(LENGTH, model.context) if request.length is None else request.length
 
 
-def _check_folders(question: Question, names: Sequence[str]) -> None:
-    """Refuse a folder that no format uses, and a format that lacks its folder, before anything is computed."""
-    uses = (("--calibration", question.calibration, (STATIC, CENTRED)), ("--qat", question.tuned, (TUNED,)))
+def _check_folders(request: EvaluationRequest, names: Sequence[str]) -> None:
+    """Raise ConfigError for a folder that no format uses, or a format without its folder."""
+    uses = (("--calibration", request.calibration, (STATIC, CENTRED)), ("--qat", request.tuned, (TUNED,)))
     for option, folder, users in uses:
         if folder is not None and not {*users} & {*names}:
             raise ConfigError(
-                f"{option} is for {' and '.join(users)}, which is not compared; add it to --compare, or leave it out"
+                f"{option} is only used by {' and '.join(users)}; add it to --compare, or leave {option} out"
             )
-    if TUNED in names and question.tuned is None:
-        raise ConfigError(f"{TUNED} needs --qat: the folder that octavo qat has written; name it, or leave it out")
+    if TUNED in names and request.tuned is None:
+        raise ConfigError(f"{TUNED} needs a folder of octavo qat; give it with --qat, or leave {TUNED} out")
 
 
 def _calibration(
-    model: LanguageModel, question: Question, names: Sequence[str], display: Display
+    model: LanguageModel, request: EvaluationRequest, names: Sequence[str], display: Display
 ) -> tuple[StaticScales | None, dict[str, Any]]:
-    """The scales of fp8-static: those in a folder, or of text that the evaluation does not have."""
+    """Scales of fp8-static, from a folder or calibrated on text that is not evaluated."""
     if STATIC not in names:
         return None, {}
-    if question.calibration is not None:
-        return load_calibration(question.calibration), {"calibration": str(question.calibration)}
-    batches = _training_windows(model, question, question.samples)
+    if request.calibration is not None:
+        return load_calibration(request.calibration), {"calibration": str(request.calibration)}
+    batches = _training_windows(model, request, request.samples)
     advance = display.phase("calibrate", len(batches))
-    source = text_to_train_on(question.model)
-    found = calibrate(model, [window[None] for window in batches], on_batch=lambda done, _: advance(done))
-    return found, {"calibration": f"{len(batches)} windows of {source}, train"}
+    source = text_to_train_on(request.model)
+    calibration = calibrate(model, [window[None] for window in batches], on_batch=lambda done, _: advance(done))
+    return calibration, {"calibration": f"{len(batches)} windows of {source}, train"}
 
 
-def _means(model: LanguageModel, question: Question, display: Display) -> Mapping[int, Tensor]:
-    """Of keys: a calibration's, or of some of the text that fp8-static would be calibrated on."""
-    if question.calibration is not None:
-        return load_calibration(question.calibration).means_of_keys(model)
+def _means(model: LanguageModel, request: EvaluationRequest, display: Display) -> Mapping[int, Tensor]:
+    """Means of keys, from a calibration or measured on calibration text."""
+    if request.calibration is not None:
+        return load_calibration(request.calibration).means_of_keys(model)
     display.phase("means of keys", None)
-    return key_means(model, _training_windows(model, question, MEAN_WINDOWS))
+    return key_means(model, _training_windows(model, request, MEAN_WINDOWS))
 
 
-def _training_windows(model: LanguageModel, question: Question, count: int) -> Tensor:
-    """Text that the evaluation does not have, in windows of the same length."""
-    source = text_to_train_on(question.model)
-    return text_windows(model, source, str(Split.TRAIN), count=count, length=_length(model, question))
+def _training_windows(model: LanguageModel, request: EvaluationRequest, count: int) -> Tensor:
+    """Windows of text that is not evaluated, of the same length."""
+    source = text_to_train_on(request.model)
+    return text_windows(model, source, str(Split.TRAIN), count=count, length=_length(model, request))
 
 
-def _compared(
-    display: Display, contestants: Sequence[FormatVariant], windows: Tensor, reference: str = BF16
+def _compare(
+    display: Display, variants: Sequence[FormatVariant], windows: Tensor, reference: str = BF16
 ) -> FormatComparison:
-    advance = display.phase("evaluate", len(windows) * len(contestants))
-    return compare(contestants, windows, reference=reference, advance=lambda done, _: advance(done))
+    advance = display.phase("evaluate", len(windows) * len(variants))
+    return compare(variants, windows, reference=reference, advance=lambda done, _: advance(done))
 
 
-def _extra_memory(display: Display, contestants: Sequence[FormatVariant], windows: Tensor) -> dict[str, int | None]:
-    """What a pass over a window takes beside the weights; every format has run by then."""
+def _extra_memory(display: Display, variants: Sequence[FormatVariant], windows: Tensor) -> dict[str, int | None]:
+    """Bytes that a pass over one window needs in addition to the weights, after every format has run once."""
     display.phase("memory of a pass", None)
     return {
-        contestant.name: extra_memory_bytes(windows.device, partial(contestant.logits, windows[:1]))
-        for contestant in contestants
+        variant.name: extra_memory_bytes(windows.device, partial(variant.logits, windows[:1])) for variant in variants
     }
 
 
-def _timed(display: Display, contestants: Sequence[FormatVariant], windows: Tensor) -> list[PassTime]:
+def _time_passes(display: Display, variants: Sequence[FormatVariant], windows: Tensor) -> list[PassTime]:
     show = phases(display)
     return pass_times(
-        {contestant.name: contestant for contestant in contestants},
+        {variant.name: variant for variant in variants},
         windows[0, :SPEED_LENGTH],
         advance=lambda done, total: show("time passes", done, total),
     )
@@ -220,28 +219,28 @@ SIZES = ["format", "layers in it", "file, MB", "of BF16's", "memory, MB", "peak,
 
 def _print(
     facts: dict[str, Any],
-    found: FormatComparison,
+    comparison: FormatComparison,
     extra: Mapping[str, int | None],
     times: Sequence[PassTime],
     device: torch.device,
 ) -> None:
-    """Tables that are whole on a terminal of 80 columns, each for one question."""
-    names = [entry.name for entry in found.entries]
-    print_table(f"{facts['model']} on {facts['data']}", QUALITY, [_quality(found, name) for name in names])
-    for line in _notes(facts, found):
+    """Print tables that fit a terminal of 80 columns."""
+    names = [entry.name for entry in comparison.entries]
+    print_table(f"{facts['model']} on {facts['data']}", QUALITY, [_quality(comparison, name) for name in names])
+    for line in _notes(facts, comparison):
         stdout().print(line, markup=False, soft_wrap=True)
-    print_table("Weights", SIZES, [_sizes(found, name, extra[name]) for name in names])
-    stdout().print(_peak_note(found, device), markup=False, soft_wrap=True)
+    print_table("Weights", SIZES, [_sizes(comparison, name, extra[name]) for name in names])
+    stdout().print(_peak_note(comparison, device), markup=False, soft_wrap=True)
     if times:
         columns = [word for batch in sorted({time.batch for time in times}) for word in (f"ms at {batch}", "tokens/s")]
-        title = f"A pass over {times[0].length} tokens a sequence, by batch"
+        title = f"A pass over {times[0].length} tokens per sequence, by batch size"
         print_table(title, ["format", *columns], [[name, *_times(times, name)] for name in names])
         stdout().print(emulation_note(device), markup=False, soft_wrap=True)
 
 
-def _quality(found: FormatComparison, name: str) -> list[str]:
-    scores, gap = found.entry(name).scores, found.gap(name)
-    if name == found.reference:
+def _quality(comparison: FormatComparison, name: str) -> list[str]:
+    scores, gap = comparison.entry(name).scores, comparison.gap(name)
+    if name == comparison.reference:
         return [name, f"{scores.perplexity:.4f}", *[""] * 4]
     return [
         name,
@@ -253,61 +252,61 @@ def _quality(found: FormatComparison, name: str) -> list[str]:
     ]
 
 
-def _sizes(found: FormatComparison, name: str, extra: int | None) -> list[str]:
-    entry = found.entry(name)
-    sizes = (entry.storage.file_bytes, entry.storage.memory_bytes, _peak(found, name, extra))
+def _sizes(comparison: FormatComparison, name: str, extra: int | None) -> list[str]:
+    entry = comparison.entry(name)
+    sizes = (entry.storage.file_bytes, entry.storage.memory_bytes, _peak(comparison, name, extra))
     file, *in_memory = ("–" if size is None else f"{size / 1e6:,.1f}" for size in sizes)
     layers = str(entry.quantized) if entry.quantized else ""
-    return [name, layers, file, f"{found.share_of_bytes(name):.3f}", *in_memory]
+    return [name, layers, file, f"{comparison.share_of_bytes(name):.3f}", *in_memory]
 
 
-def _peak(found: FormatComparison, name: str, extra: int | None) -> int | None:
-    """Weights, and the most that a pass takes beside them."""
-    return None if extra is None else found.entry(name).storage.memory_bytes + extra
+def _peak(comparison: FormatComparison, name: str, extra: int | None) -> int | None:
+    """Peak bytes of a pass, weights included."""
+    return None if extra is None else comparison.entry(name).storage.memory_bytes + extra
 
 
-def _peak_note(found: FormatComparison, device: torch.device) -> str:
+def _peak_note(comparison: FormatComparison, device: torch.device) -> str:
     how = "by CUDA's allocator" if device.type == "cuda" else "by the process's resident memory"
     return (
-        f"Peak: the weights in memory, and the most that one pass over a window of {found.length} tokens took beside "
-        f"them here, {how}; not the library, nor the other formats."
+        f"Peak: the weights in memory plus the most that one pass over a window of {comparison.length} tokens added, "
+        f"measured {how}; without the library and the other formats."
     )
 
 
 def _times(times: Sequence[PassTime], name: str) -> list[str]:
-    own = sorted((time for time in times if time.name == name), key=lambda time: time.batch)
-    return [cell for time in own for cell in (f"{time.latency_ms:,.1f}", f"{time.tokens_per_second:,.0f}")]
+    variant_times = sorted((time for time in times if time.name == name), key=lambda time: time.batch)
+    return [cell for time in variant_times for cell in (f"{time.latency_ms:,.1f}", f"{time.tokens_per_second:,.0f}")]
 
 
-def _notes(facts: dict[str, Any], found: FormatComparison) -> Iterator[str]:
+def _notes(facts: dict[str, Any], comparison: FormatComparison) -> Iterator[str]:
     yield (
-        f"{found.windows} windows of {found.length} tokens ({facts['data']}, {facts['split']}). Differences are paired "
-        f"with {found.reference}, window by window, ± their standard error; top-1: how often the likeliest next token "
-        f"is {found.reference}'s; KL: of its predictions from the format's, in nats."
+        f"{comparison.windows} windows of {comparison.length} tokens ({facts['data']}, {facts['split']}). Differences "
+        f"are paired with {comparison.reference} by window, ± standard error; top-1: how often the likeliest "
+        f"token is that of {comparison.reference}; KL: divergence of its predictions from the format's, in nats."
     )
     yield from warnings_of(facts.get("read_before", {}), facts["data"], facts["split"])
     if "calibration" in facts:
         yield f"{STATIC} is calibrated on {facts['calibration']}."
     if "tuned" in facts:
         yield (
-            f"{TUNED} is tuned and {found.reference} is not: between them lie the tuning and FP8 together. What FP8 "
-            "costs after tuning is what octavo qat --baseline prints."
+            f"{TUNED} is tuned and {comparison.reference} is not, so they differ by tuning and FP8 together. "
+            "For the cost of FP8 after tuning, run octavo qat --baseline."
         )
 
 
 def _record(
     facts: dict[str, Any],
-    found: FormatComparison,
+    comparison: FormatComparison,
     extra: Mapping[str, int | None],
     times: Sequence[PassTime],
     device: torch.device,
 ) -> dict[str, Any]:
     return {
         **facts,
-        "windows": found.windows,
-        "context": found.length,
-        "tokens": found.tokens,
-        "reference": found.reference,
+        "windows": comparison.windows,
+        "context": comparison.length,
+        "tokens": comparison.tokens,
+        "reference": comparison.reference,
         "formats": [
             {
                 "name": entry.name,
@@ -318,12 +317,12 @@ def _record(
                 "agreement": entry.scores.agreement,
                 "divergence": entry.scores.divergence,
                 **asdict(entry.storage),
-                "share_of_bytes": found.share_of_bytes(entry.name),
+                "share_of_bytes": comparison.share_of_bytes(entry.name),
                 "pass_bytes": extra[entry.name],
-                "peak_bytes": _peak(found, entry.name, extra[entry.name]),
+                "peak_bytes": _peak(comparison, entry.name, extra[entry.name]),
             }
-            for entry in found.entries
-            for gap in (found.gap(entry.name),)
+            for entry in comparison.entries
+            for gap in (comparison.gap(entry.name),)
         ],
         "passes": [asdict(time) | {"tokens_per_second": time.tokens_per_second} for time in times],
         **({"passes_note": emulation_note(device)} if times else {}),

@@ -1,4 +1,4 @@
-"""What ``octavo study`` and ``octavo demo`` share: run the study in a folder, write its report, print its table."""
+"""Shared part of ``octavo study`` and ``octavo demo``: run the study in a folder, write its report, print its table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,27 +39,27 @@ def compare(
 ) -> Study:
     """Prepare the data, run or finish the study in ``out``, and write config.toml and report.html.
 
-    What can be refused is refused before anything that is there already changes.
+    All checks run before existing files change.
 
     Raises:
-        ConfigError: an unknown recipe; a device that is not there; a micro-batch that does not fit in memory; or
+        ConfigError: an unknown recipe; a device that is not available; a micro-batch that does not fit in memory; or
             ``out`` holds a study of another configuration and ``force`` is not given, or files that no study wrote.
         DataError: a split of the text is too short.
     """
     configs = configs_of(config, recipes)
     check_prompt(prompt or "")
-    check_run_fits(config, SMALLEST_VOCABULARY)  # what no text can change, before it is read
+    check_run_fits(config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
     if force:
-        _check_own(out, recipes)
+        _check_ownership(out, recipes)
     else:
-        _check_same(config, out)
+        _check_same_config(config, out)
         _check_runs(out, configs)
     with open_display() as display:
         show = phases(display)
         with preparing(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show) as tokens:
             check_study_data(tokens, config)
             for recipe, each in configs.items():
-                build_model(each, tokens.vocab_size)  # refuses a device or a layer that is not there
+                build_model(each, tokens.vocab_size)  # raises for an unavailable device or an unknown layer
                 if not force:
                     resumable_state(out / recipe, each, tokens)
             if force:
@@ -69,7 +69,7 @@ def compare(
         def on_phase(phase: Phase) -> None:
             show(phase.name, phase.done, phase.total, phase.note)
 
-        with _begun(config, out, recipes):
+        with _written_config(config, out, recipes):
             study = run_study(
                 config, out, data=data, recipes=recipes, prompt=prompt, test_tokens=test_tokens, on_phase=on_phase
             )
@@ -78,8 +78,8 @@ def compare(
 
 
 @contextmanager
-def _begun(config: RunConfig, out: Path, recipes: Sequence[str]) -> Iterator[None]:
-    """Write config.toml; a study that an error ends before any run has begun may start again with another one."""
+def _written_config(config: RunConfig, out: Path, recipes: Sequence[str]) -> Iterator[None]:
+    """Write config.toml; remove it again if an error ends the study before its first run has begun."""
     is_new = not (out / CONFIG).exists()
     save_config(config, out / CONFIG)
     try:
@@ -91,14 +91,14 @@ def _begun(config: RunConfig, out: Path, recipes: Sequence[str]) -> Iterator[Non
 
 
 def start_over(out: Path, recipes: Sequence[str]) -> None:
-    """Remove the runs of a study and its files, by name, once ``_check_own`` has passed; the tokens may still fit."""
+    """Remove the runs and files of a study, but not its tokens; call ``_check_ownership`` first."""
     remove_runs([out / recipe for recipe in recipes if has_run(out / recipe)], also=(MEASURES,))
     for name in (STUDY, REPORT, CONFIG):
         (out / name).unlink(missing_ok=True)
 
 
 def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) -> None:
-    """Print the table, what it means, where the files are, and what the FP8 model writes."""
+    """Print the table, its verdict and notes, the files, and a sample of the FP8 model's text."""
     if as_json:
         print_json(_record(study, out))
         return
@@ -112,31 +112,31 @@ def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) ->
         study_table.emulation_note(device),
     )
     for note in (study_table.verdict(study), *filter(None, notes)):
-        _say(note)
-        _say("")
+        _print_line(note)
+        _print_line("")
     _print_files(study, out)
     _print_sample(study)
 
 
 def device_of(config: RunConfig) -> str:
-    """The kind of device a configuration runs on."""
+    """Device type of a configuration, such as ``"cpu"``."""
     return resolve_device(config.training.device).type
 
 
-def _check_own(out: Path, recipes: Sequence[str]) -> None:
-    """Refuse to start over where a file of a study's name was not written by one."""
-    holders = [out / recipe for recipe in recipes if has_run(out / recipe)]
+def _check_ownership(out: Path, recipes: Sequence[str]) -> None:
+    """Raise ConfigError if a file that ``start_over`` would remove was not written by a study."""
+    folders = [out / recipe for recipe in recipes if has_run(out / recipe)]
     if any((out / name).exists() for name in (CONFIG, STUDY, REPORT)):
-        holders.append(out)
-    for folder in holders:
+        folders.append(out)
+    for folder in folders:
         if not is_own_config(folder / CONFIG):
             raise ConfigError(f"{str(folder)!r} holds files that octavo did not write; name another folder with --out")
 
 
-def _check_same(config: RunConfig, out: Path) -> None:
+def _check_same_config(config: RunConfig, out: Path) -> None:
     path = out / CONFIG
     if not path.exists() and (out / REPORT).exists():
-        raise ConfigError(f"{str(out / REPORT)!r} is not a study's; name another folder with --out")
+        raise ConfigError(f"{str(out / REPORT)!r} was not written by a study; name another folder with --out")
     if path.exists() and load_config(path).config_hash() != config.config_hash():
         raise ConfigError(
             f"{str(out)!r} holds a study of another configuration ({path}); name another folder with --out, "
@@ -145,12 +145,12 @@ def _check_same(config: RunConfig, out: Path) -> None:
 
 
 def _check_runs(out: Path, configs: Mapping[str, RunConfig]) -> None:
-    """Refuse runs that cannot be taken up."""
+    """Raise ConfigError for runs that cannot be resumed."""
     for recipe, config in configs.items():
         folder = out / recipe
         if has_run(folder) and not (folder / CONFIG).is_file():
             raise ConfigError(
-                f"{str(folder)!r} holds files of a run and no {CONFIG}, so it cannot be continued; move it away, or "
+                f"{str(folder)!r} holds files of a run but no {CONFIG}, so it cannot be continued; move it away, or "
                 "name another folder with --out"
             )
         if has_run(folder):
@@ -166,24 +166,24 @@ def _write_report(study: Study, out: Path, device: str) -> None:
     write_atomically(out / REPORT, page)
 
 
-def _say(line: str, *, wrap: bool = True) -> None:
+def _print_line(line: str, *, wrap: bool = True) -> None:
     stdout().print(line, markup=False, soft_wrap=not wrap)
 
 
 def _print_files(study: Study, out: Path) -> None:
     runs = ", ".join(f"{run.recipe}/" for run in study.runs)
-    _say(f"Files: {out}/", wrap=False)
-    _say(f"  {REPORT}  the curves, the gap and this table")
-    _say(f"  {runs}  metrics.jsonl, TensorBoard events, checkpoints")
-    _say(f"  {CONFIG}, {STUDY}, {DATA}/  the configuration, every figure, the tokens")
+    _print_line(f"Files: {out}/", wrap=False)
+    _print_line(f"  {REPORT}  the curves, the gap and this table")
+    _print_line(f"  {runs}  metrics.jsonl, TensorBoard events, checkpoints")
+    _print_line(f"  {CONFIG}, {STUDY}, {DATA}/  the configuration, every figure, the tokens")
 
 
 def _print_sample(study: Study) -> None:
     recipe = study.fp8_runs[0].recipe if study.fp8_runs else study.runs[-1].recipe
-    _say("")
-    _say(f"The {study_table.title_of(recipe)} model continues {study.prompt!r}:")
+    _print_line("")
+    _print_line(f"The {study_table.title_of(recipe)} model continues {study.prompt!r}:")
     for line in (study.prompt + study.samples[recipe]).splitlines()[:SAMPLE_LINES]:
-        _say(f"  | {line}")
+        _print_line(f"  | {line}")
 
 
 def _record(study: Study, out: Path) -> dict[str, Any]:

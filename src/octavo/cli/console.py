@@ -1,6 +1,6 @@
-"""What every command prints with: tables to a terminal, JSON to a program, sentences to stderr.
+"""Printing for all commands: tables, JSON, and error messages on stderr.
 
-stdout carries results only, so that ``octavo … --json | jq`` works; progress and complaints go to stderr.
+stdout carries results only, so that ``octavo … --json | jq`` works; progress and errors go to stderr.
 """
 
 import json
@@ -16,7 +16,7 @@ from rich.text import Text
 
 __all__ = ["complain", "number", "print_json", "print_table", "stderr", "stdout"]
 
-PIPE_WIDTH = 120  # columns when the output is not a terminal: nobody's window breaks these lines
+PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is unknown
 
 
 def _console(*, to_stderr: bool) -> Console:
@@ -30,22 +30,22 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """The console of progress and complaints."""
+    """The console of progress and errors."""
     return _console(to_stderr=True)
 
 
 def complain(sentence: str) -> None:
-    """Print one sentence about what went wrong."""
+    """Print an error message of one sentence."""
     stderr().print(f"[bold red]error:[/] {escape(sentence)}", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as JSON; NaN and Inf, which JSON has not, become null."""
+    """Print ``value`` as JSON; NaN and Inf become null."""
     sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first ``left`` columns are aligned left and the others right; brackets are no markup."""
+    """Print a table, the first ``left`` columns aligned left, the others right; brackets are not interpreted."""
     table = Table(
         title=Text(title, style="bold"),
         title_justify="left",
@@ -61,7 +61,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for a reader: ``digits`` significant digits, thousands separated, ``–`` for none.
+    """Format a number with ``digits`` significant digits and thousands separators; ``–`` for None.
 
     Example:
         >>> number(1234567), number(0.0019531), number(None)

@@ -1,4 +1,4 @@
-"""Who has read the text that a model is measured on: its training, a calibration, a tuning for FP8."""
+"""Contamination of evaluation text: overlap with the text of training, calibration and tuning."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,62 +19,61 @@ Readers = Mapping[str, TextSplit]
 def readers_of(
     model: str | Path, *, calibrates: bool = False, calibration: Path | None = None, tuned: Path | None = None
 ) -> Readers:
-    """What each of them has read, by name, as far as it was written down.
+    """Text that training, calibration and tuning have read, by name, as far as it was recorded.
 
     Args:
-        model: a run has been trained on its own text.
-        calibrates: whether a calibration takes part.
-        calibration: its folder; None is one that is made now.
-        tuned: a folder of ``octavo qat``; None where the model itself may be one.
+        model: path or name of the model; a run has read its own training text.
+        calibrates: whether the evaluation uses a calibration.
+        calibration: folder of the calibration; None if it is computed now.
+        tuned: folder of ``octavo qat``; None if ``model`` may be one.
 
     Raises:
         CheckpointError: a folder is damaged.
     """
-    found: dict[str, TextSplit] = {}
-    if own := own_source(model):
-        found["the run's training"] = (own, Split.TRAIN)
+    texts_read: dict[str, TextSplit] = {}
+    if run_source := own_source(model):
+        texts_read["the run's training"] = (run_source, Split.TRAIN)
     if calibrates:
-        found["the calibration"] = (text_to_train_on(model), Split.TRAIN)
+        texts_read["the calibration"] = (text_to_train_on(model), Split.TRAIN)
         if calibration is not None:
-            seen = load_calibration(calibration).seen
-            found["the calibration"] = (seen.source, seen.split)
+            calibration_text = load_calibration(calibration).seen
+            texts_read["the calibration"] = (calibration_text.source, calibration_text.split)
     tuned = Path(model) if tuned is None and (Path(model) / MARK).is_file() else tuned
     if tuned is not None:
-        found["the tuning for FP8"] = text_of_qat(tuned)
-    return {name: part for name, part in found.items() if part[1]}
+        texts_read["the tuning for FP8"] = text_of_qat(tuned)
+    return {name: part for name, part in texts_read.items() if part[1]}
 
 
 def default_split(model: str | Path, readers: Readers, source: str) -> str:
-    """The split of a source that none of them has read, nor would by default: so it is one text for all formats.
+    """Split of a source that no reader has read or would read by default, the same for all formats.
 
     See ``octavo.text.sources.unseen_split``.
     """
-    known = [text_to_train_on(model), *(own for own, _ in readers.values())]
-    return str(Split.TEST) if Split.TEST in {unseen_split(source, each) for each in known} else ALL
+    sources_read = [text_to_train_on(model), *(read_source for read_source, _ in readers.values())]
+    return str(Split.TEST) if Split.TEST in {unseen_split(source, each) for each in sources_read} else ALL
 
 
 def shares_read(readers: Readers, source: str, split: str) -> dict[str, float | None]:
-    """How much of a text each has read, from 0 to 1; None where what it has read is not there any more.
+    """Fraction of a text that each reader has read, from 0 to 1; None if its own text no longer exists.
 
     Raises:
         ConfigError: an unknown split.
     """
-    found: dict[str, float | None] = {}
+    shares: dict[str, float | None] = {}
     for name, part in readers.items():
         try:
-            found[name] = shared_share(part, (source, split))
-        except DataError:  # of its part: the text that is measured has been read by now
-            found[name] = None
-    return found
+            shares[name] = shared_share(part, (source, split))
+        except DataError:  # raised for the reader's text: the evaluated text has already been loaded
+            shares[name] = None
+    return shares
 
 
 def warnings_of(shares: Mapping[str, float | None], source: str, split: str) -> Iterator[str]:
-    """A sentence for each that has read most of the text, or whose own text is gone."""
+    """Warnings for readers of most of the text, and for those whose own text no longer exists."""
     for name, share in shares.items():
         if share is None:
-            yield f"warning: the text of {name} is not there any more: whether {source}, {split} is in it is not known"
+            yield f"warning: the text of {name} no longer exists, so its overlap with {source}, {split} is unknown"
         elif share > MOST_SHARED:
             yield (
-                f"warning: {share:.0%} of {source}, {split} is text of {name}; on text that is new to it the loss may "
-                "be higher"
+                f"warning: {share:.0%} of {source}, {split} is text of {name}; on unseen text the loss may be higher"
             )

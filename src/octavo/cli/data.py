@@ -1,4 +1,4 @@
-"""``octavo data``: what text a source holds, and how it is divided."""
+"""``octavo data``: documents and bytes of a text source, by split."""
 
 from typing import Annotated, Any
 
@@ -11,8 +11,8 @@ from octavo.text.sources import BUILTIN, divide, load_documents
 __all__ = ["DATA_HELP", "data"]
 
 DATA_HELP = (
-    "'builtin' (the running Python's library sources and language reference; 'library-sources' and 'language-topics' "
-    "are its parts), a text file, a folder of .txt/.md/.jsonl/.parquet, or a Hugging Face dataset name."
+    "'builtin' (Python's library sources and language reference, also alone as 'library-sources' and "
+    "'language-topics'), a text file, a folder of .txt/.md/.jsonl/.parquet, or a Hugging Face dataset name."
 )
 
 
@@ -36,16 +36,16 @@ def data(
 
 
 def _builtin() -> dict[str, Any]:
-    found = corpus_summary()
+    summary = corpus_summary()
     splits = [
-        {"split": split, "kind": kind, "documents": count, "bytes": found.bytes[split, kind]}
-        for (split, kind), count in sorted(found.documents.items())
+        {"split": split, "kind": kind, "documents": count, "bytes": summary.bytes[split, kind]}
+        for (split, kind), count in sorted(summary.documents.items())
     ]
     return {
         "source": BUILTIN,
-        "licence": found.licence,
-        "python": found.python,
-        "content_hash": found.content_hash,
+        "licence": summary.licence,
+        "python": summary.python,
+        "content_hash": summary.content_hash,
         "splits": splits,
     }
 

@@ -1,7 +1,7 @@
-"""The figures of the article octavo started from that are wrong, each beside the true one.
+"""Wrong figures of the article octavo started from, each with the correct one.
 
-The left side is what the article prints. The right side is computed here, from ``octavo.formats`` or by a line of
-arithmetic, so that it cannot drift from what the library does. Wrong statements without a figure: docs/formats.md.
+The correct figures are computed, from ``octavo.formats`` or by a line of arithmetic, so that they cannot drift from
+the library. Wrong statements without a figure are in docs/formats.md.
 """
 
 import math

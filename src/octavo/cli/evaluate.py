@@ -1,4 +1,4 @@
-"""``octavo eval``: a model's loss on text, as it was trained, or in several formats side by side."""
+"""``octavo eval``: a model's loss on text, as trained or in several formats."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli import options
-from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, Question, compare_formats, evaluate_model
+from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, EvaluationRequest, compare_formats, evaluate_model
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.contamination import readers_of, shares_read, warnings_of
 from octavo.cli.data import DATA_HELP
@@ -36,28 +36,34 @@ def evaluate(
         typer.Option(help="train, validation, test or all. [default: test of a run's own data, all of other data]"),
     ] = None,
     formats: Annotated[
-        str | None, typer.Option("--compare", help=f"Compare formats, by commas: {', '.join(FORMATS)}.")
+        str | None, typer.Option("--compare", help=f"Formats to compare, separated by commas: {', '.join(FORMATS)}.")
     ] = None,
     windows: Annotated[int | None, typer.Option(help=f"Windows of text. [default: {WINDOWS}]")] = None,
-    context: Annotated[int | None, typer.Option(help=f"Tokens of a window. [default: {LENGTH}, or fewer]")] = None,
+    context: Annotated[
+        int | None, typer.Option(help=f"Tokens per window. [default: {LENGTH}, or the model's context]")
+    ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help=f"For {STATIC} and {CENTRED}: a folder of octavo calibrate. [default: calibrate now]"),
+        typer.Option(help=f"Folder of octavo calibrate, for {STATIC} and {CENTRED}. [default: calibrate now]"),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help=f"Windows to calibrate with now. [default: {SAMPLES}]")] = None,
-    tuned: Annotated[Path | None, typer.Option("--qat", help=f"For {TUNED}: a folder of octavo qat.")] = None,
-    speed: Annotated[bool, typer.Option("--speed", help="Time a pass of each format too, at batch 1 and 16.")] = False,
+    samples: Annotated[
+        int | None, typer.Option(help=f"Windows to calibrate with, without --calibration. [default: {SAMPLES}]")
+    ] = None,
+    tuned: Annotated[Path | None, typer.Option("--qat", help=f"Folder of octavo qat, for {TUNED}.")] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also time a forward pass of each format, at batch 1 and 16.")
+    ] = False,
     device: options.Device = None,
     hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
-    """Print a model's loss and perplexity on text, or those of several formats of it beside BF16."""
+    """Print a model's loss and perplexity on text, as it is or in several formats compared with BF16."""
     place = options.device_of(device)
     if source == "":
-        raise ConfigError("--data is empty; give a file, a folder or a data set, or leave it out")
+        raise ConfigError("--data is empty; give a file, a folder or a dataset name, or leave it out")
     if hub:
         located(model, hub=True)
-    question = Question(
+    request = EvaluationRequest(
         model=model,
         source=source,
         split=split,
@@ -69,27 +75,30 @@ def evaluate(
         speed=speed,
         device=place,
     )
-    given = {"--calibration": calibration, "--samples": samples, "--qat": tuned, "--speed": speed or None}
+    comparison_options = {"--calibration": calibration, "--samples": samples, "--qat": tuned, "--speed": speed or None}
     if formats is not None:
-        compare_formats(question, [name.strip() for name in formats.split(",")], as_json=as_json)
+        compare_formats(request, [name.strip() for name in formats.split(",")], as_json=as_json)
         return
-    _refuse(given, "goes with --compare; name the formats there, or leave it out")
+    _refuse(comparison_options, "needs --compare; add that, or leave it out")
     if kind_of(model) is not SourceKind.RUN:
-        evaluate_model(question, as_json=as_json)
+        evaluate_model(request, as_json=as_json)
         return
-    _refuse({"--windows": windows, "--context": context}, "is not for a run as it was trained; add --compare")
+    _refuse(
+        {"--windows": windows, "--context": context},
+        "does not apply to a run evaluated as it was trained; add --compare, or leave it out",
+    )
     run = load_run(model, device=None if device is None else place)
     _evaluate_run(run, Path(model), source, split, as_json=as_json)
 
 
-def _refuse(given: Mapping[str, object], reason: str) -> None:
-    for option, value in given.items():
+def _refuse(options_given: Mapping[str, object], reason: str) -> None:
+    for option, value in options_given.items():
         if value is not None:
             raise ConfigError(f"{option} {reason}")
 
 
 def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str | None, *, as_json: bool) -> None:
-    """A run's loss with its own recipe; without a source on the test split of its own."""
+    """Print a run's loss with its own recipe, by default on the test split of its own data."""
     context = run.config.training.context
     with open_display() as display:
         show = phases(display)
@@ -98,7 +107,7 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
         )
         total = batches_of(data, context)
         with watching_forwards(run.model, lambda done: show("evaluate", done, total)):
-            found = measure(
+            evaluation = measure(
                 run.model,
                 data,
                 context=context,
@@ -106,18 +115,18 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
                 batch_size=BATCH_WINDOWS,
                 surroundings=run.surroundings,
             )
-    read, part = data.manifest["source"], data.manifest["split"]
+    data_source, data_split = data.manifest["source"], data.manifest["split"]
     record = {
         "run": str(run_dir),
         "recipe": run.config.training.recipe,
         "step": run.step,
-        "data": read,
-        "split": part,
-        "tokens": found.tokens,
-        "nats": found.nats,
-        "perplexity": found.perplexity,
+        "data": data_source,
+        "split": data_split,
+        "tokens": evaluation.tokens,
+        "nats": evaluation.nats,
+        "perplexity": evaluation.perplexity,
     }
-    shares = shares_read(readers_of(run_dir), read, part)
+    shares = shares_read(readers_of(run_dir), data_source, data_split)
     if as_json:
         print_json(record | {"read_before": shares})
         return
@@ -125,5 +134,5 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
         (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
     ]
     print_table("Evaluation", ["", ""], rows)
-    for warning in warnings_of(shares, read, part):
+    for warning in warnings_of(shares, data_source, data_split):
         stdout().print(warning, markup=False, soft_wrap=True)

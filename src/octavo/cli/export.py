@@ -1,4 +1,4 @@
-"""``octavo export``: a language model as a folder that others load, verified before it is there."""
+"""``octavo export``: write a language model in FP8 for other programs, and verify it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,51 +24,58 @@ WRITERS: dict[str, Writer] = {**dict.fromkeys(FORMATS, write_checkpoint), ONNX: 
 def export(
     *,
     model: options.Model,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The folder to write; new or empty.")],
-    format_: Annotated[str, typer.Option("--format", help=f"{', '.join(WRITERS)}.")] = "compressed-tensors",
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, new or empty.")],
+    format_: Annotated[str, typer.Option("--format", help=f"Format: {', '.join(WRITERS)}.")] = "compressed-tensors",
     recipe: Annotated[
-        str | None, typer.Option(help="A preset, such as rowwise, blockwise or weight_only. [default: by the format]")
+        str | None, typer.Option(help="Preset, such as rowwise, blockwise or weight_only. [default: by the format]")
     ] = None,
-    power_of_two: Annotated[bool, typer.Option("--power-of-two", help="Scales of that recipe: powers of two.")] = False,
+    power_of_two: Annotated[
+        bool, typer.Option("--power-of-two", help="Round the recipe's scales to powers of two.")
+    ] = False,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Static scales of octavo calibrate.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of octavo calibrate, for static scales.")
     ] = None,
-    mix: Annotated[Path | None, typer.Option(metavar="FILE", help="A mix of octavo sensitivity: mix.toml.")] = None,
+    mix: Annotated[Path | None, typer.Option(metavar="FILE", help="mix.toml of octavo sensitivity.")] = None,
     skip: options.Skip = None,
     head: options.Head = False,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"Of all other tensors: {', '.join(DTYPES)}. [default: bf16, or what an FP8 folder has; onnx: fp16]"
+            help=f"Dtype of other tensors: {', '.join(DTYPES)}. [default: bf16, or that of an FP8 folder; onnx: fp16]"
         ),
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of a checkpoint's file, such as 500MB. [default: 5GB]")
+        str | None, typer.Option(metavar="SIZE", help="Most bytes of a checkpoint file, such as 500MB. [default: 5GB]")
     ] = None,
-    verify: Annotated[bool, typer.Option(help="Read a checkpoint back in a new process, and compare.")] = True,
+    verify: Annotated[bool, typer.Option(help="Read a checkpoint back in a new process and compare logits.")] = True,
     device: options.Device = None,
     opset: Annotated[
-        int | None, typer.Option(help=f"onnx: {' or '.join(map(str, OPSETS))}. [default: {OPSETS[0]}]")
+        int | None, typer.Option(help=f"onnx: opset {' or '.join(map(str, OPSETS))}. [default: {OPSETS[0]}]")
     ] = None,
-    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="onnx: inputs and outputs for keys and values.")] = False,
+    kv_cache: Annotated[
+        bool, typer.Option("--kv-cache", help="onnx: add inputs and outputs for cached keys and values.")
+    ] = False,
     attention: Annotated[
-        str | None, typer.Option(metavar="DATA", help="onnx: attention in FP8 too, its scales from this text source.")
+        str | None,
+        typer.Option(metavar="DATA", help="onnx: also run attention in FP8, with scales from this text source."),
     ] = None,
     external_data: Annotated[
-        bool, typer.Option("--external-data", help="onnx: weights in a file of their own; above 2 GB always.")
+        bool, typer.Option("--external-data", help="onnx: store weights in a separate file; always so above 2 GB.")
     ] = False,
     tensorrt: Annotated[
         bool,
-        typer.Option("--tensorrt", help="onnx: scripts that build and time an engine; asks TensorRT-RTX if installed."),
+        typer.Option(
+            "--tensorrt", help="onnx: add scripts that build and time an engine; check with TensorRT-RTX if installed."
+        ),
     ] = False,
-    max_batch: Annotated[int | None, typer.Option(help="--tensorrt: the largest batch. [default: 16]")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="--tensorrt: largest batch. [default: 16]")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="--tensorrt: most tokens of a text. [default: 1024, or the model's context]")
+        int | None, typer.Option(help="--tensorrt: most tokens per sequence. [default: 1024, or the model's context]")
     ] = None,
     hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
-    """Write a language model in FP8 for other programs, and make sure that they compute the same."""
+    """Write a language model in FP8 for other programs, and verify that it computes the same there."""
     if hub:
         located(model, hub=True)
     request = Request(

@@ -1,4 +1,4 @@
-"""A checkpoint in FP8 by ``octavo export``: written, read back, and who does what with it."""
+"""FP8 checkpoints of ``octavo export``: write, verify, and list what servers do with them."""
 
 from dataclasses import asdict
 from typing import Any
@@ -25,11 +25,11 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def write_checkpoint(job: Job, *, as_json: bool) -> None:
-    """Write a folder of safetensors, and tell."""
+    """Write a folder of safetensors and print a summary."""
     if job.dtype is not None:
         check_member("--dtype", job.dtype, tuple(DTYPES))
     place = options.device_of(job.checkpoint.device)
-    most = size_of(job.checkpoint.max_shard_size or "5GB")
+    max_shard_bytes = size_of(job.checkpoint.max_shard_size or "5GB")
     with claimed_folder(job.out), open_display() as display:
         show = phases(display)
         show("load", 0, 1)
@@ -41,7 +41,7 @@ def write_checkpoint(job: Job, *, as_json: bool) -> None:
             kv_scales=source.kv_scales,
             tables=source.tables,
             dtype=job.dtype or DTYPE_NAMES[source.dtype or torch.bfloat16],
-            max_shard_bytes=most,
+            max_shard_bytes=max_shard_bytes,
             verify_folder=not job.checkpoint.no_verify,
             on_phase=show,
         )
@@ -52,16 +52,16 @@ def write_checkpoint(job: Job, *, as_json: bool) -> None:
 
 
 def size_of(size: str) -> int:
-    """A size in words.
+    """Return the bytes of a size such as ``"500MB"``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: not a positive integer followed by a unit.
     """
     for unit, factor in UNITS.items():
         count = size.upper().removesuffix(unit)
         if count != size.upper() and count.strip().isdecimal() and int(count):
             return int(count) * factor
-    raise ConfigError(f"--max-shard-size is a number and {', '.join(UNITS)}, such as 500MB, not {size!r}")
+    raise ConfigError(f"--max-shard-size must be a number with {', '.join(UNITS)}, such as 500MB, not {size!r}")
 
 
 def _record(saved: SavedCheckpoint) -> dict[str, Any]:
@@ -78,16 +78,16 @@ def _print(saved: SavedCheckpoint) -> None:
     lines.append(verdict(saved))
     stdout().print("\n".join(lines), markup=False, soft_wrap=True)
     servers = [(server, does, SOURCES[server]) for server, does in DOES[saved.format].items()]
-    print_table("Who does what with it", ["", "weights and inputs", "source"], servers, left=3)
+    print_table("Support by servers", ["", "weights and inputs", "source"], servers, left=3)
 
 
 def verdict(saved: SavedCheckpoint) -> str:
-    """Who has read it back, and what they found."""
-    found = saved.agreement
-    if found is None:
-        return "not verified: nobody has read it back"
+    """Sentence about the verification of a checkpoint."""
+    agreement = saved.agreement
+    if agreement is None:
+        return "not verified"
     return (
-        f"verified by {saved.reader} in lockstep: logits differ by {found.logits_error:.1e} (at most {TOLERANCE:g}), "
-        f"{found.greedy_equal} of {found.greedy_tokens} greedy tokens are the same; running free, by "
-        f"{found.free_error:.1e} and {found.free_equal}"
+        f"verified by {saved.reader}: layer by layer, logits differ by {agreement.logits_error:.1e} (at most "
+        f"{TOLERANCE:g}) and {agreement.greedy_equal} of {agreement.greedy_tokens} greedy tokens agree; end to end, "
+        f"logits differ by {agreement.free_error:.1e} and {agreement.free_equal} agree"
     )

@@ -1,4 +1,4 @@
-"""An ONNX graph in FP8 by ``octavo export``: written, run by two engines, and what they found."""
+"""FP8 ONNX graphs of ``octavo export``: write, check with other engines, and print the results."""
 
 from collections import Counter
 from dataclasses import replace
@@ -19,59 +19,59 @@ NAMED = 3  # layers of each kind that a table names
 
 
 def write_graph(job: Job, *, as_json: bool) -> None:
-    """Write a folder with an ONNX graph, and tell."""
-    asked = graph_options(job)
+    """Write a folder with an ONNX graph and print a summary."""
+    onnx_options = graph_options(job)
     with claimed_folder(job.out), open_display() as display:
         display.phase("load", None)
-        source, asked = load_graph_source(job, asked)
+        source, onnx_options = load_graph_source(job, onnx_options)
         report = export_onnx(
             source.language_model,
             job.out,
-            options=asked,
+            options=onnx_options,
             calibration=source.calibration,
-            on_step=lambda step: _open(display, step),
+            on_step=lambda step: _open_phase(display, step),
         )
-    notes = _notes(asked, has_scales=bool(source.kv_scales))
+    notes = _notes(onnx_options, has_scales=bool(source.kv_scales))
     if as_json:
         print_json({**report.to_record(), "folder": str(report.folder), "notes": notes})
     else:
         _print(report, notes)
 
 
-def _open(display: Display, step: str) -> None:
+def _open_phase(display: Display, step: str) -> None:
     display.phase(step, None)
 
 
 def graph_options(job: Job) -> OnnxOptions:
-    """What a job says of its graph, but for attention, which needs the model; refused before one is read."""
+    """Return a job's graph options without attention, which needs the model."""
     check_packages()
-    given = job.graph
+    job_options = job.graph
     return OnnxOptions(
-        opset=OPSETS[0] if given.opset is None else given.opset,
+        opset=OPSETS[0] if job_options.opset is None else job_options.opset,
         dtype=job.dtype or "fp16",
-        kv_cache=given.kv_cache,
-        external_data=given.external_data,
-        tensorrt=given.tensorrt,
-        max_batch=given.max_batch,
-        max_length=given.max_length,
+        kv_cache=job_options.kv_cache,
+        external_data=job_options.external_data,
+        tensorrt=job_options.tensorrt,
+        max_batch=job_options.max_batch,
+        max_length=job_options.max_length,
     )
 
 
-def load_graph_source(job: Job, asked: OnnxOptions) -> tuple[ExportSource, OnnxOptions]:
-    """A job's model as it becomes a graph, and the options with attention's text in the model's tokens."""
+def load_graph_source(job: Job, onnx_options: OnnxOptions) -> tuple[ExportSource, OnnxOptions]:
+    """Load a job's model for a graph; the options then hold attention's text in the model's tokens."""
     source = load_source(job.model, ONNX, job.request)
     if job.graph.attention is None:
-        return source, asked
+        return source, onnx_options
     model = source.language_model
     windows = text_windows(model, job.graph.attention, Split.TRAIN, count=WINDOWS, length=min(LENGTH, model.context))
-    return source, replace(asked, attention=windows)
+    return source, replace(onnx_options, attention=windows)
 
 
-def _notes(asked: OnnxOptions, *, has_scales: bool) -> list[str]:
+def _notes(onnx_options: OnnxOptions, *, has_scales: bool) -> list[str]:
     if not has_scales:
         return []
-    cache = f"its cache is in {asked.dtype}" if asked.kv_cache else "it has no cache"
-    return [f"the scales of keys and values that came with the model are not in the graph: {cache}"]
+    cache = f"its cache is in {onnx_options.dtype}" if onnx_options.kv_cache else "it has no cache"
+    return [f"the graph does not use the model's scales of keys and values: {cache}"]
 
 
 def _print(report: OnnxReport, notes: list[str]) -> None:
@@ -95,14 +95,14 @@ def _print(report: OnnxReport, notes: list[str]) -> None:
         for each in report.engines
         if not each.skipped
     ]
-    print_table("The graph's results beside torch's", header, rows)
+    print_table("The graph's results against torch's", header, rows)
     lines = [str(each) for each in report.engines if each.skipped]
     lines += [str(report.build)] if report.build else []
     lines.append(
         f"{report.fp8_layers} of {len(report.layers)} linear layers in FP8; opset {report.opset}, {report.dtype}"
     )
     lines.append(
-        f"in torch, layers are within {report.layer_error:.1e} of the model's, results {report.model_error:.1e}"
+        f"in torch, layers are within {report.layer_error:.1e} of the model's, results within {report.model_error:.1e}"
     )
     lines.append(
         f"{number(report.file_bytes)} bytes of graph and weights, {report.bytes.fp8_share:.0%} of the constants' FP8; "
@@ -112,13 +112,13 @@ def _print(report: OnnxReport, notes: list[str]) -> None:
 
 
 def _layers(report: OnnxReport) -> list[tuple[str, str, str, str]]:
-    """A row for each way in which layers are computed and, where they are not in FP8, each reason."""
+    """One row per combination of input format, weight format and reason for not using FP8."""
     kinds = Counter((note.input, note.weight, note.reason) for note in report.layers)
     rows = []
     for (inputs, weights, reason), count in kinds.items():
         paths = [
             note.path for note in report.layers if (note.input, note.weight, note.reason) == (inputs, weights, reason)
         ]
-        named = ", ".join(paths[:NAMED]) + (", …" if len(paths) > NAMED else "")
-        rows.append((inputs, weights, f"{reason}: {named}" if reason else "in FP8", number(count)))
+        listed_paths = ", ".join(paths[:NAMED]) + (", …" if len(paths) > NAMED else "")
+        rows.append((inputs, weights, f"{reason}: {listed_paths}" if reason else "in FP8", number(count)))
     return rows

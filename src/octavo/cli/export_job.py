@@ -1,4 +1,4 @@
-"""What ``octavo export`` is asked for, and which of its options belong to which format."""
+"""Options of ``octavo export``, by format."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,12 +16,12 @@ TRITON = "triton"  # a checkpoint and a graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """Options of a folder of safetensors; the defaults say that nothing was asked for.
+    """Options of a folder of safetensors; a default means that the option was not given.
 
     Attributes:
-        max_shard_size: of a file, in words.
-        device: where the model computes.
-        no_verify: nobody reads the folder back.
+        max_shard_size: most bytes of a file, such as ``"500MB"``.
+        device: device of the model.
+        no_verify: skip the verification.
     """
 
     max_shard_size: str | None = None
@@ -31,16 +31,16 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """Options of an ONNX graph; the defaults say that nothing was asked for.
+    """Options of an ONNX graph; a default means that the option was not given.
 
     Attributes:
-        opset: of its operators.
-        kv_cache: inputs and outputs for keys and values.
-        attention: the text that the scales of attention's operands come from, which are FP8 then.
-        external_data: weights in a file of their own.
-        tensorrt: scripts that build and time an engine.
-        max_batch: the largest of that engine.
-        max_length: the most tokens of a text in that engine.
+        opset: ONNX operator set.
+        kv_cache: add inputs and outputs for cached keys and values.
+        attention: text source for the scales of FP8 attention; None leaves attention in high precision.
+        external_data: store weights in a separate file.
+        tensorrt: add scripts that build and time an engine.
+        max_batch: largest batch of that engine.
+        max_length: most tokens per sequence in that engine.
     """
 
     opset: int | None = None
@@ -54,19 +54,19 @@ class GraphOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be written where.
+    """One export: model, folder, format and options.
 
     Attributes:
-        model: where it is.
-        out: the folder.
-        format: a format's name.
-        request: how the layers run.
-        dtype: of what is not FP8; None leaves it to the format.
-        checkpoint: what belongs to checkpoints.
-        graph: what belongs to graphs.
+        model: path or name of the model.
+        out: folder to write.
+        format: name of the format.
+        request: recipes of the layers.
+        dtype: dtype of tensors that are not FP8; None is the format's default.
+        checkpoint: options of checkpoints.
+        graph: options of graphs.
 
     Raises:
-        ConfigError: there is no such format, or options of another one are given.
+        ConfigError: an unknown format, or options of another format.
     """
 
     model: str
@@ -81,21 +81,21 @@ class Job:
         check_member("--format", self.format, (*FORMATS, ONNX, TRITON))
         if self.format == TRITON:
             if self.graph.tensorrt:
-                raise ConfigError("--format triton has TensorRT's scripts always; leave out --tensorrt")
+                raise ConfigError("--format triton always includes TensorRT's scripts; leave out --tensorrt")
             return
         others, of = (self.checkpoint, ", ".join(FORMATS)) if self.format == ONNX else (self.graph, ONNX)
-        for option in _given(others):
+        for option in _changed_options(others):
             raise ConfigError(f"--{option} belongs to --format {of}, not to {self.format}; leave it out")
 
 
-def _given(options: CheckpointOptions | GraphOptions) -> list[str]:
-    """The options that are not as they were, by their names on the command line."""
+def _changed_options(options: CheckpointOptions | GraphOptions) -> list[str]:
+    """Return the command-line names of options that differ from their defaults."""
     names = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
     return [name.replace("_", "-") for name in names]
 
 
 class Writer(Protocol):
-    """Writes a job's model in a format, and prints what it wrote."""
+    """Callable that writes a job's model in one format and prints a summary."""
 
     def __call__(self, job: Job, *, as_json: bool) -> None:
-        """Do both."""
+        """Write and print."""

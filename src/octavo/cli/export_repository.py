@@ -1,4 +1,4 @@
-"""A model repository for Triton by ``octavo export``: a checkpoint, a graph, and what Triton needs around them."""
+"""Triton model repositories of ``octavo export``: a checkpoint, a graph, and Triton's configuration."""
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -21,54 +21,54 @@ CHECKPOINT = "compressed-tensors"  # octavo's engine and vLLM read it
 
 
 def write_triton(job: Job, *, as_json: bool) -> None:
-    """Write a repository, and tell. How layers run, if it is said, is for the graph: the engine has one recipe."""
+    """Write a repository and print a summary; a requested recipe applies to the graph, the engine has its own."""
     check_server_packages()
     from octavo.server.triton.repository import write_repository
 
-    asked = replace(graph_options(job), tensorrt=True)
+    graph_settings = replace(graph_options(job), tensorrt=True)
     place = options.device_of(job.checkpoint.device)
     with open_display() as display:
-        made = write_repository(
+        repository = write_repository(
             job.out,
             engine=lambda: load_source(job.model, CHECKPOINT, Request(), device=place),
-            graph=lambda: load_graph_source(job, asked),
+            graph=lambda: load_graph_source(job, graph_settings),
             max_shard_bytes=size_of(job.checkpoint.max_shard_size or "5GB"),
             verify=not job.checkpoint.no_verify,
             on_phase=phases(display),
         )
     if as_json:
-        print_json(_record(made))
+        print_json(_record(repository))
     else:
-        _print(made)
+        _print(repository)
 
 
-def _record(made: "Repository") -> dict[str, Any]:
-    graph = {key: value for key, value in made.graph.to_record().items() if key != "folder"}
-    agreement = made.engine.agreement
+def _record(repository: "Repository") -> dict[str, Any]:
+    graph = {key: value for key, value in repository.graph.to_record().items() if key != "folder"}
+    agreement = repository.engine.agreement
     return {
-        "folder": str(made.folder),
-        "models": made.models,
-        "other_backends": made.others,
+        "folder": str(repository.folder),
+        "models": repository.models,
+        "other_backends": repository.others,
         "checkpoint": {
-            "schemes": made.engine.schemes,
-            "bytes": made.engine.nbytes,
+            "schemes": repository.engine.schemes,
+            "bytes": repository.engine.nbytes,
             "agreement": None if agreement is None else asdict(agreement),
         },
         "graph": graph,
     }
 
 
-def _print(made: "Repository") -> None:
-    engine, graph = made.engine, made.graph
+def _print(repository: "Repository") -> None:
+    engine, graph = repository.engine, repository.graph
     layers = f"{graph.fp8_layers} of {len(graph.layers)} layers in FP8, the rest {graph.dtype}"
     rows = [
         ("octavo, octavo_whole", "octavo's engine", number(engine.nbytes)),
         ("onnx", f"onnxruntime: {layers}", number(graph.file_bytes)),
     ]
-    print_table(str(made.folder), ["models", "runs", "bytes"], rows, left=2)
+    print_table(str(repository.folder), ["models", "runs", "bytes"], rows, left=2)
     lines = [
         f"the checkpoint: {verdict(engine)}",
-        f"for servers with other backends: {', '.join(made.others)}; README.md there says how",
-        f"octavo triton setup, then: octavo serve {made.folder} --engine triton",
+        f"for servers with other backends: {', '.join(repository.others)}; see README.md there",
+        f"octavo triton setup, then: octavo serve {repository.folder} --engine triton",
     ]
     stdout().print("\n".join(lines), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``octavo formats``: the format table, and the source article's figures set right."""
+"""``octavo formats``: the format table, and corrections of the source article's figures."""
 
 from typing import Annotated, Any
 
@@ -17,10 +17,11 @@ LAYOUT = ("sign_bits", "exponent_bits", "mantissa_bits")
 def formats(
     *,
     everything: Annotated[
-        bool, typer.Option("--all", help="Add the FNUZ twins and E8M0, the scale of MX blocks.")
+        bool, typer.Option("--all", help="Include the FNUZ variants and E8M0, the scale of MX blocks.")
     ] = False,
     show_errata: Annotated[
-        bool, typer.Option("--errata", help="Set the figures of the article octavo started from beside the true ones.")
+        bool,
+        typer.Option("--errata", help="Print wrong figures of the article octavo started from, with the correct ones."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

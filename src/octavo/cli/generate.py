@@ -1,8 +1,7 @@
-"""``octavo generate``: text from a model of any kind, printed as it is written.
+"""``octavo generate``: continue a prompt, printing text as it is generated.
 
-A run's model computes as it was trained. A GGUF file's weights become FP8 codes, and a folder in FP8 has codes already.
-A folder whose codes have scales for blocks, or that is no Llama's, is read with a pass over the whole text for every
-token.
+A run's model computes as it was trained. Weights of a GGUF file are quantized to FP8; a folder in FP8 has codes.
+Models with blockwise scales or another layout than Llama's have no cache: each token takes a pass over the whole text.
 """
 
 import sys
@@ -38,28 +37,29 @@ __all__ = ["generate"]
 
 def generate(
     *,
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run's folder, one in FP8, or a .gguf file.")],
-    prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 120,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest only.")] = 40,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run's folder, a folder in FP8, or a .gguf file.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 120,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample only from the k likeliest tokens.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Means of keys, from calibrate --kv-cache; of a file's model.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of octavo calibrate --kv-cache, for means of keys; not for a run."),
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model."""
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
     if kind_of(model) is SourceKind.RUN:
-        reader, tokenizer, ids = _of_run(model, prompt, calibration)
+        reader, tokenizer, ids = _load_run_model(model, prompt, calibration)
         stop_id = None
     else:
         loaded = load_language_model(model)
         tokenizer, ids, stop_id = loaded.tokenizer, loaded.tokenizer.encode(prompt).ids, _stop_id(loaded)
-        reader = _of_language_model(loaded, calibration)
+        reader = _as_text_model(loaded, calibration)
     if not ids:
-        raise ConfigError(f"the prompt {prompt!r} has no token to continue from; give some text")
+        raise ConfigError(f"the prompt {prompt!r} has no token to continue; give some text")
     tokens = generate_tokens(
         reader,
         ids,
@@ -69,7 +69,7 @@ def generate(
         generator=torch.Generator().manual_seed(seed),
         stop_id=stop_id,
     )
-    text = _text_of(tokenizer, tokens)
+    text = _text_pieces(tokenizer, tokens)
     first = next(text)  # bad values are refused before anything is printed
     _write(prompt + first)
     for piece in text:
@@ -77,40 +77,40 @@ def generate(
     _write("\n")
 
 
-def _of_run(path: Path, prompt: str, calibration: Path | None) -> tuple[TextModel, "Tokenizer", list[int]]:
-    """A run's model as it was trained: recipes may scale by all tokens of a call, so each token is a full pass."""
+def _load_run_model(path: Path, prompt: str, calibration: Path | None) -> tuple[TextModel, "Tokenizer", list[int]]:
+    """Load a run's model as trained; each token is a full pass, because recipes may scale by all tokens of a call."""
     if calibration is not None:
-        raise ConfigError("--calibration is not for a run, whose model keeps no keys; leave it out")
+        raise ConfigError("--calibration does not apply to a run, whose model has no cache of keys; leave it out")
     run = load_run(path, device=Device.CPU)
     device = run.config.training.device
     if device is Device.CUDA or (device is Device.AUTO and torch.cuda.is_available()):
-        stderr().print(f"this run trains on a GPU, and octavo generates on the CPU; {ON_A_GPU}", soft_wrap=True)
+        stderr().print(f"this run trains on a GPU, but octavo generates on the CPU; {ON_A_GPU}", soft_wrap=True)
     ids = run.tokenizer.encode(prompt, add_special_tokens=False).ids
     return FullPass(run.model, context=run.config.training.context, within=run.surroundings), run.tokenizer, ids
 
 
-def _of_language_model(loaded: LanguageModel, calibration: Path | None) -> TextModel:
+def _as_text_model(loaded: LanguageModel, calibration: Path | None) -> TextModel:
     if isinstance(loaded.model, Llama) and not _has_blocks(loaded.model):
         means = None if calibration is None else load_calibration(calibration).means_of_keys(loaded.model)
         return ModelRunner(loaded.model, key_means=means)
     if calibration is not None:
-        raise ConfigError("--calibration is for models of the Llama layout, whose keys octavo keeps; leave it out")
+        raise ConfigError("--calibration needs a model of the Llama layout, whose keys octavo caches; leave it out")
     return FullPass(loaded.logits, context=loaded.context)
 
 
 def _stop_id(loaded: LanguageModel) -> int | None:
-    """The end token that a GGUF file or a folder's config.json names."""
+    """Id of the end token named in a GGUF file or a folder's config.json; None without one."""
     path = Path(loaded.source) / HF_CONFIG
     end = read_json(path).get("eos_token_id") if path.is_file() else loaded.eos_id
     return end if isinstance(end, int) else None
 
 
 def _has_blocks(model: Llama) -> bool:
-    held = (layer.held for layer in model.modules() if isinstance(layer, Linear))
-    return any(each is not None and isinstance(each.granularity, PerBlock) for each in held)
+    weight_tensors = (layer.held for layer in model.modules() if isinstance(layer, Linear))
+    return any(weight is not None and isinstance(weight.granularity, PerBlock) for weight in weight_tensors)
 
 
-def _text_of(tokenizer: "Tokenizer", tokens: Iterable[int]) -> Iterator[str]:
+def _text_pieces(tokenizer: "Tokenizer", tokens: Iterable[int]) -> Iterator[str]:
     stream = TextStream(tokenizer)
     for token in tokens:
         yield stream.add(token)

@@ -1,4 +1,4 @@
-"""``octavo import``: what a folder in FP8 holds, and the same codes in another format."""
+"""``octavo import``: check an FP8 folder, and write the same codes in another format."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,50 +20,51 @@ DEFAULT = "octavo"
 
 def import_(
     *,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="With config.json and safetensors in FP8.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and safetensors in FP8.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="Write it there too, its codes and scales untouched.")
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Also write the model there, with unchanged codes and scales."),
     ] = None,
-    format_: Annotated[str | None, typer.Option("--format", help="Of what --out writes. [default: octavo]")] = None,
+    format_: Annotated[str | None, typer.Option("--format", help="Format of --out. [default: octavo]")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Read a model in FP8 from another tool, check every tensor of it, and say what it is."""
+    """Read a model in FP8 from another tool, check every tensor, and print its recipes."""
     check_is_run(folder)
     if out is not None:
-        read_configuration(folder)  # what is not in FP8 is octavo export's to quantize, not taken for it here
+        read_configuration(folder)  # raises for a folder that is not in FP8, which octavo export would quantize
         export(model=str(folder), out=out, format_=format_ or DEFAULT, as_json=as_json)
         return
     if format_ is not None:
-        raise ConfigError("--format says what --out writes; give --out FOLDER too, or leave --format out")
-    read, counts = load_quantized(folder), count_listed(folder)
+        raise ConfigError("--format is the format of --out; give --out FOLDER too, or leave --format out")
+    imported, counts = load_quantized(folder), count_listed(folder)
     if as_json:
         listed, files = counts or (0, None)
-        print_json(_record(read) | {"checksums": counts is not None, "files_checked": listed, "files": files})
+        print_json(_record(imported) | {"checksums": counts is not None, "files_checked": listed, "files": files})
     else:
-        _print(folder, read, checked=counts)
+        _print(folder, imported, checked=counts)
 
 
-def _record(read: QuantizedModel) -> dict[str, Any]:
+def _record(imported: QuantizedModel) -> dict[str, Any]:
     return {
-        "format": read.format,
-        "context": read.context,
-        "layers": {path: recipe.name for path, recipe in read.recipes.items()},
-        "kv_scales": {layer: [float(scale) for scale in pair] for layer, pair in read.kv_scales.items()},
+        "format": imported.format,
+        "context": imported.context,
+        "layers": {path: recipe.name for path, recipe in imported.recipes.items()},
+        "kv_scales": {layer: [float(scale) for scale in pair] for layer, pair in imported.kv_scales.items()},
     }
 
 
-def _print(folder: Path, read: QuantizedModel, *, checked: tuple[int, int] | None) -> None:
+def _print(folder: Path, imported: QuantizedModel, *, checked: tuple[int, int] | None) -> None:
     counts: dict[str, int] = {}
-    for recipe in read.recipes.values():
+    for recipe in imported.recipes.values():
         counts[recipe.name] = counts.get(recipe.name, 0) + 1
-    print_table(f"{folder}, {read.format}", ["recipe", "layers"], [(name, number(n)) for name, n in counts.items()])
-    lines = [f"keys and values have scales in {len(read.kv_scales)} layers"] if read.kv_scales else []
+    print_table(f"{folder}, {imported.format}", ["recipe", "layers"], [(name, number(n)) for name, n in counts.items()])
+    lines = [f"keys and values have scales in {len(imported.kv_scales)} layers"] if imported.kv_scales else []
     lines.append(
-        "every tensor is known, every scale positive and finite; octavo eval and octavo generate take the folder"
+        "every tensor is recognized, every scale positive and finite; octavo eval and octavo generate accept the folder"
     )
     lines.append(
-        f"{checked[0]} of {checked[1]} files are the ones that were written ({SUMS})"
+        f"{checked[0]} of {checked[1]} files match their checksums ({SUMS})"
         if checked
-        else f"the folder has no checksums ({SUMS}), so a bit that was flipped in codes cannot be seen"
+        else f"the folder has no checksums ({SUMS}), so corrupted codes cannot be detected"
     )
     stdout().print("\n".join(lines), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Results of hours of work, written to another folder where the one that was named cannot take them."""
+"""Saving of results that took hours, with other folders if the named one cannot be written."""
 
 import secrets
 import tempfile
@@ -15,27 +15,28 @@ __all__ = ["save_or_keep"]
 def save_or_keep(
     out: Path, save: Callable[[Path], object], *, command: str, nbytes: int
 ) -> tuple[Path | None, OSError | ConfigError | None]:
-    """Write a result; where ``out`` cannot take it any more, to another place.
+    """Write a result to ``out``, or to another folder if that fails.
 
     Args:
         out: the folder that the user named.
-        save: writes the result as a folder, wholly or not at all.
-        command: which made it; part of the other folder's name.
-        nbytes: that it takes.
+        save: writes the result as a folder, completely or not at all.
+        command: the command, part of the other folder's name.
+        nbytes: size of the result.
 
     Returns:
-        Where it is, None where no place could take it; and what to raise where that is not ``out``, once the numbers
-        are printed.
+        The folder, None if every folder failed; and the error to raise after printing the results if it is not ``out``.
     """
     try:
         save(out)
     except (OSError, ConfigError) as error:
-        why = f"cannot use {str(out)!r}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        reason = f"cannot use {str(out)!r}: {error.strerror}" if isinstance(error, OSError) else str(error)
         for place in (Path.cwd(), Path.home(), Path(tempfile.gettempdir())):
-            kept = place / f"octavo-{command}-{secrets.token_hex(4)}"
+            rescue_folder = place / f"octavo-{command}-{secrets.token_hex(4)}"
             with suppress(OSError, OctavoError):
-                check_room(kept, nbytes)
-                save(kept)
-                return kept, ConfigError(f"{why}; the result is kept in {str(kept)!r}: move it to another --out")
+                check_room(rescue_folder, nbytes)
+                save(rescue_folder)
+                return rescue_folder, ConfigError(
+                    f"{reason}; the result is kept in {str(rescue_folder)!r}: move it to another --out"
+                )
         return None, error
     return out, None

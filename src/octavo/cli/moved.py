@@ -1,4 +1,4 @@
-"""Commands that left the wheel for the repository: each is refused with the command that replaces it."""
+"""Removed commands: each raises an error that names its replacement in the repository."""
 
 import typer
 
@@ -10,7 +10,7 @@ ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def add_moved(group: typer.Typer, name: str, command: str, module: str) -> None:
-    """Register a hidden command that names its replacement, whatever its arguments."""
+    """Register a hidden command that accepts any arguments and raises with its replacement."""
 
     @group.command(name=name, hidden=True, add_help_option=False, context_settings=ANY_ARGUMENTS)
     def refuse() -> None:

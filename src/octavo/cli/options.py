@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become a run's configuration."""
+"""Options shared by several commands, and a run's configuration from them."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,52 +39,52 @@ __all__ = [
     "read_api_key",
 ]
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file; missing keys keep their defaults.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; missing keys keep their defaults.")]
 Source = Annotated[str | None, typer.Option("--data", help=DATA_HELP)]
-Steps = Annotated[int | None, typer.Option(help="Optimizer updates.")]
+Steps = Annotated[int | None, typer.Option(help="Number of optimizer updates.")]
 LearningRate = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")]
-Warmup = Annotated[int | None, typer.Option(help="Updates until the peak learning rate.")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences of a micro-batch.")]
-Context = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
+Warmup = Annotated[int | None, typer.Option(help="Updates of linear warmup to the peak learning rate.")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences per micro-batch.")]
+Context = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of weights and batches.")]
-VocabSize = Annotated[int | None, typer.Option(help="Tokens of the vocabulary.")]
+VocabSize = Annotated[int | None, typer.Option(help="Size of the vocabulary.")]
 EvalInterval = Annotated[int | None, typer.Option(help="Updates between evaluations.")]
 CheckpointInterval = Annotated[int | None, typer.Option(help="Updates between checkpoints.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; 0 leaves torch's choice. [default: free cores]")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; 0 uses torch's default. [default: free cores]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
 ]
-Hub = Annotated[bool, typer.Option("--hub", help="Download MODEL, a name on Hugging Face's hub, first.")]
+Hub = Annotated[bool, typer.Option("--hub", help="Download MODEL from the Hugging Face Hub first.")]
 ModelText = Annotated[
     str | None, typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; {LIBRARY_SOURCES} for other models]")
 ]
 Skip = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATTERN", help="Layers to leave in high precision, such as '*.o_proj'; may repeat."),
+    typer.Option(metavar="PATTERN", help="Layers to leave in high precision, such as '*.o_proj'; repeatable."),
 ]
-Head = Annotated[bool, typer.Option("--head", help="Take the language-model head too.")]
+Head = Annotated[bool, typer.Option("--head", help="Include the language-model head.")]
 WindowSeed = Annotated[
-    int | None, typer.Option(min=0, max=MOST_SEED, help="Seed of the windows' places in the text. [default: 0]")
+    int | None, typer.Option(min=0, max=MOST_SEED, help="Seed of the windows' positions in the text. [default: 0]")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def device_of(given: str | None) -> Place:
-    """What ``--device`` says; without it, CUDA if there is a device.
+    """Device of ``--device``; None is ``auto``, which is CUDA if available.
 
     Raises:
-        ConfigError: another word.
+        ConfigError: an unknown device.
     """
-    word = Place.AUTO if given is None else given
-    check_member("device", word, tuple(Place))
-    return Place(word)
+    name = Place.AUTO if given is None else given
+    check_member("device", name, tuple(Place))
+    return Place(name)
 
 
 def configured(base: Path | None, *, source: str | None, vocab_size: int | None, **training: Any) -> RunConfig:
-    """The file's configuration (or the defaults) with what the command line sets; None leaves a key as it is.
+    """Configuration of a file (or the defaults), overridden by command-line values that are not None.
 
-    A recipe in high precision leaves out what only an FP8 run of the file has: options, phases, the autopilot.
+    A high-precision recipe drops the file's keys that only apply to FP8: options, phases, the autopilot.
 
     Raises:
         ConfigError: a key or value that is not allowed.
@@ -99,15 +99,15 @@ def configured(base: Path | None, *, source: str | None, vocab_size: int | None,
 
 
 def read_api_key(path: Path) -> str:
-    """The key that a file holds.
+    """Read an API key from a file.
 
     Raises:
-        ConfigError: it is not one line of ASCII.
+        ConfigError: the file is not one line of ASCII.
     """
     try:
         key = path.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is not text, so it holds no key; write one line of ASCII") from error
+        raise ConfigError(f"{str(path)!r} is not text; write the key into it as one line of ASCII") from error
     if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{str(path)!r} holds no key: it has to be one line of ASCII characters")
+        raise ConfigError(f"{str(path)!r} holds no key; write the key into it as one line of ASCII")
     return key

@@ -1,7 +1,6 @@
-"""Progress of long work: one live bar on a terminal, a plain line every tenth elsewhere; always on stderr.
+"""Progress of long work on stderr: a live bar on a terminal, otherwise a line per tenth.
 
-The work reports through callbacks (``advance(done, note)``) and knows nothing of terminals. There is one live area,
-because two of them would overwrite each other.
+Work reports through callbacks (``advance(done, note)``). Only one live area exists: two would overwrite each other.
 """
 
 import time
@@ -24,29 +23,29 @@ from octavo.cli.console import stderr
 
 __all__ = ["Advance", "Display", "open_display", "phases"]
 
-QUIET_SECONDS = 2.0  # what is done sooner needs no progress
+QUIET_SECONDS = 2.0  # shorter phases print no percentages
 
 
 class Advance(Protocol):
-    """Says that ``done`` of the phase's total is finished; ``note`` stands beside the bar."""
+    """Callback that reports ``done`` of the phase's total; ``note`` is printed after the bar."""
 
     def __call__(self, done: float, note: str = "") -> None:
         """Move the phase to ``done``."""
 
 
 class Display(Protocol):
-    """Shows one phase after the other."""
+    """Display of consecutive phases."""
 
     def phase(self, label: str, total: float | None) -> Advance:
         """Open the next phase; the one before it is complete."""
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
 
 @contextmanager
 def open_display() -> Iterator[Display]:
-    """The display that fits stderr: live on a terminal, plain lines elsewhere."""
+    """Open a live display if stderr is a terminal, otherwise one of plain lines."""
     console = stderr()
     if not console.is_terminal:
         display = PlainDisplay(console)
@@ -69,7 +68,7 @@ def open_display() -> Iterator[Display]:
 
 
 class LiveDisplay:
-    """Bars of rich's, one a phase."""
+    """Progress bars of rich, one per phase."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -91,7 +90,7 @@ class LiveDisplay:
         self.progress.console.print(line, markup=False)
 
     def close(self) -> None:
-        """Complete the phase that is open."""
+        """Complete the open phase."""
         if self.task is None:
             return
         task = self.progress.tasks[self.task]
@@ -101,7 +100,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """A line when a phase begins, at every tenth of a long one, and when it ends."""
+    """Lines when a phase begins, at every tenth of a long one, and when it ends."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -114,7 +113,9 @@ class PlainDisplay:
         self.label, self.started = label, time.monotonic()
         self.say(f"{label} ...")
         shown = 0
-        first: tuple[float, float] | None = None  # what was done at the first report, and when: not all of it is ours
+        first: tuple[float, float] | None = (
+            None  # (done, time) of the first report, which may include work of an earlier run
+        )
 
         def advance(done: float, note: str = "") -> None:
             nonlocal shown, first
@@ -132,14 +133,14 @@ class PlainDisplay:
         self.console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Say how long the open phase took."""
+        """Print the time that the open phase took."""
         if self.label:
             self.say(f"{self.label}: done in {time.monotonic() - self.started:.1f} s")
             self.label = ""
 
 
 def _eta(first: tuple[float, float] | None, done: float, total: float | None) -> str:
-    """The time left at the speed since the first report, which may have found earlier work done."""
+    """Text of the time left, at the speed since the first report."""
     if not total or first is None or done <= first[0]:
         return ""
     seconds = (time.monotonic() - first[1]) / (done - first[0])
@@ -147,7 +148,7 @@ def _eta(first: tuple[float, float] | None, done: float, total: float | None) ->
 
 
 def phases(display: Display) -> Callable[..., None]:
-    """A callback (name, done, total, note="") that opens a phase whenever the name changes."""
+    """Return a callback (name, done, total, note="") that opens a phase whenever the name changes."""
     current = ""
     advance: Advance | None = None
 

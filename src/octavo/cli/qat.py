@@ -25,59 +25,59 @@ from octavo.text.corpus import Split
 __all__ = ["qat"]
 
 DEFAULTS = TuneSettings()
-WORDS = {
-    "bf16": "BF16, as it came",
-    "fp8": "FP8 of it, not trained for it",
-    "bf16-tuned": "BF16, tuned",
-    "fp8-of-tuned": "FP8 of the tuned one, not trained for it",
-    "fp8-by-data": "FP8 of it, rounded by data",
-    "fp8-qat": "FP8, trained for it",
+VARIANT_TITLES = {
+    "bf16": "original BF16",
+    "fp8": "FP8 of the original",
+    "bf16-tuned": "tuned BF16",
+    "fp8-of-tuned": "FP8 of tuned BF16",
+    "fp8-by-data": "FP8 of the original, rounded by data",
+    "fp8-qat": "FP8 after QAT",
 }
 
 
 def qat(
     *,
     model: options.Model,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write; new or empty.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write, new or empty.")],
     source: options.ModelText = None,
-    recipe: Annotated[str, typer.Option(help="static, or a preset with dynamic scales.")] = "static",
+    recipe: Annotated[str, typer.Option(help="Recipe: static, or a preset with dynamic scales.")] = "static",
     scales: Annotated[
         str | None, typer.Option(help="Scales of static inputs: tracked, learned or frozen. [default: tracked]")
     ] = None,
     clip_gradients: Annotated[
-        bool, typer.Option("--clip-gradients", help="Give values that saturate the gradient zero.")
+        bool, typer.Option("--clip-gradients", help="Pass no gradient to values that saturate.")
     ] = False,
     skip: options.Skip = None,
     head: options.Head = False,
     steps: options.Steps = DEFAULTS.steps,
     batch_size: options.BatchSize = DEFAULTS.batch_size,
     context: Annotated[
-        int | None, typer.Option(help=f"Tokens of a window. [default: {DEFAULTS.context}, or what the model reads]")
+        int | None, typer.Option(help=f"Tokens per window. [default: {DEFAULTS.context}, or the model's context]")
     ] = None,
     by_data: Annotated[
-        bool, typer.Option("--by-data", help="Round the weights by training windows after the last step.")
+        bool, typer.Option("--by-data", help="After the last step, round weights up or down to fit training windows.")
     ] = False,
     learning_rate: options.LearningRate = DEFAULTS.learning_rate,
     warmup: options.Warmup = DEFAULTS.warmup,
     high_precision_share: Annotated[
-        float, typer.Option(help="Share of the steps, at the beginning, in which nothing is cast.")
+        float, typer.Option(help="Share of steps in high precision, at the beginning.")
     ] = DEFAULTS.high_precision_share,
     freeze_share: Annotated[
-        float, typer.Option(help="Share of the others, at the end, in which scales stay what they are.")
+        float, typer.Option(help="Share of the other steps with frozen scales, at the end.")
     ] = DEFAULTS.freeze_share,
     distill: Annotated[
-        float, typer.Option(help="Weight of the divergence from the BF16 model's logits, 0 to 1, once it casts.")
+        float, typer.Option(help="Weight of the divergence from the BF16 model's logits, 0 to 1, in FP8 steps.")
     ] = DEFAULTS.distill,
     temperature: Annotated[float, typer.Option(help="Temperature of that divergence.")] = DEFAULTS.temperature,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Tune a BF16 model too, on the same batches.")] = False,
-    eval_windows: Annotated[int, typer.Option(help="Held-out windows to measure on.")] = 32,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Also tune a BF16 model, on the same batches.")] = False,
+    eval_windows: Annotated[int, typer.Option(help="Held-out windows for the measurement.")] = 32,
     seed: options.WindowSeed = None,
     device: options.Device = None,
     hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
-    """Fine-tune a language model for FP8, and measure it beside one that was not."""
-    given: dict[str, Any] = {
+    """Fine-tune a language model for FP8, and compare it with one that was not."""
+    tuning_options: dict[str, Any] = {
         "steps": steps,
         "batch_size": batch_size,
         "context": context,
@@ -98,7 +98,7 @@ def qat(
             freeze_share=freeze_share,
             distill=distill,
             temperature=temperature,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in tuning_options.items() if value is not None},
         ),
     )
     place = options.device_of(device)
@@ -118,15 +118,17 @@ def qat(
         result = run_qat(loaded, settings, training=training, held_out=held_out, on_phase=show)
         show("write", 0, 1)
         save = partial(save_qat, result=result, source=text, split=Split.TRAIN)
-        place_of_result, refused = save_or_keep(out, save, command="qat", nbytes=bytes_of_qat(loaded))
-    _show(result, place_of_result, as_json=as_json)
-    if refused is not None:
-        raise refused
+        result_folder, save_error = save_or_keep(out, save, command="qat", nbytes=bytes_of_qat(loaded))
+    _show(result, result_folder, as_json=as_json)
+    if save_error is not None:
+        raise save_error
 
 
 def _scales(recipe: str, given: str | None) -> str:
     if given is not None and not recipes.get(recipe).has_static_input:
-        raise ConfigError(f"recipe {recipe!r} takes each scale from its own tensor; leave --scales out, or use static")
+        raise ConfigError(
+            f"--scales needs static inputs, but recipe {recipe!r} has dynamic scales; leave --scales out, or use static"
+        )
     return given or "tracked"
 
 
@@ -143,22 +145,25 @@ def _show(result: QATResult, out: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"out": None if out is None else str(out), "reference": result.reference, "measured": record})
         return
-    rows = [(WORDS[name], number(found["perplexity"], 5), *_difference(found)) for name, found in record.items()]
+    rows = [
+        (VARIANT_TITLES[name], number(measurement["perplexity"], 5), *_difference(measurement))
+        for name, measurement in record.items()
+    ]
     windows = len(next(iter(result.windows.values())))
     print_table(
-        f"Held-out perplexity of {windows} windows, against {WORDS[result.reference]}",
+        f"Held-out perplexity of {windows} windows, compared with {VARIANT_TITLES[result.reference]}",
         ["", "perplexity", "difference", "nats", "± standard error"],
         rows,
     )
     if out is not None:
-        stdout().print(f"written to {out}; octavo.quantization.load_qat reads it", markup=False, soft_wrap=True)
+        stdout().print(f"written to {out}; read it with octavo.quantization.load_qat", markup=False, soft_wrap=True)
 
 
-def _difference(found: dict[str, float | None]) -> tuple[str, str, str]:
-    if found["nats_above_reference"] is None:
+def _difference(measurement: dict[str, float | None]) -> tuple[str, str, str]:
+    if measurement["nats_above_reference"] is None:
         return ("", "", "")
     return (
-        f"{found['percent_above_reference']:+.2f} %",
-        f"{found['nats_above_reference']:+.4f}",
-        f"{found['standard_error']:.4f}",
+        f"{measurement['percent_above_reference']:+.2f} %",
+        f"{measurement['nats_above_reference']:+.4f}",
+        f"{measurement['standard_error']:.4f}",
     )

@@ -1,4 +1,4 @@
-"""The text that a model was trained on, or may be, for the commands that take one."""
+"""Training text of a model."""
 
 from pathlib import Path
 
@@ -11,18 +11,18 @@ __all__ = ["own_source", "text_to_train_on"]
 
 
 def own_source(model: str | Path) -> str | None:
-    """What a run was trained on; None of a model that is no run.
+    """Text source that a run was trained on; None for a model that is not a run.
 
     Raises:
         ConfigError: the run's configuration is damaged, or there is no such model.
-        CheckpointError: what is there is no model.
+        CheckpointError: the path is not a model.
     """
     return load_config(Path(model) / CONFIG).data.source if kind_of(model) is SourceKind.RUN else None
 
 
 def text_to_train_on(model: str | Path) -> str:
-    """The source whose training split a model may see: a run's own, and for others nothing of the language topics.
+    """Source whose training split a model may read: a run's own, for other models the library sources.
 
-    Those are what other models are evaluated on, and most of them lie in the built-in corpus's training split.
+    Not the built-in corpus, whose training split has most of the language topics, the evaluation text of other models.
     """
     return own_source(model) or LIBRARY_SOURCES

@@ -1,6 +1,6 @@
-"""``octavo serve``: a model behind HTTP, for clients of OpenAI's API and of KServe's, and a page to chat with it.
+"""``octavo serve``: serve a model over HTTP with the APIs of OpenAI and KServe, and a chat page.
 
-With ``--engine triton`` it is Triton's server that runs, on a repository of ``octavo export --format triton``.
+With ``--engine triton``, Triton's server runs on a repository of ``octavo export --format triton``.
 """
 
 import gc
@@ -40,7 +40,7 @@ RECIPES = ", ".join(ServingRecipe)
 CACHE_FORMATS = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
 INSTALL = "pip install 'octavo[serve]'"
 OCTAVO, TRITON = "octavo", "triton"
-BOTH_ENGINES = {"model", "engine", "host", "port", "insecure"}  # options of
+BOTH_ENGINES = {"model", "engine", "host", "port", "insecure"}  # options that both engines have
 
 
 def _check_seconds(option: typer.CallbackParam, value: float) -> float:
@@ -50,7 +50,7 @@ def _check_seconds(option: typer.CallbackParam, value: float) -> float:
 
 
 def _seconds(about: str) -> Any:  # as typer.Option itself
-    """An option for a time that has to end."""
+    """Option for a positive, finite time in seconds."""
     return typer.Option(help=about, callback=_check_seconds)
 
 
@@ -58,36 +58,42 @@ def serve(
     *,
     context: typer.Context,
     model: Model,
-    engine: Annotated[str, typer.Option(help="octavo, or triton: MODEL is a repository for it then.")] = OCTAVO,
-    recipe: Annotated[str, typer.Option(help=f"What weights and activations become: {RECIPES}.")] = ServingRecipe.FP8,
+    engine: Annotated[str, typer.Option(help="octavo, or triton; MODEL is then a repository.")] = OCTAVO,
+    recipe: Annotated[str, typer.Option(help=f"Formats of weights and activations: {RECIPES}.")] = ServingRecipe.FP8,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Of octavo calibrate; for fp8-static.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of octavo calibrate, for fp8-static.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients ask for. [default: the file's or folder's]")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Its text is the key to send.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines ask without a key.")] = False,
-    max_running: Annotated[int, typer.Option(help="Answers written at once.")] = 16,
+    name: Annotated[str | None, typer.Option(help="Model name for clients. [default: the file's or folder's]")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the API key that clients must send.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines connect without a key.")] = False,
+    max_running: Annotated[int, typer.Option(help="Answers generated at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Answers in the queue; more are refused.")] = 64,
     step_rows: Annotated[
         int | None,
-        typer.Option(help="Tokens read at once: more reads prompts faster, fewer answers more evenly. [default: 256]"),
+        typer.Option(help="Tokens per step: more reads prompts faster, fewer answers more evenly. [default: 256]"),
     ] = None,
-    cache_positions: Annotated[int, typer.Option(help="Tokens whose keys and values are kept.")] = 16384,
-    cache_format: Annotated[str, typer.Option(help="Of keys and values: e4m3, bf16 or fp32.")] = "e4m3",
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt. [default: the model's]")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 4096,
+    cache_positions: Annotated[int, typer.Option(help="Tokens in the cache of keys and values.")] = 16384,
+    cache_format: Annotated[str, typer.Option(help="Format of keys and values: e4m3, bf16 or fp32.")] = "e4m3",
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a prompt. [default: the model's context]")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 4096,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests at once; more are refused.")] = 256,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of one request.")] = 2**20,
-    max_connections: Annotated[int, typer.Option(min=16, help="Open at once; idle ones make room.")] = 1024,
-    head_seconds: Annotated[float, _seconds("In which the head of a request has to arrive.")] = 10.0,
-    body_seconds: Annotated[float, _seconds("In which a request has to arrive.")] = 10.0,
-    send_seconds: Annotated[float, _seconds("In which a part of an answer has to be read.")] = 30.0,
-    answer_seconds: Annotated[float, _seconds("After which an answer ends.")] = 600.0,
-    drain_seconds: Annotated[float, _seconds("For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of a request.")] = 2**20,
+    max_connections: Annotated[
+        int, typer.Option(min=16, help="Open connections; idle ones are closed for new ones.")
+    ] = 1024,
+    head_seconds: Annotated[float, _seconds("Time limit for the head of a request.")] = 10.0,
+    body_seconds: Annotated[float, _seconds("Time limit for the body of a request.")] = 10.0,
+    send_seconds: Annotated[float, _seconds("Time limit for a client to read a part of an answer.")] = 30.0,
+    answer_seconds: Annotated[float, _seconds("Time limit for an answer.")] = 600.0,
+    drain_seconds: Annotated[float, _seconds("Time for answers to finish after SIGTERM or Ctrl-C.")] = 30.0,
     hub: Hub = False,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts to stderr.")] = False,
     grpc_port: GrpcPort = 8001,
     metrics_port: MetricsPort = 8002,
     triton_env: TritonEnvironment = None,
@@ -129,20 +135,22 @@ def serve(
         drain_s=drain_seconds,
     )
     address, key = Address(host=host, port=port), None if api_key_file is None else read_api_key(api_key_file)
-    with address.bind() as listening:  # a host that is not known is told first
+    with address.bind() as listening_socket:  # report an unknown host first
         address.check_secure(key=key, insecure=insecure)
-        told: Any = {"on_prompt": _show if log_prompts else _ignore, "on_warning": _warn}
-        with open_display() as display, answer_not_ready(listening, limits=limits):
+        callbacks: Any = {"on_prompt": _print_prompt if log_prompts else _discard_prompt, "on_warning": _warn}
+        with open_display() as display, answer_not_ready(listening_socket, limits=limits):
             display.phase("loading", None)
             served = load_served_model(model, recipe=recipe, calibration=calibration, hub=hub)
-            service = Service.of(served, name or _name_of(model), config=config, limits=limits, **told)
-        gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
+            service = Service.of(served, name or _name_of(model), config=config, limits=limits, **callbacks)
+        gc.freeze()  # keep the collector from traversing the model and all modules after every large request
         with closing(service):
-            Server(service, key=key, host=host, on_ready=partial(_tell, service, listening)).run(sockets=[listening])
+            Server(service, key=key, host=host, on_ready=partial(_print_address, service, listening_socket)).run(
+                sockets=[listening_socket]
+            )
 
 
 def check_server_packages() -> None:
-    """Refuse to begin without what octavo's server is made of.
+    """Check that the packages of octavo's server are installed.
 
     Raises:
         ConfigError: a package is not installed.
@@ -154,40 +162,42 @@ def check_server_packages() -> None:
 
 
 def _check_options(context: typer.Context, engine: str) -> None:
-    """Refuse an engine that there is not, and options of the other one."""
+    """Raise ConfigError for an unknown engine, or for options of the other engine."""
     check_choice("engine", engine, (OCTAVO, TRITON))
     for name in context.params:
         source = context.get_parameter_source(name)
-        given = source is not None and source.name == "COMMANDLINE"
-        of = TRITON if name in TRITON_OPTIONS else OCTAVO
-        if given and name not in BOTH_ENGINES and of != engine:
-            raise ConfigError(f"--{name.replace('_', '-')} belongs to --engine {of}, not to {engine}; leave it out")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        engine_of_option = TRITON if name in TRITON_OPTIONS else OCTAVO
+        if is_given and name not in BOTH_ENGINES and engine_of_option != engine:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} belongs to --engine {engine_of_option}, not to {engine}; leave it out"
+            )
 
 
 def _name_of(model: str) -> str:
-    """A file's without its ending, or the last part of a folder's or a hub's."""
+    """Default model name: a file's stem, or the last part of a folder or Hub name."""
     path = Path(model).resolve() if Path(model).exists() else Path(model)
     return path.stem if path.is_file() else path.name
 
 
-def _tell(service: "Service", listening: socket) -> None:
-    """Say what is served where: at the address itself, whatever name it was given by."""
-    host, port = listening.getsockname()[:2]
+def _print_address(service: "Service", listening_socket: socket) -> None:
+    """Print the model's name and the numeric address it is served at."""
+    host, port = listening_socket.getsockname()[:2]
     place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    _say(f"{service.name} is served at {place}; Ctrl-C ends it")
+    _print_line(f"{service.name} is served at {place}; press Ctrl-C to stop")
 
 
-def _show(prompt: str | list[int]) -> None:
-    _say(f"prompt: {prompt!r}")
+def _print_prompt(prompt: str | list[int]) -> None:
+    _print_line(f"prompt: {prompt!r}")
 
 
-def _ignore(prompt: str | list[int]) -> None:
-    """Prompts are nobody's business unless they are asked for."""
+def _discard_prompt(prompt: str | list[int]) -> None:
+    """Print nothing, the default, because prompts may be private."""
 
 
 def _warn(sentence: str) -> None:
-    _say(f"warning: {sentence}")
+    _print_line(f"warning: {sentence}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     stderr().print(escape(line), soft_wrap=True)

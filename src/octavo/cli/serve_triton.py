@@ -1,4 +1,4 @@
-"""``octavo serve REPO --engine triton``: Triton's server in its own environment, from beginning to end."""
+"""``octavo serve REPO --engine triton``: start Triton's server in its own environment, wait, and stop it."""
 
 import signal
 from contextlib import ExitStack
@@ -26,17 +26,21 @@ __all__ = [
 ]
 
 TRITON_OPTIONS = {"grpc_port", "metrics_port", "triton_env", "ready_seconds"}
-GrpcPort = Annotated[int, typer.Option(min=0, max=65535, help="triton: KServe over gRPC; 0 takes a free one.")]
-MetricsPort = Annotated[int, typer.Option(min=0, max=65535, help="triton: for Prometheus; 0 takes a free one.")]
+GrpcPort = Annotated[int, typer.Option(min=0, max=65535, help="triton: port of KServe over gRPC; 0 takes a free one.")]
+MetricsPort = Annotated[
+    int, typer.Option(min=0, max=65535, help="triton: port of Prometheus metrics; 0 takes a free one.")
+]
 TritonEnvironment = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="triton: of octavo triton setup. [default: ~/.cache/octavo/triton]"),
+    typer.Option(
+        metavar="FOLDER", help="triton: environment of octavo triton setup. [default: ~/.cache/octavo/triton]"
+    ),
 ]
-ReadySeconds = Annotated[float, typer.Option(min=1.0, help="triton: for its models to load in.")]
+ReadySeconds = Annotated[float, typer.Option(min=1.0, help="triton: time limit for loading its models.")]
 
 
 def default_environment() -> Path:
-    """Where Triton's environment is, if nothing else is said."""
+    """Default folder of Triton's environment."""
     return Path.home() / ".cache" / "octavo" / "triton"
 
 
@@ -52,29 +56,29 @@ def serve_repository(
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
-        repository: of ``octavo export --format triton``.
-        ports: for HTTP, gRPC and metrics.
-        host: where to listen.
-        insecure: let other machines ask.
-        environment: of ``octavo triton setup``.
-        ready_seconds: for the models to load in.
+        repository: folder of ``octavo export --format triton``.
+        ports: HTTP, gRPC and metrics ports; 0 takes a free one.
+        host: address to listen on.
+        insecure: let other machines connect.
+        environment: folder of ``octavo triton setup``.
+        ready_seconds: time limit for loading the models.
 
     Raises:
-        ConfigError: an environment, a repository or a port that cannot be used.
-        TritonError: Triton did not become ready, or ended by itself.
+        ConfigError: an unusable environment, repository or port.
+        TritonError: Triton did not become ready, or exited.
     """
     from octavo.server import Address
     from octavo.server.triton.environment import find_environment
     from octavo.server.triton.running import TritonServer
 
-    places = _free(host, ports)  # a host that is not known is told first
+    free_ports = _free_ports(host, ports)  # report an unknown host first
     if not (Address(host=host).is_loopback or insecure):
         raise ConfigError(
-            f"at {host} other machines can ask Triton, which knows no keys; give --insecure to let them, or listen at "
-            "127.0.0.1"
+            f"Triton has no API keys, so at {host} any machine could use it; give --insecure to allow that, or use "
+            "--host 127.0.0.1"
         )
-    found = find_environment(environment)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    triton_environment = find_environment(environment)
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with TemporaryDirectory(prefix="octavo-triton-") as folder, ExitStack() as stack:
             log = Path(folder) / "tritonserver.log"
@@ -82,34 +86,34 @@ def serve_repository(
                 advance = display.phase("loading", None)
                 started = TritonServer.started(
                     repository,
-                    found,
-                    ports=places,
+                    triton_environment,
+                    ports=free_ports,
                     log=log,
                     ready_seconds=ready_seconds,
                     on_wait=lambda seconds: advance(0, f"{seconds:.0f} s"),
                 )
                 server = stack.enter_context(started)
-            _say(
-                f"Triton is ready after {server.ready_s:.1f} s at http://{host}:{places.http}, gRPC {places.grpc}, "
-                f"metrics {places.metrics}; its log is {log}; Ctrl-C ends it"
+            _print_line(
+                f"Triton is ready after {server.ready_s:.1f} s at http://{host}:{free_ports.http}, gRPC "
+                f"{free_ports.grpc}, metrics {free_ports.metrics}; log {log}; press Ctrl-C to stop"
             )
             server.wait()
     except KeyboardInterrupt:
-        _say("Triton was told to end, and has")
+        _print_line("Triton has stopped")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _free(host: str, wanted: tuple[int, int, int]) -> "Ports":
-    """Ports that nobody has; raises ConfigError where somebody does."""
+def _free_ports(host: str, requested: tuple[int, int, int]) -> "Ports":
+    """Return the requested ports, 0 replaced by free ones; raise ConfigError for a port in use."""
     from octavo.server import Address
     from octavo.server.triton.running import Ports
 
     with ExitStack() as stack:
-        taken = [stack.enter_context(Address(host=host, port=port).bind()) for port in wanted]
-        http, grpc, metrics = (own.getsockname()[1] for own in taken)
+        sockets = [stack.enter_context(Address(host=host, port=port).bind()) for port in requested]
+        http, grpc, metrics = (listening_socket.getsockname()[1] for listening_socket in sockets)
     return Ports(host=host, http=http, grpc=grpc, metrics=metrics)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     stderr().print(line, markup=False, soft_wrap=True)

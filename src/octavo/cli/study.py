@@ -1,4 +1,4 @@
-"""``octavo study``: the same model in several precisions, on your own text and configuration."""
+"""``octavo study``: train one model in several precisions, on your own text and configuration."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from octavo.cli import options
 from octavo.cli.comparing import compare, print_study
-from octavo.cli.thread_choice import says_threads, threads_of
+from octavo.cli.thread_choice import sets_threads, threads_of
 from octavo.experiments.study import DEFAULT_RECIPES
 
 __all__ = ["study"]
@@ -16,8 +16,10 @@ __all__ = ["study"]
 def study(
     *,
     out: Annotated[Path, typer.Option("--out", help="The study's folder.")] = Path("runs/study"),
-    recipes: Annotated[str, typer.Option(help="Comma-separated, baseline first.")] = ",".join(DEFAULT_RECIPES),
-    prompt: Annotated[str | None, typer.Option(help="What the final models continue.")] = None,
+    recipes: Annotated[str, typer.Option(help="Recipes separated by commas, baseline first.")] = ",".join(
+        DEFAULT_RECIPES
+    ),
+    prompt: Annotated[str | None, typer.Option(help="Prompt for the trained models to continue.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Start over in a folder that holds a study.")] = False,
     config: options.ConfigFile = None,
     source: options.Source = None,
@@ -34,9 +36,9 @@ def study(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train one model in several precisions, everything else equal, and measure what each costs.
+    """Train one model in several precisions, all else equal, and measure what each costs.
 
-    A second call skips what is finished and resumes what was interrupted.
+    A second call skips finished runs and resumes an interrupted one.
     """
     run_config = options.configured(
         config,
@@ -53,8 +55,8 @@ def study(
         threads=threads,
         device=device,
     )
-    if threads is None and not says_threads(config):
+    if threads is None and not sets_threads(config):
         run_config = run_config.with_training(threads=threads_of(out, goes_on=not force))
-    chosen = tuple(name.strip() for name in recipes.split(",") if name.strip())
-    found = compare(run_config, out, recipes=chosen, prompt=prompt, force=force)
-    print_study(found, run_config, out, as_json=as_json)
+    recipe_names = tuple(name.strip() for name in recipes.split(",") if name.strip())
+    study_result = compare(run_config, out, recipes=recipe_names, prompt=prompt, force=force)
+    print_study(study_result, run_config, out, as_json=as_json)

@@ -1,4 +1,4 @@
-"""Files that a command is asked to write: refused before anything is computed, by the name that was given."""
+"""Checks of output files before a command computes anything."""
 
 from pathlib import Path
 
@@ -9,18 +9,18 @@ __all__ = ["check_target"]
 
 
 def check_target(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written.
+    """Check that a file can be written.
 
     Args:
-        option: that names it, such as "--out".
-        path: of the file; it may be there already.
+        option: the option that named it, such as "--out".
+        path: the file; it may exist already.
 
     Raises:
-        ConfigError: it is a folder, its folder is not there, or nobody may write into that.
+        ConfigError: the path is a folder, or its parent folder is missing or not writable.
     """
     folder = path.parent
     if path.is_dir():
         raise ConfigError(f"{option}: {str(path)!r} is a folder; name a file")
     if not folder.is_dir():
-        raise ConfigError(f"{option}: there is no folder {str(folder)!r}; make it first")
+        raise ConfigError(f"{option}: there is no folder {str(folder)!r}; create it first")
     check_may_write(folder)

@@ -1,4 +1,4 @@
-"""CPU threads of a new training where nothing says a number: at most the free cores, and those a quota pays for."""
+"""Default number of CPU threads of a new run: at most the free cores and the CPU quota."""
 
 from pathlib import Path
 
@@ -11,33 +11,33 @@ from octavo.training.config import load_config
 from octavo.training.run_folder import CONFIG
 from octavo.training.threads import busy_cores, free_threads
 
-__all__ = ["choose_threads", "says_threads", "threads_of"]
+__all__ = ["choose_threads", "sets_threads", "threads_of"]
 
 
-def says_threads(config: Path | None) -> bool:
-    """Whether a configuration file, which has been read before, has a number of threads, be it 0 for torch's choice."""
+def sets_threads(config: Path | None) -> bool:
+    """Return True if a configuration file, already validated, sets ``threads``, even to 0 (torch's default)."""
     return config is not None and "threads" in read_toml(config).get("training", {})
 
 
 def threads_of(out: Path, *, goes_on: bool) -> int:
-    """The number that the run or study in a folder began with, if it ``goes_on``; of a new one, what is free."""
+    """Threads of the run or study in ``out`` if it continues (``goes_on``), otherwise ``choose_threads()``."""
     if goes_on and (out / CONFIG).exists():
         return load_config(out / CONFIG).training.threads
     return choose_threads()
 
 
 def choose_threads() -> int:
-    """The number of torch's choice, or fewer: the free cores, or those that a quota pays for. One line says so then."""
-    own, cores, usable, busy = torch.get_num_threads(), len(allowed_cores()), usable_cores(), busy_cores()
-    threads = free_threads(cores=cores, busy=busy, most=min(own, usable))
-    if threads < own:
-        if threads < min(own, usable):
+    """Return torch's default, or fewer if cores are busy or a quota is smaller; print a line if fewer."""
+    torch_threads, cores, usable, busy = torch.get_num_threads(), len(allowed_cores()), usable_cores(), busy_cores()
+    threads = free_threads(cores=cores, busy=busy, most=min(torch_threads, usable))
+    if threads < torch_threads:
+        if threads < min(torch_threads, usable):
             reason = f"{busy} of {cores} cores {'is' if busy == 1 else 'are'} busy"
         elif usable < cores:
-            reason = f"{usable} of {cores} cores may be used"
-        else:  # OMP_NUM_THREADS asks for more than there are
-            reason = f"torch would use {own} threads on {_count(cores, 'core')}"
-        note = f"{reason}; training with {_count(threads, 'thread')} (--threads to choose)"
+            reason = f"{usable} of {cores} cores are allowed"
+        else:  # OMP_NUM_THREADS exceeds the cores
+            reason = f"torch would use {torch_threads} threads on {_count(cores, 'core')}"
+        note = f"{reason}; training with {_count(threads, 'thread')} (set --threads to change)"
         stderr().print(note, soft_wrap=True, markup=False)
     return threads
 

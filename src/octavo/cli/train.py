@@ -1,4 +1,4 @@
-"""``octavo train``: one run with one recipe."""
+"""``octavo train``: train one run with one recipe."""
 
 import math
 import shlex
@@ -11,7 +11,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.thread_choice import says_threads, threads_of
+from octavo.cli.thread_choice import sets_threads, threads_of
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
@@ -35,13 +35,14 @@ def train(
         str | None, typer.Option(help="fp32, bf16, or a preset of octavo.recipes.names(). [default: tensorwise]")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="Recipes and the fractions of the run at which they begin: bf16:0.0,fp8:0.8.")
+        str | None,
+        typer.Option(help="Recipes and the fraction of the run at which each begins, such as bf16:0.0,fp8:0.8."),
     ] = None,
     autopilot: Annotated[
         bool | None,
-        typer.Option("--autopilot/--no-autopilot", help="Mend what the doctor finds, while it trains. [default: no]"),
+        typer.Option("--autopilot/--no-autopilot", help="Fix the doctor's findings during training. [default: no]"),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit-exactly.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit for bit.")] = False,
     config: options.ConfigFile = None,
     source: options.Source = None,
     vocab_size: options.VocabSize = None,
@@ -76,10 +77,10 @@ def train(
         threads=threads,
         device=device,
     )
-    if threads is None and not says_threads(config):
+    if threads is None and not sets_threads(config):
         run_config = run_config.with_training(threads=threads_of(out, goes_on=resume))
     check_start(out, run_config, resume=resume)
-    check_run_fits(run_config, SMALLEST_VOCABULARY)  # what no text can change, before it is read
+    check_run_fits(run_config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
     with open_display() as display:
         source, vocab_size = run_config.data.source, run_config.data.vocab_size
         with preparing(source, out / DATA, vocab_size=vocab_size, progress=phases(display)) as tokens:
@@ -136,5 +137,5 @@ def _show(result: TrainResult, *, as_json: bool) -> None:
 
 def _cell(value: object) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return number(None)  # a run that had nothing left to do has no speed
+        return number(None)  # an already finished run has no speed
     return number(value, 5) if isinstance(value, int | float) else str(value)

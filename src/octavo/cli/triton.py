@@ -1,4 +1,4 @@
-"""``octavo triton setup``: the virtual environment that Triton's server runs in."""
+"""``octavo triton setup``: create the virtual environment of Triton's server."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,29 +17,30 @@ triton = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @triton.callback()
 def describe() -> None:
-    """Triton Inference Server without a container."""
+    """Set up Triton Inference Server without a container."""
 
 
 @triton.command(
     name="setup",
-    short_help="Make the environment that Triton runs in.",
+    short_help="Create the environment of Triton's server.",
     epilog="Example: octavo triton setup",
 )
 def setup(
     *,
     folder: Annotated[
-        Path | None, typer.Option("--env", metavar="FOLDER", help="Where. [default: ~/.cache/octavo/triton]")
+        Path | None,
+        typer.Option("--env", metavar="FOLDER", help="Folder to create it in. [default: ~/.cache/octavo/triton]"),
     ] = None,
 ) -> None:
-    """Make a virtual environment with Triton's server, NumPy 1 and onnxruntime, and this octavo in it."""
+    """Create a virtual environment with Triton's server, NumPy 1, onnxruntime and this octavo."""
     check_server_packages()
     from octavo.server.triton.environment import make_environment
 
     with open_display() as display:
-        made = make_environment(folder or default_environment(), on_step=lambda step: _open(display, step))
-    line = f"{made.folder}: Triton can be started; octavo serve REPO --engine triton"
+        environment = make_environment(folder or default_environment(), on_step=lambda step: _open_phase(display, step))
+    line = f"{environment.folder} is ready; start Triton with: octavo serve REPO --engine triton"
     stdout().print(line, markup=False, soft_wrap=True)
 
 
-def _open(display: Display, step: str) -> None:
+def _open_phase(display: Display, step: str) -> None:
     display.phase(step, None)

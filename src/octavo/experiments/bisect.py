@@ -1,4 +1,4 @@
-"""Which layers account for a run's loss gap to BF16, found by keeping some of them in BF16 for a few steps.
+"""Search for the layers that account for a run's loss gap to BF16, by keeping some in BF16 for a few steps.
 
 The layers are tested in groups: all of them, halves, halves of the halves that count, down to single layers. A group's
 share is what the loss falls by when that group alone runs in BF16 and the others as the recipe says, over what it

@@ -51,7 +51,7 @@ def origin_of(run_dir: Path) -> Origin:
 
 
 def start_from(run_dir: Path, origin: Origin) -> Start | None:
-    """Contents of a run's newest checkpoint, as resuming would load it; None where there is none yet.
+    """Load a run's newest checkpoint as resuming would; None without a checkpoint.
 
     Raises:
         CheckpointError: it is damaged, or of another configuration or text.
@@ -64,7 +64,7 @@ def start_from(run_dir: Path, origin: Origin) -> Start | None:
 
 
 def run_data(run_dir: Path) -> TokenData:
-    """The tokens beside a run: in its folder, or in that of the study it belongs to.
+    """Open the tokens of a run, in its folder or in that of its study.
 
     Raises:
         DataError: they are in neither, or damaged.
@@ -73,6 +73,6 @@ def run_data(run_dir: Path) -> TokenData:
         if folder.is_dir():
             return open_data(folder)
     raise DataError(
-        f"the tokens of the run in {str(run_dir)!r} are neither in its folder nor beside it; octavo train --resume "
+        f"the tokens of the run in {str(run_dir)!r} are neither in its folder nor next to it; octavo train --resume "
         "prepares them again"
     )

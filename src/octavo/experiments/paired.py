@@ -82,7 +82,7 @@ class PairedRuns:
         return self._losses[key]
 
     def effect(self, low: Collection[str], high: Collection[str]) -> Effect:
-        """How much loss the layers ``high`` in BF16 save over only those of ``low``."""
+        """Loss saved by the layers ``high`` in BF16 over only those of ``low``."""
         pairs = zip(self.losses(low), self.losses(high), strict=True)
         differences = tuple(one - other for one, other in pairs)
         error = statistics.stdev(differences) / math.sqrt(self.orders)

@@ -1,4 +1,4 @@
-"""One short training run in a folder of its own, from first weights or from those of a longer run."""
+"""One short training run in a separate folder, from initial weights or those of a longer run."""
 
 import copy
 import tempfile
@@ -39,7 +39,7 @@ class ShortRun:
     Attributes:
         losses: (step, nats) of every update.
         validation_nats: after the last update; None where the run broke.
-        series: what the doctor's rules read.
+        series: statistics for the doctor's rules.
         failure: the sentence it broke with, None where it did not.
     """
 
@@ -50,7 +50,7 @@ class ShortRun:
 
 
 def start_of(trainer: Trainer) -> Start:
-    """A copy of what a trainer has come to."""
+    """Copy the state of a trainer."""
     return Start(
         step=trainer.step,
         weights={name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()},

@@ -37,7 +37,7 @@ from octavo.training.config import RunConfig, config_from_dict
 from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
 from octavo.training.facts import facts_of
-from octavo.training.gradient_noise import GradientNoise, Probe, gradient_noise
+from octavo.training.gradient_noise import GradientNoise, GradientProbe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
 from octavo.training.loop import check_data, train
 from octavo.training.memory import fitting_in_memory
@@ -96,7 +96,7 @@ def run_study(
         out_dir: the study's folder; made if missing.
         data: the token files.
         recipes: the runs, baseline first.
-        prompt: what the final models continue; None takes the beginning of the test text.
+        prompt: prompt for the final models; None is the beginning of the test text.
         test_tokens: tokens of the final evaluation at most; None for the whole test split.
         on_phase: called as phases progress.
 
@@ -131,7 +131,7 @@ def _studied(
     test_tokens: int | None,
     report: OnPhase,
 ) -> Study:
-    """Run what is missing of the study, and measure all of it."""
+    """Finish the study's runs and measure all of them."""
     recipes = list(configs)
     runs = [_measured(folder / recipe, configs[recipe], data, test_tokens, report) for recipe in recipes]
     noise = _gradient_noise(folder / recipes[0], configs, data, report)
@@ -194,7 +194,7 @@ def _finished_study(folder: Path, config: RunConfig, recipes: Sequence[str], dat
 def _measured(
     run_dir: Path, config: RunConfig, data: TokenData, test_tokens: int | None, report: OnPhase
 ) -> RunMeasures:
-    """Train (or finish training) one run and evaluate it; or read what an earlier call measured."""
+    """Train or resume one run and evaluate it, or read the measures of an earlier call."""
     identity = {"config": config.config_hash(), "data": data.content_hash, "test_tokens": test_tokens}
     known = _known_measures(run_dir / MEASURES, identity)
     if known is not None:
@@ -293,7 +293,7 @@ def _gradient_noise(
     return gradient_noise(probes, batches, on_batch=on_batch)
 
 
-def _probe(weights: Llama, config: RunConfig) -> Probe:
+def _probe(weights: Llama, config: RunConfig) -> GradientProbe:
     device = resolve_device(config.training.device)
     model = Llama(weights.config).to(device)
     model.load_state_dict(weights.state_dict())
@@ -306,7 +306,7 @@ def _probe(weights: Llama, config: RunConfig) -> Probe:
         with context:
             return token_loss(model(inputs), targets)
 
-    return Probe(model=model, loss=loss)
+    return GradientProbe(model=model, loss=loss)
 
 
 def _with_noise(run: RunMeasures, noise: GradientNoise) -> RunMeasures:

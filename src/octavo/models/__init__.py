@@ -1,4 +1,4 @@
-"""Models to train and to run: a Llama-style decoder, where its weights come from, and how to sample from it."""
+"""Language models: a Llama-style decoder, loading of its weights, and text generation."""
 
 from octavo.models.generation import FullPass, generate
 from octavo.models.gguf import GGUFModel, load_gguf

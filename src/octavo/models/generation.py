@@ -1,8 +1,8 @@
-"""Text from a model: the one loop that generates, and the ways in which a model can be read by it.
+"""Text generation: the sampling loop, and the interface of models for it.
 
-``generate`` asks for the logits of the next token again and again. A model with a cache
-(:class:`octavo.inference.ModelRunner`) reads every token once. :class:`FullPass` passes the whole text through the
-model for every token: for models without a cache, and for recipes whose scales depend on all tokens of a call.
+A model with a cache (:class:`octavo.inference.ModelRunner`) reads every token once. :class:`FullPass` passes the whole
+text through the model for every token: for models without a cache, and for recipes whose scales depend on all tokens of
+a call.
 """
 
 import math
@@ -23,11 +23,11 @@ NextLogits = Callable[[list[int]], Tensor]  # all token ids so far → logits [V
 
 
 class TextModel(Protocol):
-    """A model that :func:`generate` can read with."""
+    """Interface of models for :func:`generate`."""
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens it reads; None for any number, of which it may forget the first."""
+        """Most tokens of a text; None if unlimited, in which case the model may drop the oldest."""
 
     def reader(self, length: int) -> NextLogits:
         """Start a text of at most ``length`` tokens.
@@ -38,7 +38,7 @@ class TextModel(Protocol):
 
 
 class FullPass:
-    """A model without a cache: every token costs a pass over the whole text.
+    """Text model without a cache: every token takes a pass over the whole text.
 
     Args:
         model: tokens [1, T] to logits [1, T, V]; a module runs in evaluation mode, on the device of its parameters.
@@ -97,22 +97,22 @@ def generate(
     context: int | None = None,
     stop_id: int | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow ``prompt_ids``, each as soon as it is known.
+    """Yield the tokens that follow ``prompt_ids``, one at a time.
 
     Args:
-        model: a :class:`octavo.inference.ModelRunner`, a :class:`FullPass`, or a module of which one is made.
+        model: a :class:`octavo.inference.ModelRunner`, a :class:`FullPass`, or a module to wrap in a ``FullPass``.
         prompt_ids: at least one token.
-        max_new_tokens: how many at most; fewer where the model has no more positions.
+        max_new_tokens: most tokens to generate; fewer if the model runs out of positions.
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: sample among the k likeliest only, and those as likely as the last of them; None for all.
-        generator: source of the randomness, on the CPU; None for torch's global one.
-        context: of a module: number of newest tokens that it reads; None reads all.
-        stop_id: end before this token; None to never end early.
+        top_k: sample only among the k likeliest and those tied with the last of them; None for all.
+        generator: random number generator on the CPU; None for torch's global one.
+        context: number of newest tokens that a module reads; None reads all. Only for modules.
+        stop_id: token to stop before; None never stops early.
 
     Raises:
-        TypeError: a prompt that is no list.
-        ConfigError: an empty prompt or one longer than the model's positions, a negative temperature, top_k, context
-            or max_new_tokens out of range, a context for a model that is no module; from the iterator, a token outside
+        TypeError: a prompt that is not a list.
+        ConfigError: an empty prompt or one longer than the model's positions; a negative temperature; top_k, context or
+            max_new_tokens out of range; a context for a model that is not a module; while iterating, a token outside
             the vocabulary, or logits that are not finite.
 
     Example:
@@ -124,14 +124,16 @@ def generate(
     if isinstance(model, nn.Module):
         model = FullPass(model, context=context)
     elif context is not None:
-        raise ConfigError("context is for a module without a cache; a ModelRunner reads all tokens, so leave it out")
+        raise ConfigError(
+            "context only applies to a module without a cache; a ModelRunner reads all tokens, so leave context out"
+        )
     count = max_new_tokens
     if (longest := model.max_length) is not None:
         if len(prompt_ids) > longest:
             raise ConfigError(
-                f"the prompt has {len(prompt_ids)} tokens, and this model knows {longest} positions; shorten it"
+                f"the prompt has {len(prompt_ids)} tokens, but this model has {longest} positions; shorten the prompt"
             )
-        count = min(count, longest - len(prompt_ids) + 1)  # the token after the last position is still known
+        count = min(count, longest - len(prompt_ids) + 1)  # the last position still predicts a token
     choose = partial(sample, temperature=temperature, top_k=top_k, generator=generator)
     next_logits = model.reader(len(prompt_ids) + max(count - 1, 0))
     return _new_tokens(next_logits, list(prompt_ids), count, choose, stop_id)
@@ -157,42 +159,42 @@ def sample(
     min_p: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> int:
-    """One token id from logits [V].
+    """Sample one token id from logits [V].
 
     Args:
-        logits: of every token.
-        temperature: divides them; 0 takes the likeliest.
-        top_k: sample among the k likeliest only, and those as likely as the last of them; None for all.
-        top_p: then among the fewest that have this probability together; 1 for all.
-        min_p: then among those at least so probable as this times the likeliest.
-        generator: where the randomness comes from, on the CPU; None for torch's global one.
+        logits: logits of all tokens.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: sample only among the k likeliest and those tied with the last of them; None for all.
+        top_p: then only among the fewest likeliest with this total probability; 1 for all.
+        min_p: then only among tokens with at least this fraction of the likeliest's probability.
+        generator: random number generator on the CPU; None for torch's global one.
 
     Raises:
-        ConfigError: logits among which none is the largest, or it is infinite.
+        ConfigError: the largest logit is NaN or infinite.
 
     Example:
         >>> sample(torch.tensor([1.0, 3.0, 2.0]), temperature=1.0, top_p=0.5)
         1
     """
-    likeliest = int(logits.argmax())  # a NaN, if there is one
+    likeliest = int(logits.argmax())  # argmax returns a NaN if there is one
     if not math.isfinite(logits[likeliest]):
         raise ConfigError(
-            f"the model's largest logit is {float(logits[likeliest])}, so no token can be chosen; look for NaN or "
+            f"the model's largest logit is {float(logits[likeliest])}, so no token can be sampled; check for NaN or "
             "infinite numbers in its weights"
         )
     if temperature == 0:
         return likeliest
-    kept = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    reached = kept.cumsum_(0)
-    total, drawn = float(reached[-1]), float(torch.rand((), dtype=torch.float64, generator=generator))
-    # One number a token: torch.multinomial draws one for every token of the vocabulary, which takes a millisecond.
-    return int(torch.searchsorted(reached, min(drawn * total, math.nextafter(total, 0)), right=True))
+    probs = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    cumulative = probs.cumsum_(0)
+    total, uniform = float(cumulative[-1]), float(torch.rand((), dtype=torch.float64, generator=generator))
+    # One random number: torch.multinomial draws one for every token of the vocabulary, which takes a millisecond.
+    return int(torch.searchsorted(cumulative, min(uniform * total, math.nextafter(total, 0)), right=True))
 
 
 def probabilities(
     logits: Tensor, *, temperature: float, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """How likely :func:`sample` takes each token, float64 [V], up to a factor; the temperature is above 0.
+    """Unnormalized probabilities of :func:`sample`, float64 [V]; ``temperature`` must be above 0.
 
     Example:
         >>> probabilities(torch.tensor([0.0, 0.0, -9.0, 0.0]), temperature=1.0, top_k=3, top_p=0.5).count_nonzero()
@@ -201,16 +203,16 @@ def probabilities(
     if top_k is not None and top_k < logits.numel():
         lowest_kept = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
-    below_most = (logits - logits.max()).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
-    kept = torch.softmax(below_most.div_(temperature), dim=-1)
+    below_most = (logits - logits.max()).double()  # FP64 keeps a tiny temperature from rounding to 0
+    probs = torch.softmax(below_most.div_(temperature), dim=-1)
     if top_p < 1:
-        kept = _nucleus(kept, top_p)
-    return kept.masked_fill(kept < min_p * kept.max(), 0) if min_p > 0 else kept
+        probs = _nucleus(probs, top_p)
+    return probs.masked_fill(probs < min_p * probs.max(), 0) if min_p > 0 else probs
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """0 for what follows the fewest likeliest that reach ``top_p`` together; of equals the first ids are likelier."""
-    # All that are less likely than this would not reach 1 - top_p together, so none is needed; and sorting takes long.
+    """Set all but the fewest likeliest tokens that reach ``top_p`` together to 0; ties keep the lowest ids."""
+    # Tokens below this bound sum to less than 1 - top_p, so none is needed; excluding them makes the sort fast.
     ids = (probabilities >= (1 - top_p) / 2 / len(probabilities)).nonzero()[:, 0]
     values, order = probabilities[ids].sort(descending=True, stable=True)
     needed = values.cumsum(0) - values < top_p
@@ -219,7 +221,7 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def check_sampling(*, temperature: float, top_k: int | None, top_p: float = 1.0, min_p: float = 0.0) -> None:
-    """Raise ConfigError for numbers out of range."""
+    """Raise ConfigError for sampling options out of range."""
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 or more, not {temperature}")
     check_whole("top_k", top_k, least=1)
@@ -230,10 +232,10 @@ def check_sampling(*, temperature: float, top_k: int | None, top_p: float = 1.0,
 
 
 def _check_request(prompt_ids: list[int], *, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raise TypeError for a prompt that is no list, ConfigError for an empty one, and for numbers out of range."""
+    """Raise TypeError for a prompt that is not a list, ConfigError for an empty one or options out of range."""
     if not isinstance(prompt_ids, (list, tuple)):
-        raise TypeError(f"prompt_ids is a list of token ids, not {type(prompt_ids).__name__}")
+        raise TypeError(f"prompt_ids must be a list of token ids, not {type(prompt_ids).__name__}")
     if not prompt_ids:
-        raise ConfigError("the prompt is empty; give at least one token to continue from")
+        raise ConfigError("the prompt is empty; give at least one token")
     check_sampling(temperature=temperature, top_k=top_k)
     check_whole("max_new_tokens", max_new_tokens, least=0)

@@ -1,17 +1,17 @@
-"""``load_gguf``: a Llama and its tokenizer from the one file that llama.cpp and its kin use.
+"""Loading of GGUF files, the format of llama.cpp: ``load_gguf`` returns a Llama and its tokenizer.
 
-What differs from octavo's own layout:
+Differences from octavo's own layout:
 
-- Quantised weights are decoded, to the dtype asked for. Every encoding that the library ``gguf`` decodes will do.
+- Quantised weights are decoded to the requested dtype, from every encoding that the library ``gguf`` decodes.
 - Rows of the query and key projections pair neighbours for the rotary positions; octavo pairs a head's first half with
-  its second. The rows are put in that order, so nothing is computed twice.
+  its second. The rows are reordered once at loading.
 - A file without ``output.weight`` ties the head to the embedding.
 
-A file may say more than octavo's Llama can do: other architectures, biases, experts, scaled rotary positions, heads of
-another width than hidden_size / num_heads. Such a file is refused; so is one with a setting of the architecture that is
-not known here, because what it changes would be changed silently.
+Files with features that octavo's Llama does not have raise CheckpointError: other architectures, biases, experts,
+scaled rotary positions, heads of another width than hidden_size / num_heads, and unknown settings, which could change
+results.
 
-The memory taken is the model's and that of a few rows: tensors are decoded one after the other out of the mapped file.
+Loading needs the memory of the model and of a few rows: tensors are decoded one at a time from the mapped file.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_tokenizer import VOCABULARY, read_tokenizer, token_id
-from octavo.models.llama import Llama, LlamaConfig, NothingDrawn
+from octavo.models.llama import Llama, LlamaConfig, skip_init
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,19 +38,19 @@ SHAPE_SETTINGS = {
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
     "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base",
 }  # fmt: skip
-WITHOUT_EFFECT = {"tensor_data_layout", "expert_used_count"}  # where expert_count is 0
+UNUSED_SETTINGS = {"tensor_data_layout", "expert_used_count"}  # where expert_count is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFModel:
-    """What a GGUF file holds.
+    """Content of a GGUF file.
 
     Attributes:
         model: the model.
-        tokenizer: text to token ids and back; it adds the tokens at the ends that the file asks for.
-        bos_id: the token that begins a text, or None.
-        eos_id: the token that ends one, or None.
-        chat_template: the Jinja template that turns messages into text, or None.
+        tokenizer: the tokenizer; adds the begin and end tokens if the file says so.
+        bos_id: id of the token that begins a text, or None.
+        eos_id: id of the token that ends a text, or None.
+        chat_template: Jinja template that renders messages as text, or None.
     """
 
     model: Llama
@@ -64,12 +64,12 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.float32) -> GGUFMo
     """Read a Llama-layout .gguf file.
 
     Args:
-        path: of the file.
-        dtype: of the parameters.
+        path: the file.
+        dtype: dtype of the parameters.
 
     Raises:
-        CheckpointError: the file is no GGUF file, is damaged, or holds a model or tokenizer that octavo does not have.
-        ConfigError: ``dtype`` is not a floating one of two bytes or more, or the library ``gguf`` is not installed.
+        CheckpointError: the file is not a GGUF file, is damaged, or has an unsupported model or tokenizer.
+        ConfigError: ``dtype`` is not a floating dtype of two bytes or more, or the library ``gguf`` is not installed.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigError(f"parameters are loaded as float32, bfloat16, float16 or float64, not {dtype}")
@@ -87,7 +87,7 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.float32) -> GGUFMo
 def _config(file: GGUFFile) -> LlamaConfig:
     if (architecture := file.get("general.architecture", str)) != ARCHITECTURE:
         raise CheckpointError(
-            f"{file.path} holds a model of architecture {architecture!r}; octavo has {ARCHITECTURE!r}"
+            f"{file.path} holds a model of architecture {architecture!r}; octavo reads {ARCHITECTURE!r}"
         )
     heads = _setting(file, "attention.head_count", int)
     try:
@@ -104,12 +104,14 @@ def _config(file: GGUFFile) -> LlamaConfig:
             tie_embeddings="output.weight" not in file.tensors,
         )
     except ConfigError as error:
-        raise CheckpointError(f"{file.path} holds a model that octavo's Llama cannot be: {error}") from error
+        raise CheckpointError(f"{file.path} holds a model that octavo's Llama does not support: {error}") from error
     if config.num_layers > len(file.tensors):
-        raise CheckpointError(f"{file.path} speaks of {config.num_layers} layers and has {len(file.tensors)} tensors")
+        raise CheckpointError(
+            f"{file.path} is damaged: it declares {config.num_layers} layers and has {len(file.tensors)} tensors"
+        )
     if config.max_positions > MOST_POSITIONS:
         raise CheckpointError(
-            f"{file.path} speaks of {config.max_positions} positions, whose angles would fill the memory; "
+            f"{file.path} declares {config.max_positions} positions, whose rotary table would fill the memory; "
             f"octavo reads models of up to {MOST_POSITIONS}"
         )
     _check_settings(file, config)
@@ -121,47 +123,49 @@ def _setting(file: GGUFFile, name: str, kind: Any, default: Any = None) -> Any:
 
 
 def _check_settings(file: GGUFFile, config: LlamaConfig) -> None:
-    """Refuse what would change the model's arithmetic without a trace."""
-    given = {
+    """Raise CheckpointError for settings that would change the model's results."""
+    settings = {
         name.removeprefix(f"{ARCHITECTURE}."): value
         for name, value in file.values.items()
         if name.startswith(f"{ARCHITECTURE}.")
     }
-    asked = {"rope.scaling.type": "none", "expert_count": 0}
-    asked |= dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), config.head_dim)
-    for name in given.keys() & asked.keys():
-        if given[name] != asked[name]:
+    required = {"rope.scaling.type": "none", "expert_count": 0}
+    required |= dict.fromkeys(
+        ("rope.dimension_count", "attention.key_length", "attention.value_length"), config.head_dim
+    )
+    for name in settings.keys() & required.keys():
+        if settings[name] != required[name]:
             raise CheckpointError(
-                f"{file.path} has {given[name]!r} as {ARCHITECTURE}.{name}, and octavo's Llama can only have "
-                f"{asked[name]!r} there"
+                f"{file.path} has {settings[name]!r} as {ARCHITECTURE}.{name}; octavo's Llama supports only "
+                f"{required[name]!r}"
             )
-    unscaled = {name for name in given if name.startswith("rope.scaling.") and "rope.scaling.type" in given}
-    if unknown := sorted(given.keys() - SHAPE_SETTINGS - WITHOUT_EFFECT - asked.keys() - unscaled):
+    unscaled = {name for name in settings if name.startswith("rope.scaling.") and "rope.scaling.type" in settings}
+    if unknown := sorted(settings.keys() - SHAPE_SETTINGS - UNUSED_SETTINGS - required.keys() - unscaled):
         raise CheckpointError(
-            f"{file.path} has settings that octavo's Llama does not know and that may change what it computes: "
+            f"{file.path} has unknown settings, which may change the model's results: "
             + ", ".join(f"{ARCHITECTURE}.{name}" for name in unknown)
         )
 
 
 def _model(file: GGUFFile, config: LlamaConfig, dtype: torch.dtype) -> Llama:
-    expected = _expected(config)
-    _check_tensors(file, dict(expected.values()))
-    with NothingDrawn():  # memory that is asked for and not written takes no place
+    stored_names = _stored_tensors(config)
+    _check_tensors(file, dict(stored_names.values()))
+    with skip_init():  # memory that is never written is never allocated
         model = Llama(config)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    for ours, (theirs, _) in expected.items():
-        weight, turned = file.tensor(theirs, dtype), heads.get(ours.split(".")[-2])
-        model.get_parameter(ours).data = weight if turned is None else _halves(weight, turned)
+    for ours, (theirs, _) in stored_names.items():
+        weight, head_count = file.tensor(theirs, dtype), heads.get(ours.split(".")[-2])
+        model.get_parameter(ours).data = weight if head_count is None else _to_half_pairs(weight, head_count)
     return model
 
 
-def _expected(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each parameter's name → its name in the file and its shape."""
+def _stored_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Map each parameter's name to its name in the file and its shape."""
     H, inner, kv = config.hidden_size, config.intermediate_size, config.num_kv_heads * config.head_dim
     embedding = (config.vocab_size, H)
     outer = {"model.embed_tokens": ("token_embd", embedding), "model.norm": ("output_norm", (H,))}
     outer |= {} if config.tie_embeddings else {"lm_head": ("output", embedding)}
-    of_a_layer = {
+    layer_tensors = {
         "input_layernorm": ("attn_norm", (H,)),
         "self_attn.q_proj": ("attn_q", (H, H)),
         "self_attn.k_proj": ("attn_k", (kv, H)),
@@ -175,29 +179,29 @@ def _expected(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     layers = {
         f"model.layers.{layer}.{ours}": (f"blk.{layer}.{theirs}", shape)
         for layer in range(config.num_layers)
-        for ours, (theirs, shape) in of_a_layer.items()
+        for ours, (theirs, shape) in layer_tensors.items()
     }
     return {f"{ours}.weight": (f"{theirs}.weight", shape) for ours, (theirs, shape) in (outer | layers).items()}
 
 
 def _check_tensors(file: GGUFFile, shapes: dict[str, tuple[int, ...]]) -> None:
     if missing := [name for name in shapes if name not in file.tensors]:
-        raise CheckpointError(f"{file.path} has no {_listed(missing)}; it is not a whole Llama")
-    if foreign := sorted(file.tensors.keys() - shapes.keys()):
+        raise CheckpointError(f"{file.path} has no {_listed(missing)}; it is not a complete Llama")
+    if unexpected := sorted(file.tensors.keys() - shapes.keys()):
         raise CheckpointError(
-            f"{file.path} has {_listed(foreign)}, which octavo's Llama has no place for: it has no biases, no experts "
+            f"{file.path} has {_listed(unexpected)}, which octavo's Llama does not have: it has no biases, no experts "
             "and no scaled rotary positions"
         )
     for name, shape in shapes.items():
-        if (found := file.tensors[name].shape) != shape:
-            raise CheckpointError(f"{file.path} has {name} of shape {found}; its settings make it {shape}")
+        if (stored_shape := file.tensors[name].shape) != shape:
+            raise CheckpointError(f"{file.path} has {name} of shape {stored_shape}; its settings require {shape}")
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of heads [heads · D, K] whose neighbours pair, in the order in which a head's halves pair."""
+def _to_half_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Reorder rows [heads · D, K] from rotary pairs of neighbours to pairs of a head's first and second half."""
     rows, width = weight.shape
     return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)

@@ -1,6 +1,6 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The module tree and the parameter names are those of Hugging Face's ``LlamaForCausalLM``, and rotary positions turn
+The module tree and the parameter names are those of Hugging Face's ``LlamaForCausalLM``, and rotary positions rotate
 the same pairs of elements (first half with second half of a head), so a state_dict of this model loads there
 unchanged and gives the same logits.
 
@@ -12,12 +12,12 @@ unchanged and gives the same logits.
 | keys, values         | [B, T, kv, D]    | one key head serves num_heads / kv query heads   |
 | logits               | [B, T, V]        |                                                  |
 
-The seven linears of a layer are plain ``nn.Linear``: what ``octavo.convert`` looks for. Llama's have no bias, and
-Qwen2's queries, keys and values have one: but for those biases it is the same model (arXiv 2407.10671, section 2.2).
-There is no dropout and no padding mask; a training batch is always full.
+The seven linears of a layer are ``nn.Linear``, which ``octavo.convert`` replaces. Llama's have no bias. Qwen2 is the
+same model with biases of queries, keys and values (arXiv 2407.10671, section 2.2). There is no dropout and no padding
+mask; a training batch is always full.
 
-One forward serves training, generation and export. Without a cache attention is causal over the T tokens. With one
-(:class:`DecoderCache`) the tokens follow those that it holds, and it decides how attention reads them.
+One forward serves training, generation and export. Without a cache, attention is causal over the T tokens. With a
+:class:`DecoderCache`, the tokens follow the cached positions, and the cache implements attention.
 """
 
 import math
@@ -36,10 +36,14 @@ from octavo.memory import check_fits
 from octavo.nn import RMSNorm, rotary_table, rotate
 from octavo.nn.attention import attend
 
-__all__ = ["LARGEST", "DecoderCache", "Llama", "LlamaConfig", "NothingDrawn", "causal_attention"]
+__all__ = ["LARGEST", "DecoderCache", "Llama", "LlamaConfig", "causal_attention", "skip_init"]
 
 INIT_STD = 0.02
-LARGEST = {"num_layers": 10_000, "vocab_size": 1 << 24, "max_positions": 1 << 24}  # modules take time, not memory alone
+LARGEST = {
+    "num_layers": 10_000,
+    "vocab_size": 1 << 24,
+    "max_positions": 1 << 24,
+}  # creating modules takes time as well as memory
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys and values [B, T, heads, D] → [B, T, heads, D]
 
 
@@ -48,15 +52,15 @@ class DecoderCache(Protocol):
 
     @property
     def length(self) -> int:
-        """Number of positions before the tokens that are read now."""
+        """Number of cached positions, before the current tokens."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend from T positions to themselves and to those before.
+        """Attend from T positions to themselves and to all earlier ones.
 
         Args:
             layer: index of the decoder layer.
-            queries: [B, T, heads, D], turned by their positions.
-            keys: [B, T, kv, D], turned likewise.
+            queries: [B, T, heads, D], with rotary positions applied.
+            keys: [B, T, kv, D], with rotary positions applied.
             values: [B, T, kv, D].
 
         Returns:
@@ -65,7 +69,7 @@ class DecoderCache(Protocol):
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of every position to itself and those before, without a cache."""
+    """Attention of every position to itself and all earlier ones, without a cache."""
     return attend(queries, keys, values, causal=True)
 
 
@@ -84,12 +88,12 @@ class LlamaConfig:
         rope_theta: base of the rotary wavelengths.
         rms_norm_eps: added to the mean square before the root.
         tie_embeddings: whether the head shares the embedding's weight.
-        qkv_bias: whether queries, keys and values have biases, as in Qwen2.
-        out_bias: whether what leaves attention has one; Llama's "attention_bias" is this and ``qkv_bias``.
-        mlp_bias: whether the three linears of the MLP have one.
+        qkv_bias: whether the projections of queries, keys and values have biases, as in Qwen2.
+        out_bias: whether the output projection has a bias; Llama's "attention_bias" sets this and ``qkv_bias``.
+        mlp_bias: whether the three linears of the MLP have biases.
 
     Raises:
-        ConfigError: a size that is no whole number of at least 1 or above what is built, or heads that do not divide.
+        ConfigError: a size that is not an integer of at least 1 or exceeds ``LARGEST``, or heads that do not divide.
     """
 
     vocab_size: int
@@ -113,7 +117,7 @@ class LlamaConfig:
                 raise ConfigError(f"{name} must be at most {most:,}, not {getattr(self, name):,}")
         if self.hidden_size % (2 * self.num_heads):
             raise ConfigError(
-                f"hidden_size must be a multiple of twice num_heads, so that a head can be turned in pairs; "
+                f"hidden_size must be a multiple of twice num_heads, because rotary positions rotate pairs of a head; "
                 f"{self.hidden_size} is not a multiple of {2 * self.num_heads}"
             )
         if self.num_heads % self.num_kv_heads:
@@ -128,7 +132,7 @@ class LlamaConfig:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model of this shape learns.
+        """Number of learned parameters.
 
         Example:
             >>> LlamaConfig(
@@ -149,7 +153,7 @@ class LlamaConfig:
 
     @property
     def described(self) -> str:
-        """Its sizes, for a sentence."""
+        """Sizes as text for messages."""
         return f"hidden_size {self.hidden_size:,}, {self.num_layers:,} layers and {self.vocab_size:,} tokens"
 
 
@@ -178,7 +182,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.out_bias)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
-        """Attend from every position to itself and those before; ``cos`` and ``sin`` are [T, D]."""
+        """Attend from every position to itself and all earlier ones; ``cos`` and ``sin`` are [T, D]."""
         values = self.v_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
         queries = rotate(self.q_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)
         keys = rotate(self.k_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim)), cos, sin)
@@ -196,7 +200,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map every position by itself, [B, T, H] to the same."""
+        """Map each position independently, [B, T, H] to [B, T, H]."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return out
 
@@ -212,7 +216,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
-        """Add what this layer found to ``hidden``."""
+        """Add the outputs of attention and MLP to ``hidden``."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
         added: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return added
@@ -242,7 +246,7 @@ class Decoder(nn.Module):
         return normed
 
     def streams(self, hidden: Tensor, *, first: int = 0, cache: DecoderCache | None = None) -> Iterator[Tensor]:
-        """The residual stream [B, T, H] after each layer from the ``first`` on, which reads ``hidden``."""
+        """Yield the residual stream [B, T, H] after each layer from ``first`` on, starting with ``hidden``."""
         cos, sin = self._angles(hidden.shape[1], cache)
         for index, layer in enumerate(self.layers[first:], first):
             attention = causal_attention if cache is None else partial(cache.attend, index)
@@ -250,10 +254,10 @@ class Decoder(nn.Module):
             yield hidden
 
     def _angles(self, length: int, cache: DecoderCache | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions that are read, [T, D]."""
+        """Cosines and sines of the current positions, [T, D]."""
         if cache is None:
             return self.cos[:length], self.sin[:length]
-        # Not a slice: torch.export cannot know that one whose start varies is as long as the tokens.
+        # index_select, because torch.export cannot infer the length of a slice with a dynamic start.
         positions = torch.arange(length, device=self.cos.device) + cache.length
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
@@ -262,11 +266,11 @@ class Llama(nn.Module):
     """A decoder with a language-model head.
 
     Args:
-        config: its shape.
-        seed: the weights depend on this number and the shape alone, not on torch's global generator.
+        config: shape of the model.
+        seed: seed of the initial weights, which do not depend on torch's global generator.
 
     Raises:
-        ConfigError: its parameters cannot be in the memory.
+        ConfigError: the parameters do not fit in memory.
 
     Example:
         >>> config = LlamaConfig(
@@ -296,11 +300,11 @@ class Llama(nn.Module):
         """Tokens [B, T] to logits [B, T, V].
 
         Args:
-            tokens: int64 [B, T]; with a cache those that follow its positions.
-            cache: keys and values of the positions before; takes those of ``tokens``.
+            tokens: int64 [B, T]; with a cache, the tokens after its positions.
+            cache: keys and values of earlier positions; those of ``tokens`` are appended.
 
         Raises:
-            ConfigError: T, with the cache's positions, is over ``config.max_positions``.
+            ConfigError: T plus the cache's positions exceeds ``config.max_positions``.
         """
         length = tokens.shape[1] + (0 if cache is None else cache.length)
         if length > self.config.max_positions:
@@ -313,7 +317,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Normal(0, 0.02); projections that add to the residual stream are smaller by 1/sqrt(2 · layers); biases 0.
+        """Draw weights from Normal(0, 0.02), with residual projections scaled by 1/sqrt(2 · layers); set biases to 0.
 
         Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", section 2.3.
         """
@@ -328,16 +332,16 @@ class Llama(nn.Module):
 
 
 def _check_fits(config: LlamaConfig) -> None:
-    """Count BF16: where a file's weights take the places of the first ones, these are never written."""
+    """Check memory for BF16 weights: when a file's weights replace the initial ones, those are never written."""
     tables = 2 * config.max_positions * config.head_dim * torch.float32.itemsize
     needed, device = config.parameters * torch.bfloat16.itemsize + tables, torch.get_default_device()
     if device.type != "meta":
         check_fits(f"a model of {config.described}", needed, device, remedy="make it smaller")
 
 
-class NothingDrawn(TorchFunctionMode):
-    """Inside, a new module's parameters get no random first values: a file's are coming."""
+class skip_init(TorchFunctionMode):  # noqa: N801 (a context, named as torch.no_grad)
+    """Context in which new modules skip random initialization, for weights that a file replaces."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawing = {nn.init.normal_, nn.init.kaiming_uniform_, Tensor.normal_}
-        return None if func in drawing else func(*args, **(kwargs or {}))
+        random_inits = {nn.init.normal_, nn.init.kaiming_uniform_, Tensor.normal_}
+        return None if func in random_inits else func(*args, **(kwargs or {}))

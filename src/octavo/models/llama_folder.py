@@ -1,4 +1,4 @@
-"""octavo's Llama as an ordinary Hugging Face folder, and back: of the type "llama", or "qwen2" by its biases.
+"""Hugging Face folders of octavo's Llama, of type "llama", or "qwen2" by its biases: write and read.
 
 | file                   | content                                                                                    |
 |------------------------|--------------------------------------------------------------------------------------------|
@@ -6,11 +6,10 @@
 | model.safetensors      | the parameters in their own dtype, under their own names, which are Hugging Face's; a tied |
 |                        | head once, as the embedding                                                                |
 | tokenizer.json         | the tokenizer                                                                              |
-| tokenizer_config.json  | that it is a fast tokenizer, and the tokens at the ends of a text where they are known     |
-| generation_config.json | their ids; not there where they are not known                                              |
+| tokenizer_config.json  | the class of a fast tokenizer, and the begin and end tokens if known                       |
+| generation_config.json | ids of the begin and end tokens; only if known                                             |
 
-Transformers, and whatever reads its folders, loads it without octavo. Read back by octavo it is the same ``Llama``,
-without transformers.
+Transformers loads such a folder without octavo, and octavo reads it without transformers.
 """
 
 import json
@@ -56,14 +55,14 @@ THEIR_NAMES = {
 
 
 def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says of a Llama of this shape, with parameters of this dtype.
+    """Content of config.json for a Llama of this shape and dtype.
 
     Raises:
-        ConfigError: neither type has biases in these places.
+        ConfigError: neither type has this combination of biases.
     """
     shape = {theirs: getattr(config, ours) for ours, theirs in THEIR_NAMES.items()}
     return {
-        **_kind(config),
+        **_type_record(config),
         **shape,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "hidden_act": "silu",
@@ -73,21 +72,21 @@ def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _kind(config: LlamaConfig) -> dict[str, Any]:
+def _type_record(config: LlamaConfig) -> dict[str, Any]:
     if config.qkv_bias == config.out_bias:
         biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
     if config.qkv_bias and not config.mlp_bias:
         return {"architectures": ["Qwen2ForCausalLM"], "model_type": QWEN2, "use_sliding_window": False}
     raise ConfigError(
-        "a Hugging Face folder has biases of queries, keys and values alone (qwen2), or of all of attention, or of the "
-        f"MLP, or of both (llama), and not qkv_bias={config.qkv_bias}, out_bias={config.out_bias} and "
+        "a Hugging Face folder can have biases of queries, keys and values alone (qwen2), or of all of attention, the "
+        f"MLP or both (llama), but not qkv_bias={config.qkv_bias}, out_bias={config.out_bias} and "
         f"mlp_bias={config.mlp_bias}"
     )
 
 
 def _biases(record: Mapping[str, Any]) -> dict[str, bool]:
-    """Where a model of this record has biases."""
+    """Bias arguments of LlamaConfig for a config.json."""
     if record.get("model_type") == QWEN2:
         return {"qkv_bias": True}
     attention = bool(record.get("attention_bias"))
@@ -95,30 +94,28 @@ def _biases(record: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
-    """The shape that a config.json asks for, where octavo's Llama is just that model; None where it is another.
-
-    Every key is known, or says that what it stands for is left out: nothing that changes the numbers is passed over.
+    """Return the shape in a config.json, or None if octavo's Llama does not compute that model exactly.
 
     Raises:
-        CheckpointError: its rotary positions are described by no object.
+        CheckpointError: the rotary parameters are not an object.
     """
     rope = record.get("rope_parameters") or record.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise CheckpointError(f"{CONFIG} has {rope!r} as rope_parameters; they are an object, or left out")
-    given = dict(record) | {"rope_theta": record.get("rope_theta", rope.get("rope_theta", 10000.0))}
-    given |= {"num_key_value_heads": record.get("num_key_value_heads") or record.get("num_attention_heads")}
-    given.setdefault("tie_word_embeddings", False)
-    plain = (
+        raise CheckpointError(f"{CONFIG} has {rope!r} as rope_parameters, which must be an object or left out")
+    settings = dict(record) | {"rope_theta": record.get("rope_theta", rope.get("rope_theta", 10000.0))}
+    settings |= {"num_key_value_heads": record.get("num_key_value_heads") or record.get("num_attention_heads")}
+    settings.setdefault("tie_word_embeddings", False)
+    is_supported = (
         record.get("model_type") in {"llama", QWEN2}
         and record.get("hidden_act", "silu") == "silu"
         and rope.get("rope_type", rope.get("type", "default")) == "default"
         and not record.get("use_sliding_window")
         and record.get("pretraining_tp", 1) == 1
     )
-    if not plain or not all(theirs in given for theirs in THEIR_NAMES.values()):
+    if not is_supported or not all(theirs in settings for theirs in THEIR_NAMES.values()):
         return None
     try:
-        shape = LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(record))
+        shape = LlamaConfig(**{ours: settings[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(record))
     except (ConfigError, TypeError):
         return None
     return shape if (record.get("head_dim") or shape.head_dim) == shape.head_dim else None
@@ -128,11 +125,11 @@ def write_llama(folder: Path, model: Llama) -> None:
     """Write configuration and weights into an existing folder.
 
     Raises:
-        OSError: the disk is full, or refuses otherwise.
+        OSError: the files cannot be written.
     """
     config = model.config
-    written = config_record(config, model.model.embed_tokens.weight.dtype)
-    _write_json(folder / CONFIG, written)
+    record = config_record(config, model.model.embed_tokens.weight.dtype)
+    _write_json(folder / CONFIG, record)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if config.tie_embeddings:
         del tensors[HEAD]
@@ -141,10 +138,10 @@ def write_llama(folder: Path, model: Llama) -> None:
 
 
 def read_llama(folder: Path) -> Llama:
-    """The model of a folder that :func:`write_llama` wrote, in evaluation mode.
+    """Read the model of a folder that :func:`write_llama` wrote, in evaluation mode.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the weights are not those of the shape.
+        CheckpointError: a file is missing or damaged, or the weights do not match the shape.
     """
     config = _config(folder / CONFIG)
     try:
@@ -153,11 +150,13 @@ def read_llama(folder: Path) -> Llama:
         raise CheckpointError(f"{str(folder / WEIGHTS)!r} cannot be read: {error}; write the folder again") from error
     model = Llama(config)
     model.to(next(iter(tensors.values())).dtype)
-    given = set(tensors) | ({HEAD} if config.tie_embeddings else set())
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if given != set(wanted) or any(tensor.shape != wanted[name] for name, tensor in tensors.items()):
+    stored_names = set(tensors) | ({HEAD} if config.tie_embeddings else set())
+    expected_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if stored_names != set(expected_shapes) or any(
+        tensor.shape != expected_shapes[name] for name, tensor in tensors.items()
+    ):
         raise CheckpointError(
-            f"the weights in {str(folder / WEIGHTS)!r} are not those of the shape in {CONFIG}; write the folder again"
+            f"the weights in {str(folder / WEIGHTS)!r} do not match the shape in {CONFIG}; write the folder again"
         )
     model.load_state_dict(tensors, strict=False)
     return model.eval()
@@ -166,14 +165,14 @@ def read_llama(folder: Path) -> Llama:
 def write_tokenizer(
     folder: Path, tokenizer: "Tokenizer", *, context: int, bos_id: int | None = None, eos_id: int | None = None
 ) -> None:
-    """Write the tokenizer as transformers reads it, and which tokens begin and end a text where that is known."""
+    """Write the tokenizer in transformers' format, with the begin and end tokens if known."""
     (folder / TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
-    ends = {name: found for name, found in (("bos", bos_id), ("eos", eos_id)) if found is not None}
+    ends = {name: token for name, token in (("bos", bos_id), ("eos", eos_id)) if token is not None}
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
-    settings |= {f"{name}_token": tokenizer.id_to_token(found) for name, found in ends.items()}
+    settings |= {f"{name}_token": tokenizer.id_to_token(token) for name, token in ends.items()}
     _write_json(folder / "tokenizer_config.json", settings)
     if ends:
-        _write_json(folder / GENERATION, {f"{name}_token_id": found for name, found in ends.items()})
+        _write_json(folder / GENERATION, {f"{name}_token_id": token for name, token in ends.items()})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -181,10 +180,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_tokenizer(folder: Path) -> "Tokenizer":
-    """The tokenizer of such a folder.
+    """Read the tokenizer of such a folder.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the file is missing or damaged.
     """
     try:
         return parsing.read_tokenizer(folder / TOKENIZER)
@@ -194,7 +193,9 @@ def read_tokenizer(folder: Path) -> "Tokenizer":
 
 def _config(path: Path) -> LlamaConfig:
     try:
-        given = read_object(path)
-        return LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(given))
+        record = read_object(path)
+        return LlamaConfig(**{ours: record[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(record))
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-        raise CheckpointError(f"{str(path)!r} is no shape of a Llama: {error!r}; write the folder again") from error
+        raise CheckpointError(
+            f"{str(path)!r} is not the configuration of a Llama: {error!r}; write the folder again"
+        ) from error

@@ -1,4 +1,4 @@
-"""Where a model lies and what it is: a run of octavo's, a Hugging Face folder or a GGUF file.
+"""Model sources: find a model and its kind (a run of octavo, a Hugging Face folder or a GGUF file).
 
 | kind         | recognised by                                              |
 |--------------|------------------------------------------------------------|
@@ -6,8 +6,8 @@
 | Hugging Face | a folder with a config.json, in high precision or in FP8   |
 | run          | a folder with a config.toml, metrics or checkpoints        |
 
-An existing path wins over a name on Hugging Face's hub. The network is used only where :func:`located` is told so
-(``--hub``): a path with a typing error is not looked up anywhere.
+An existing path takes precedence over a name on the Hugging Face Hub. The network is used only with ``hub=True``
+(``--hub``), so that a mistyped path is not looked up there.
 """
 
 import re
@@ -35,12 +35,12 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # ORG/NAME
 HF_CONFIG, RUN_CONFIG, RUN_TOKENIZER, RUN_METRICS = "config.json", "config.toml", "tokenizer.json", "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 INSTALL = "pip install 'octavo[hf]'"
-FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # of a model's files those that are read
-NOT_FROM_HUB = ("*/*", "consolidated*")  # the same weights again, as other programs name them
+FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # the files of a model that octavo reads
+NOT_FROM_HUB = ("*/*", "consolidated*")  # copies of the weights for other programs
 
 
 class SourceKind(StrEnum):
-    """Kinds of the table above."""
+    """Kind of a model source; see the table above."""
 
     RUN = "run"
     HUGGING_FACE = "hugging face"
@@ -48,48 +48,48 @@ class SourceKind(StrEnum):
 
 
 def located(source: str | Path, *, hub: bool = False) -> Path:
-    """Where a model lies: at a path, or in the hub's cache.
+    """Return the path of a model, which may be in the Hub's cache.
 
     Args:
-        source: a path, or a name on the hub.
-        hub: download a name's files into the cache; without it only those that are there already count.
+        source: a path, or a name on the Hub.
+        hub: download the model's files into the cache; otherwise only cached files are used.
 
     Raises:
-        ConfigError: there is no such path, and no model of that name in the cache or on the hub.
+        ConfigError: there is no such path, and no model of that name in the cache or on the Hub.
     """
     path = Path(source)
     if path.exists() or is_gguf(path):
         return path
-    refused = f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file"
+    message = f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file"
     if not HUB_NAME.fullmatch(str(source)):
-        raise ConfigError(f"{refused}, or ORG/NAME with --hub, which downloads a model from Hugging Face's hub")
+        raise ConfigError(f"{message}, or ORG/NAME with --hub to download a model from the Hugging Face Hub")
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ConfigError(f"{refused}; a name on Hugging Face's hub needs transformers, {INSTALL}") from error
+        raise ConfigError(f"{message}; a name on the Hugging Face Hub needs transformers, {INSTALL}") from error
     try:
         folder: str = huggingface_hub.snapshot_download(
             str(source), local_files_only=not hub, allow_patterns=[*FROM_HUB], ignore_patterns=[*NOT_FROM_HUB]
         )
-    except Exception as error:  # the hub's, the network's and the disk's errors alike
+    except Exception as error:  # errors of the Hub, the network or the disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        more = (
-            f"the hub did not give a model of that name: {reason}"
+        hint = (
+            f"the Hub has no model of that name or cannot be reached: {reason}"
             if hub
-            else "--hub downloads ORG/NAME from Hugging Face's hub"
+            else "--hub downloads ORG/NAME from the Hugging Face Hub"
         )
-        raise ConfigError(f"{refused}; {more}") from error
+        raise ConfigError(f"{message}; {hint}") from error
     return Path(folder)
 
 
 def kind_of(source: str | Path) -> SourceKind:
-    """Kind of a model's source; no other function decides it.
+    """Return the kind of a model source.
 
-    A Hugging Face folder, of ``octavo qat`` too, may hold files named as a run's; its config.json decides.
+    A folder with a config.json is a Hugging Face folder, even if it also has files named as a run's.
 
     Raises:
-        ConfigError: see :func:`located`; or it is a study's folder, which has several models.
-        CheckpointError: what is there is no language model.
+        ConfigError: see :func:`located`; or the folder of a study, which has several models.
+        CheckpointError: the path is not a language model.
     """
     path = located(source)
     if is_gguf(path):
@@ -100,34 +100,34 @@ def kind_of(source: str | Path) -> SourceKind:
     if has_run(path):
         return SourceKind.RUN
     raise CheckpointError(
-        f"{str(path)!r} is no model; give a run's folder (it has a {RUN_CONFIG}), a Hugging Face folder (it has a "
+        f"{str(path)!r} is not a model; give a run's folder (it has a {RUN_CONFIG}), a Hugging Face folder (it has a "
         f"{HF_CONFIG}) or a .gguf file"
     )
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file, by its ending."""
+    """Return True for a path with the suffix of a GGUF file."""
     return Path(path).suffix.lower() == ".gguf"
 
 
 def has_run(run_dir: str | Path) -> bool:
-    """Whether a run was started in the folder."""
+    """Return True if a run was started in the folder."""
     return any((Path(run_dir) / name).exists() for name in (RUN_CONFIG, RUN_TOKENIZER, RUN_METRICS, CHECKPOINTS))
 
 
 def check_is_run(path: Path) -> None:
-    """Point from a folder of runs to these. A study's has a configuration too, but trains nothing itself.
+    """Check that a folder is not a study or another folder of several runs.
 
     Raises:
         ConfigError: the folder holds several runs, or a study.
     """
-    if inside := runs_in(path):
+    if run_folders := runs_in(path):
         kind = "holds a study of several runs" if (path / RUN_CONFIG).exists() else "is a folder of runs"
-        raise ConfigError(f"{str(path)!r} {kind}; name one of {', '.join(inside)}")
+        raise ConfigError(f"{str(path)!r} {kind}; name one of {', '.join(run_folders)}")
 
 
 def runs_in(path: Path) -> list[str]:
-    """The runs inside a folder that is none itself."""
+    """List the runs inside a folder that is not a run itself."""
     if any((path / name).exists() for name in (RUN_METRICS, CHECKPOINTS)):
         return []
     return sorted(str(child.parent) for child in path.glob(f"*/{RUN_CONFIG}"))

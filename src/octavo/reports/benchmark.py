@@ -1,4 +1,4 @@
-"""The page of a benchmark's report: its bars, and a figure beside every table."""
+"""HTML page of a benchmark's report: its bars, and a figure for every table."""
 
 from typing import Any
 

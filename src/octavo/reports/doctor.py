@@ -127,7 +127,7 @@ def _cast_paths(series: Series) -> list[str]:
 def _scope(series: Series) -> str:
     steps, layers = series.casts.steps, _cast_paths(series)
     if not len(steps):
-        return "No layer was looked at."
+        return "No layer was sampled."
     recipes = sorted({str(series.layers[path]["recipe"]) for path in layers if path in series.layers})
     named = f" ({', '.join(recipes)})" if recipes else ""
     when = f"from step {int(steps[0]):,} to {int(steps[-1]):,}"

@@ -69,7 +69,7 @@ class Columns:
 
 
 def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
-    """Gather looks at ``steps`` [T], T >= 1, into at most ``most`` columns of equally many.
+    """Group the samples at ``steps`` [T], T >= 1, into at most ``most`` columns of equal size.
 
     Example:
         >>> columns = columns_of(np.arange(10.0), most=4)
@@ -82,7 +82,7 @@ def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
 
 
 def layers_of(series: Series) -> list[str]:
-    """Every row that a map can have: layers in the order in which they ran, then what is no layer."""
+    """All rows of the maps: layers in the order of execution, then the rest."""
     ran = _that_ran(series)
     known = set(ran)
     others = [_place(name, known) for name in series.parameters.keys]

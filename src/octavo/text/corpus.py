@@ -1,16 +1,16 @@
-"""The built-in corpus: text that people wrote, on every machine, offline.
+"""The built-in corpus: text written by people, available offline on every machine.
 
-A study of precisions needs real text; random tokens have nothing to learn. Every Python brings some: the sources of its
-standard library, and the language reference that ``help("for")`` prints (``pydoc_data.topics``), both under the PSF
-licence. The corpus is what the running interpreter holds, so two machines with the same Python train on the same bytes;
-its content hash says whether they do.
+A study of precisions needs real text, since random tokens cannot be learned. Every Python includes some: the sources of
+its standard library, and the language reference that ``help("for")`` prints (``pydoc_data.topics``), both under the PSF
+licence. The corpus is that of the running interpreter, so two machines with the same Python train on the same bytes,
+which the content hash verifies.
 
-Left out: tests; tables written by a program (code pages, sysconfig's build data, the topics' own source); third-party
-packages; and the parts that distributions package apart from the library (idlelib, tkinter, turtle, lib2to3, distutils,
-ensurepip), which would make the corpus depend on what else is installed.
+Excluded are tests; generated tables (code pages, sysconfig's build data, the topics' own source); third-party packages;
+and parts that distributions package separately (idlelib, tkinter, turtle, lib2to3, distutils, ensurepip), so that the
+corpus does not depend on other installed packages.
 
-A document's split follows from a hash of its path alone: stable when other files come or go, and whole files, so that
-no text is half trained on and half tested.
+A document's split depends only on a hash of its path: it is stable when other files change, and no file is in two
+splits.
 """
 
 import hashlib
@@ -58,12 +58,12 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and where it came from.
+    """A text and its origin.
 
     Attributes:
-        path: relative to its source; also its identity.
+        path: path relative to the source; identifies the document.
         text: the decoded text.
-        split: set where the source itself divides its documents, None otherwise.
+        split: split given by the source, or None.
     """
 
     path: str
@@ -76,11 +76,11 @@ class CorpusSummary:
     """Contents of the built-in corpus on this machine.
 
     Attributes:
-        python: version of the interpreter it was taken from.
-        licence: what it may be used under.
-        content_hash: of all paths and texts.
-        documents: (split, kind) to a count.
-        bytes: (split, kind) to a sum of UTF-8 bytes.
+        python: version of the interpreter.
+        licence: licence of the text.
+        content_hash: hash of all paths and texts.
+        documents: number of documents by (split, kind).
+        bytes: UTF-8 bytes by (split, kind).
     """
 
     python: str
@@ -91,7 +91,7 @@ class CorpusSummary:
 
 
 def builtin_documents() -> list[Document]:
-    """The corpus, in the order of its paths.
+    """List the documents of the corpus, sorted by path.
 
     Raises:
         DataError: the interpreter has no readable library sources (a zipped or frozen Python).
@@ -107,10 +107,10 @@ def builtin_documents() -> list[Document]:
 
 
 def topic_documents() -> list[Document]:
-    """The language reference alone, in the order of ``pydoc_data.topics``: one text, cut by topic.
+    """List the topics of the language reference, in the order of ``pydoc_data.topics``.
 
     Raises:
-        DataError: this Python was distributed without it.
+        DataError: this Python has no language reference.
     """
     topics = list(_topics())
     if not topics:
@@ -119,16 +119,16 @@ def topic_documents() -> list[Document]:
 
 
 def library_documents() -> list[Document]:
-    """The corpus without its language reference, each document in its split: what may precede a test on the topics.
+    """List the corpus without its language reference, each document with its split.
 
-    Most topics are in the corpus's training split, so a model that was tuned on all of that has seen them.
+    For training before an evaluation on the topics, most of which are in the whole corpus's training split.
     """
     found = (document for document in builtin_documents() if not document.path.startswith(f"{TOPICS}/"))
     return [replace(document, split=split_of(document.path)) for document in found]
 
 
 def split_of(path: str, held_out_share: float = HELD_OUT_SHARE) -> Split:
-    """The split of a path: its BLAKE2b hash as a fraction, the lowest shares held out.
+    """Return the split of a path, by its BLAKE2b hash as a fraction; the lowest fractions are held out.
 
     Example:
         >>> split_of("json/decoder.py")
@@ -141,7 +141,7 @@ def split_of(path: str, held_out_share: float = HELD_OUT_SHARE) -> Split:
 
 
 def path_fraction(path: str) -> float:
-    """A number in [0, 1) that depends on the path alone and looks random."""
+    """Hash of a path as a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=6).digest()) / 2**48
 
 
@@ -184,10 +184,10 @@ def _sources(root: Path) -> Iterator[Document]:
         if _is_left_out(relative):
             continue
         try:
-            with tokenize.open(path) as file:  # honours the file's own coding line
+            with tokenize.open(path) as file:  # decodes by the file's coding line
                 text = file.read()
         except (OSError, SyntaxError, UnicodeDecodeError):
-            continue  # not readable as Python source: not text
+            continue  # not readable as Python source
         if text.strip() and not _is_generated(relative, text):
             yield Document(relative.as_posix(), text)
 
@@ -210,6 +210,6 @@ def _topics() -> Iterator[Document]:
     try:
         topics = importlib.import_module(TOPICS.replace("/", ".")).topics
     except ModuleNotFoundError:
-        return  # some distributions leave it out; the summary shows that the kind is missing
+        return  # some distributions exclude it; the summary then lacks this kind
     for name, text in topics.items():
         yield Document(f"{TOPICS}/{name}", text)

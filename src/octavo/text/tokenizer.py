@@ -1,8 +1,8 @@
-"""The tokenizer: byte-level byte-pair encoding, trained on the text itself.
+"""Byte-level byte-pair encoding, trained on the text of a run.
 
-Bytes are the alphabet, so every text can be encoded and decodes to itself; the most frequent neighbours merge until the
-vocabulary is full. Training counts pairs and breaks ties by token id: the same text gives the same tokenizer. The
-file is the ``tokenizers`` library's tokenizer.json, which Hugging Face's classes read as it is.
+The alphabet is all bytes, so every text can be encoded and decodes to itself; the most frequent pairs are merged until
+the vocabulary is full. Training breaks ties by token id, so the same text gives the same tokenizer. The file is a
+tokenizer.json of the library ``tokenizers``, which Hugging Face's classes can load.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-LARGEST_VOCABULARY = 1 << 20  # four times the largest model's; the library takes memory for all at once, and aborts
-SMALLEST_VOCABULARY = 257  # every byte and the mark between documents
-SAMPLE_CHARACTERS = 8_000_000  # more text moves few merges of a small vocabulary, and counting it takes memory
+LARGEST_VOCABULARY = 1 << 20  # four times the largest model's; more aborts the library, which allocates all at once
+SMALLEST_VOCABULARY = 257  # every byte and the end-of-text token
+SAMPLE_CHARACTERS = 8_000_000  # more text changes few merges of a small vocabulary, and needs memory
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
@@ -78,7 +78,7 @@ def load_tokenizer(path: Path) -> "Tokenizer":
 
 
 def end_of_text_id(tokenizer: "Tokenizer") -> int:
-    """The id of the token between documents."""
+    """Return the id of the token between documents."""
     token = tokenizer.token_to_id(END_OF_TEXT)
     if token is None:
         raise DataError(f"the tokenizer has no {END_OF_TEXT} token; train one with octavo, or add the token")
@@ -86,9 +86,9 @@ def end_of_text_id(tokenizer: "Tokenizer") -> int:
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:
-    left = SAMPLE_CHARACTERS
+    remaining = SAMPLE_CHARACTERS
     for text in texts:
-        if left <= 0:
+        if remaining <= 0:
             return
-        yield text[:left]
-        left -= len(text)
+        yield text[:remaining]
+        remaining -= len(text)

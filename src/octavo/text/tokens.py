@@ -1,21 +1,21 @@
-"""Text to tokens on disk, and tokens to batches.
+"""Tokenization of text to files, and batches of tokens.
 
 ``prepare`` writes a data folder:
 
 | file                                | content                                                               |
 |-------------------------------------|-----------------------------------------------------------------------|
-| tokenizer.json                      | trained on the training split                                         |
+| tokenizer.json                      | tokenizer trained on the training split                               |
 | train.bin, validation.bin, test.bin | token ids, little-endian uint16 (uint32 for vocabularies over 65,536) |
-| manifest.json                       | where the text came from, its content hash; the counts, the token     |
-|                                     | files' and the tokenizer's SHA-256, written last                      |
+| manifest.json                       | source and content hash of the text, counts, and SHA-256 of the token |
+|                                     | files and the tokenizer; written last                                 |
 
-The folder is used again when text and vocabulary size are those of the manifest and its files are as they were
-written. Otherwise it is rebuilt, in a hidden folder beside it whose files take their places at the end. A folder that
-holds files and no manifest of this kind is somebody else's and refused.
+The folder is reused if text and vocabulary size match its manifest and its files match their checksums. Otherwise it is
+rebuilt in a hidden folder, whose files are moved at the end. A folder with files but without such a manifest raises
+ConfigError.
 
-``TokenData`` maps the token files into memory. A training batch is a pure function of (seed, step): its windows start
-at positions drawn by a counter-based key, not by an iterator, so a resumed run reads what the uninterrupted one would
-have read. Evaluation reads the split in order, in windows that do not overlap, so that every token is predicted once.
+``TokenData`` maps the token files into memory. A training batch is a pure function of (seed, step), so a resumed run
+reads the same batches as an uninterrupted one. Evaluation reads the split in order, in windows that do not overlap, so
+that every token is predicted once.
 """
 
 import json
@@ -53,12 +53,12 @@ ENCODE_CHARACTERS = 1_000_000  # between two reports of progress
 def prepare(
     source: str | Path, out_dir: str | Path, *, vocab_size: int, progress: Progress | None = None
 ) -> "TokenData":
-    """Tokenise a source into a data folder, or open the folder if it already holds just that.
+    """Tokenize a source into a data folder, or open the folder if it already holds those tokens.
 
     Args:
         source: see :func:`octavo.text.sources.load_documents`.
-        out_dir: the data folder; made if missing.
-        vocab_size: tokens wanted, 257 or more.
+        out_dir: the data folder; created if missing.
+        vocab_size: size of the vocabulary, 257 or more.
         progress: called with (phase, done, total); phases are "read", "tokenizer" and "encode".
 
     Raises:
@@ -74,19 +74,19 @@ def prepare(
 def preparing(
     source: str | Path, out_dir: str | Path, *, vocab_size: int, progress: Progress | None = None
 ) -> "Iterator[TokenData]":
-    """``prepare`` with a last look: what is in the folder stays until the block ends, and for good if it raises.
+    """Context of ``prepare`` that replaces the folder's files at the end of the block, unless it raises.
 
-    The tokens are to be looked at inside the block only; :func:`open_data` opens them in their place.
+    The yielded tokens are valid only inside the block; afterwards, open them with :func:`open_data`.
     """
     report = progress or _silent
     folder = Path(out_dir)
-    _check_own(folder)
+    _check_ownership(folder)
     report("read", 0, 1)
     documents = load_documents(source)
     identity = {"format": FORMAT_VERSION, "content_hash": content_hash(documents), "vocab_size": vocab_size}
     report("read", 1, 1)
-    if (found := _matching(folder, identity)) is not None:
-        yield found
+    if (existing_data := _matching(folder, identity)) is not None:
+        yield existing_data
         return
     splits = divide(documents, by_file=str(source) == BUILTIN)
     with _replacing_files_of(folder, identity) as temporary:
@@ -98,7 +98,7 @@ def open_data(folder: str | Path) -> "TokenData":
     """Open a data folder that ``prepare`` wrote.
 
     Raises:
-        DataError: it is missing, incomplete or damaged.
+        DataError: the folder is missing, incomplete or damaged.
     """
     folder = Path(folder)
     try:
@@ -113,13 +113,13 @@ def open_data(folder: str | Path) -> "TokenData":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenData:
-    """The tokens of a source, by split.
+    """Tokens of a source, by split.
 
     Attributes:
-        folder: where they are.
-        manifest: what manifest.json says.
-        vocab_size: ids run from 0 to this, exclusive.
-        splits: token ids, memory-mapped.
+        folder: the data folder.
+        manifest: content of manifest.json.
+        vocab_size: number of token ids.
+        splits: memory-mapped token ids.
     """
 
     folder: Path
@@ -129,17 +129,17 @@ class TokenData:
 
     @property
     def content_hash(self) -> str:
-        """Hash of the text the tokens came from."""
+        """Hash of the tokenized text."""
         return str(self.manifest["content_hash"])
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer that made the tokens."""
+        """Load the tokenizer of the tokens."""
         return load_tokenizer(self.folder / TOKENIZER)
 
     def batch(
         self, step: int, *, batch_size: int, context: int, seed: int, split: Split = Split.TRAIN
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [batch_size, context] int64 of a step; the targets are the inputs one token on.
+        """Inputs and targets [batch_size, context] int64 of a step; the targets are the inputs shifted by one token.
 
         Raises:
             DataError: the split is shorter than the context.
@@ -151,30 +151,29 @@ class TokenData:
     def windows(
         self, context: int, *, split: Split = Split.VALIDATION, max_tokens: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Non-overlapping windows: inputs and targets [count, context] int64; a rest shorter than a window is left out.
+        """Non-overlapping windows: inputs and targets [count, context] int64; an incomplete last window is dropped.
 
         Args:
-            context: tokens a window predicts.
-            split: which tokens.
-            max_tokens: take at most so many, as windows spread evenly over the split; at least one window; None for
-                all.
+            context: predicted tokens per window.
+            split: split to read.
+            max_tokens: most tokens, in windows spread evenly over the split, at least one window; None for all.
 
         Raises:
             DataError: the split is shorter than the context.
         """
         tokens = self._long_enough(split, context)
         count = (len(tokens) - 1) // context
-        wanted = count if max_tokens is None else min(count, max(1, max_tokens // context))
-        chosen = np.arange(wanted) * count // wanted
-        return _shifted(np.stack([tokens[i * context : (i + 1) * context + 1] for i in chosen]))
+        window_count = count if max_tokens is None else min(count, max(1, max_tokens // context))
+        window_indices = np.arange(window_count) * count // window_count
+        return _shifted(np.stack([tokens[i * context : (i + 1) * context + 1] for i in window_indices]))
 
     def _long_enough(self, split: Split, context: int) -> NDArray[Any]:
         if context < 1:
             raise ConfigError(f"context must be at least 1, not {context}")
         tokens = self.splits[split]
         if len(tokens) <= context:
-            chosen = self.manifest.get("split", split)
-            part = chosen if chosen == "all" else f"the {chosen} split"
+            split_name = self.manifest.get("split", split)
+            part = split_name if split_name == "all" else f"the {split_name} split"
             raise DataError(
                 f"{part} of {self.manifest['source']!r} has {len(tokens)} tokens, too few for a context of "
                 f"{context}; give more text or a shorter context"
@@ -191,8 +190,8 @@ def _silent(phase: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
-def _check_own(folder: Path) -> None:
-    """Refuse a folder with files in it that ``prepare`` did not begin."""
+def _check_ownership(folder: Path) -> None:
+    """Raise ConfigError for a folder with files that ``prepare`` did not write."""
     if not folder.is_dir() or all(path.name.startswith(".") for path in folder.iterdir()):
         return
     try:
@@ -207,8 +206,8 @@ def _check_own(folder: Path) -> None:
 
 @contextmanager
 def _replacing_files_of(folder: Path, identity: dict[str, Any]) -> Iterator[Path]:
-    """A folder to write to; its files take their places in ``folder``, where others stay, when the block ends."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    """Yield a temporary folder whose files replace those in ``folder`` when the block ends."""
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with hidden_folder(folder, "data") as temporary:
@@ -219,7 +218,7 @@ def _replacing_files_of(folder: Path, identity: dict[str, Any]) -> Iterator[Path
                 path.replace(folder / path.name)
             sync_folder(folder)
     finally:
-        for path in made:
+        for path in new_folders:
             remove_if_empty(path)
 
 
@@ -240,7 +239,7 @@ def _write(folder: Path, identity: dict[str, Any], splits: dict[Split, list[Docu
 
 
 def _matching(folder: Path, identity: dict[str, Any]) -> "TokenData | None":
-    """The data in the folder, if it is whole and made from that text with that vocabulary size."""
+    """Return the data in the folder if it is complete and matches text and vocabulary size, else None."""
     try:
         data = open_data(folder)
     except DataError:
@@ -249,9 +248,9 @@ def _matching(folder: Path, identity: dict[str, Any]) -> "TokenData | None":
 
 
 def _check_digest(path: Path, expected: str | None) -> None:
-    """Refuse a changed file; a manifest of before 2026-11-24 has no digest of the tokenizer."""
+    """Check a file's SHA-256; manifests from before 2026-11-24 have none for the tokenizer."""
     if expected is not None and file_digest(path) != expected:
-        raise ValueError(f"{path.name} is not what was written: its SHA-256 is not the manifest's")
+        raise ValueError(f"{path.name} was changed: its SHA-256 differs from the manifest's")
 
 
 def _dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -261,9 +260,7 @@ def _dtype_for(vocab_size: int) -> np.dtype[Any]:
 def _map(path: Path, counts: dict[str, Any], vocab_size: int) -> NDArray[Any]:
     dtype, tokens = _dtype_for(vocab_size), int(counts["tokens"])
     if path.stat().st_size != tokens * dtype.itemsize:
-        raise ValueError(
-            f"{path.name} has {path.stat().st_size} bytes, the manifest promises {tokens * dtype.itemsize}"
-        )
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, but {tokens * dtype.itemsize} by the manifest")
     _check_digest(path, counts["sha256"])
     if not tokens:
         return np.zeros(0, dtype)  # an empty file cannot be mapped
@@ -291,21 +288,21 @@ def _encode_splits(
 
 
 def _encode(tokenizer: "Tokenizer", texts: list[str]) -> NDArray[Any]:
-    """Ids of the texts, each followed by the end-of-text token."""
+    """Encode texts, each followed by the end-of-text token."""
     end = end_of_text_id(tokenizer)
     rows = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
     return np.concatenate(rows).astype(_dtype_for(tokenizer.get_vocab_size()))
 
 
 def _groups(documents: list[Document]) -> Iterator[list[str]]:
-    """Texts in runs of about a million characters."""
+    """Yield groups of texts of about a million characters."""
     group: list[str] = []
-    held = 0
+    characters = 0
     for document in documents:
         group.append(document.text)
-        held += len(document.text)
-        if held >= ENCODE_CHARACTERS:
+        characters += len(document.text)
+        if characters >= ENCODE_CHARACTERS:
             yield group
-            group, held = [], 0
+            group, characters = [], 0
     if group:
         yield group

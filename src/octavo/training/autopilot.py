@@ -1,25 +1,25 @@
-"""The autopilot: during training, what the doctor finds is mended, and mended back when it is over.
+"""The autopilot: apply remedies for the doctor's findings during training, and revert them when they are not needed.
 
-After each look at the model the doctor's rules read the looks since the last act, and everything they find of severity
-``warn`` or ``fail`` at the newest look leads to an act: the first remedy that the doctor knows for it, that a run can
-take up on its way and that changes anything. Causes come before consequences: what is found of the run as a whole is
-acted on only where no act at a layer is on trial.
+After each sample ("look") of the model, the doctor's rules read the looks since the last act. Each finding of severity
+``warn`` or ``fail`` at the newest look leads to an act: its first remedy that a run can apply during training and that
+changes anything. Causes come before consequences: findings of the whole run are acted on only if no act at a layer is
+on trial.
 
-*Judgement.* ``autopilot_patience`` looks after the last act, those on trial are judged. Where the finding is still
-there, the act is taken back and the next remedy is tried. A finding about the loss shows in the whole run only: it is
-still there where the whole run shows it, and half of what the loss had risen by at the act is not gone.
+*Judgement.* ``autopilot_patience`` looks after the last act, the acts on trial are judged. If the finding persists, the
+act is taken back and the next remedy is tried. A finding about the loss is judged on the whole run: it persists if the
+whole run shows it and less than half of the loss's rise at the act has been recovered.
 
-*Memory.* The whole run is, to the autopilot, its newest LOOKS_KEPT looks and the steps between them.
+*Memory.* For the autopilot, the whole run is its newest LOOKS_KEPT looks and the steps between them.
 
-*Probation.* Where an act that gave a few layers a finer recipe for their tensors' sake has helped, these are measured
-at each look under the recipe that they would run without it (:mod:`octavo.doctor.shadow`), and the numbers are written
-as "probation" lines. One more than ``autopilot_patience`` of them in a row without a finding take the act back.
+*Probation.* After an act that gave a few layers a finer recipe because of their tensors has helped, those layers are
+also measured under the recipe that they would run without the act (:mod:`octavo.doctor.shadow`), in "probation" lines.
+After ``autopilot_patience`` + 1 of them in a row without a finding the act is taken back.
 
-Where the finding returns after that, the remedy does too, and stays: the trial was no proof. No layer is changed, or
-changed back, more than ``autopilot_flips`` times; what has helped is taken back only while there are two left.
+If the finding returns after that, the remedy is applied again and stays. No layer is changed or changed back more than
+``autopilot_flips`` times; an act that helped is taken back only while two changes are left.
 
-Every decision is a function of metrics.jsonl as it is written: its lines, read back, bring a resumed run to the same
-decisions, to the last digit.
+Every decision is a function of metrics.jsonl, so a resumed run that reads its lines makes the same decisions, bit for
+bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,9 +47,9 @@ from octavo.training.precision import layer_recipe
 
 __all__ = ["Autopilot"]
 
-LOOKS_KEPT = 64  # of which the rules see a trend, whatever the length of the run
-LAYERS_ON_PROBATION = 4  # of one act
-SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another tensor, shows in no other recipe's trial
+LOOKS_KEPT = 64  # enough for the rules' trends; bounds memory
+LAYERS_ON_PROBATION = 4  # most layers of one act
+SHOWN_BY_TENSORS = {  # findings that a trial under another recipe can show; a frozen or foreign scale cannot
     "saturation",
     "gradient-underflow",
     "bulk-underflow",
@@ -59,21 +59,21 @@ SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another ten
 }
 Rule = Callable[[Series, Thresholds], Iterator[Finding]]
 SHOWN_BY_LOSS: dict[str, Rule] = {"divergence": divergence, "learning-rate": learning_rate}
-LOSSES = 5  # steps whose median stands for a time
-OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that say no more than which recipe a layer runs
+LOSSES = 5  # steps per median of the loss
+OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that only decide the recipes of layers
 AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
 Line = dict[str, Any]
 
 
 class Autopilot:
-    """Decides, for one run.
+    """Autopilot of one run.
 
     Args:
-        config: what the run was started with.
-        lines: of its metrics.jsonl so far.
+        config: configuration that the run was started with.
+        lines: lines of its metrics.jsonl so far.
 
     Attributes:
-        ill: paths of layers, and of modules, that the newest acts are to mend.
+        unhealthy_layers: paths of layers, and of modules, that the newest acts change.
     """
 
     def __init__(self, config: RunConfig, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -83,17 +83,17 @@ class Autopilot:
         self.lines: list[Line] = []
         self.layers: tuple[str, ...] = ()
         self.shadows: list[tuple[Act, Shadow]] = []
-        self.ill: list[str] = []
+        self.unhealthy_layers: list[str] = []
         for line in lines:
             self.see(dict(line))
 
     @property
     def training(self) -> TrainingConfig:
-        """What the run trains with now."""
+        """Current settings of the run."""
         return training_after(self.config, self.journal.in_force)
 
     def see(self, line: Line) -> None:
-        """Take note of a line of metrics.jsonl, as it stands there."""
+        """Record a line of metrics.jsonl."""
         self.journal.see(line)
         if line["kind"] == "watched":
             self.layers = tuple(line["layers"])
@@ -103,7 +103,7 @@ class Autopilot:
 
     @contextmanager
     def looking(self, model: nn.Module, step: int, look: AbstractContextManager[StepNotes]) -> Iterator[StepNotes]:
-        """``look``, around a step; the tensors of layers on probation are seen too."""
+        """Context around a step: ``look``, and the shadows of layers on probation."""
         self.shadows = [
             (act, Shadow(path, layer, layer_recipe(path, training, step=step), self._window(path)))
             for act, path, training in self._on_probation(step)
@@ -115,12 +115,12 @@ class Autopilot:
             yield stack.enter_context(look)
 
     def act(self, step: int, log: MetricsLog, emit: OnEvent) -> bool:
-        """After a look: write what is decided; whether the run's settings have changed.
+        """Decide after a look and write the decisions; return True if the run's settings changed.
 
-        ``log`` must let this object see what it writes.
+        ``log`` must pass its lines to :meth:`see`.
         """
         self._write_trials(step, log)
-        self.ill, has_changed = [], False
+        self.unhealthy_layers, has_changed = [], False
         for line in self._decisions(step):
             log.write("autopilot", step, **line)
             emit(Notice(text=f"step {step}: {line['finding']} at {line['path'] or 'the run'}: {line['act']}"))
@@ -128,7 +128,7 @@ class Autopilot:
         return has_changed
 
     def _write_trials(self, step: int, log: MetricsLog) -> None:
-        """A line of each layer on probation; none of a step that broke: it is looked at again if it is made again."""
+        """Write a line for each layer on probation, unless the step broke and may be repeated."""
         is_finished = any(line["kind"] == "step" and line["step"] == step for line in reversed(self.lines))
         for act, shadow in self.shadows if is_finished else ():
             sample = shadow.sample(step)
@@ -138,32 +138,32 @@ class Autopilot:
         self.shadows = []
 
     def _decisions(self, step: int) -> Iterator[Line]:
-        """Lines to write; each is seen before the next is decided."""
+        """Yield lines to write; each must be recorded before the next is requested."""
         judged = [one for one in self.journal.in_force if one.judged == step]
         findings = [*self._current(), *self._of_the_loss(judged)]
         for act in judged:
-            still = next((one for one in findings if one.code == act.code and one.is_at(act.path)), None)
-            if still is not None:
-                why = f"Taken back, it did not help: {act.remedy.text}"
-                yield _taking_back(act, why, still.evidence, helped=False)
+            remaining = next((one for one in findings if one.code == act.code and one.is_at(act.path)), None)
+            if remaining is not None:
+                text = f"Taken back, because it did not help: {act.remedy.text}"
+                yield _taking_back(act, text, remaining.evidence, helped=False)
         for act in self.journal.in_force:
             if self._has_passed(act):
                 looks = self.patience + 1
-                why = f"Taken back, {looks} looks at its tensors were healthy without: {act.remedy.text}"
-                yield _taking_back(act, why, {"looks": looks}, helped=True)
+                text = f"Taken back, because {looks} samples were healthy without it: {act.remedy.text}"
+                yield _taking_back(act, text, {"looks": looks}, helped=True)
         for finding in sorted(findings, key=lambda one: not one.path):
             if self._may_act(finding):
                 yield self._acting(finding)
 
     def _current(self) -> list[Finding]:
-        """What the looks since the last act show, that matters and is there at the newest."""
+        """Warnings and failures in the looks since the last act that the newest look shows."""
         looks = sorted({line["step"] for line in self.lines if line["kind"] == "statistics"})
         before = looks[-2] if len(looks) > 1 else 0
-        found = diagnose(series_of(self._since_last_act()))
-        return [one for one in found if one.severity != Severity.NOTE and one.last_step > before]
+        findings = diagnose(series_of(self._since_last_act()))
+        return [one for one in findings if one.severity != Severity.NOTE and one.last_step > before]
 
     def _of_the_loss(self, judged: list[Act]) -> Iterator[Finding]:
-        """Of the findings for whose sake acts were made, those that the losses of the whole run still show."""
+        """Findings about the loss behind judged acts that the whole run still shows."""
         for act in judged:
             if act.code in SHOWN_BY_LOSS and not self._comes_back(act.step):
                 series = series_of(line for line in self.lines if line["kind"] != "probation")
@@ -172,7 +172,7 @@ class Autopilot:
                         yield replace(one, remedies=remedies_for(one, series))
 
     def _comes_back(self, since: int) -> bool:
-        """Whether half of what the loss had risen by at a step, from its best until then, is gone."""
+        """Return True if the loss has recovered half of its rise from its best until ``since``."""
         losses = [(line["step"], line["loss"]) for line in self.lines if line["kind"] == "step"]
         until = [loss for step, loss in losses if step <= since]
         medians = [median(until[end - LOSSES : end]) for end in range(LOSSES, len(until) + 1)]
@@ -191,49 +191,51 @@ class Autopilot:
     def _acting(self, finding: Finding) -> Line:
         number = len(self.journal.acts) + 1
         moves = self.journal.moves(finding.path)
-        found = self._remedy(finding, number) if moves < self.flips else None
-        if found is not None:
-            self.ill += [finding.path, *finding.places[:1]]
-            return {**_line(finding, act=found.remedy.text, changes=found.remedy.changes), "number": number}
+        act = self._remedy(finding, number) if moves < self.flips else None
+        if act is not None:
+            self.unhealthy_layers += [finding.path, *finding.places[:1]]
+            return {**_line(finding, act=act.remedy.text, changes=act.remedy.changes), "number": number}
         if moves >= self.flips:
-            return _line(finding, act=f"Left as it is: changed and changed back {moves} times already.", changes={})
-        known = finding.remedies[0].text if finding.remedies else "nothing is known that mends it."
-        return _line(finding, act=f"Nothing is left that a run could change: {known}", changes={})
+            return _line(finding, act=f"Left unchanged: changed and changed back {moves} times already.", changes={})
+        fallback = finding.remedies[0].text if finding.remedies else "no remedy is known."
+        return _line(finding, act=f"No remedy is left that a run can apply: {fallback}", changes={})
 
     def _remedy(self, finding: Finding, number: int) -> Act | None:
-        """The first remedy that a run can take up, that changes anything, and that was not tried in vain."""
+        """First remedy that a run can apply, that changes anything, and that has not failed before."""
         in_force = self.journal.in_force
-        vain = [one.remedy.changes for one in self.journal.acts if _same_place(one, finding) and not one.helped]
+        failed_changes = [
+            one.remedy.changes for one in self.journal.acts if _same_place(one, finding) and not one.helped
+        ]
         for remedy in finding.remedies:
             act = Act(number=number, step=0, code=finding.code, path=finding.path, role=finding.role, remedy=remedy)
-            if not remedy.changes or not remedy.changes.keys() <= LIVE or remedy.changes in vain:
+            if not remedy.changes or not remedy.changes.keys() <= LIVE or remedy.changes in failed_changes:
                 continue
             acts = [*in_force, act]
             if is_possible(self.config, acts) and self._is_felt(training_after(self.config, acts)):
                 return act
         return None
 
-    def _is_felt(self, wanted: TrainingConfig) -> bool:
-        """Whether other settings are more than words: a layer runs another recipe, or anything else changes."""
+    def _is_felt(self, proposed: TrainingConfig) -> bool:
+        """Return True if settings change the recipe of a layer or anything else."""
         now = self.training
-        if replace(wanted, **{key: getattr(now, key) for key in OF_LAYERS}) != now:
+        if replace(proposed, **{key: getattr(now, key) for key in OF_LAYERS}) != now:
             return True
-        fp8, own = (replace(one, precision_schedule=()) for one in (wanted, now))
-        return any(layer_recipe(path, fp8) != layer_recipe(path, own) for path in self.layers)
+        proposed_fp8, current_fp8 = (replace(one, precision_schedule=()) for one in (proposed, now))
+        return any(layer_recipe(path, proposed_fp8) != layer_recipe(path, current_fp8) for path in self.layers)
 
     def _on_probation(self, step: int) -> Iterator[tuple[Act, str, TrainingConfig]]:
-        """Acts that helped, paths of their layers, and what the run would train with without the act.
+        """Yield acts that helped, the paths of their layers, and the settings without the act.
 
-        A layer of two such acts is there for the newer: one trial of a layer at a time.
+        A layer of two such acts is on probation for the newer one only.
         """
-        seen: set[str] = set()
+        covered: set[str] = set()
         for act in reversed(self.journal.in_force):
             if not self._may_be_taken_back(act):
                 continue
             without = training_after(self.config, [one for one in self.journal.in_force if one is not act])
             for path in self._layers(act):
-                if path not in seen and not layer_recipe(path, without, step=step).is_high_precision:
-                    seen.add(path)
+                if path not in covered and not layer_recipe(path, without, step=step).is_high_precision:
+                    covered.add(path)
                     yield act, path, without
 
     def _may_be_taken_back(self, act: Act) -> bool:
@@ -249,15 +251,15 @@ class Autopilot:
         return paths if len(paths) <= LAYERS_ON_PROBATION else []
 
     def _has_passed(self, act: Act) -> bool:
-        """Whether every layer of the act was healthy under its coarser recipe at the newest looks."""
+        """Return True if every layer of the act was healthy under its coarser recipe at the newest looks."""
         if not self._may_be_taken_back(act):
             return False
         paths = self._layers(act)
         return bool(paths) and all(self._is_healthy(path, without=act) for path in paths)
 
     def _is_healthy(self, path: str, *, without: Act) -> bool:
-        own = [line for line in self._probations(path) if line.get("number") == without.number]
-        trials = own[-(self.patience + 1) :]
+        act_trials = [line for line in self._probations(path) if line.get("number") == without.number]
+        trials = act_trials[-(self.patience + 1) :]
         if len(trials) <= self.patience:
             return False
         lines = [line for trial in trials for line in _as_look(trial)]
@@ -267,7 +269,7 @@ class Autopilot:
         return [line for line in self.lines if line["kind"] == "probation" and line["path"] == path]
 
     def _window(self, path: str) -> Tensor | None:
-        """The amaxes of a layer's roles at its looks on probation, newest first: float32 [3, L]."""
+        """Amaxes of a layer's roles at its looks on probation, newest first: float32 [3, L]."""
         columns = []
         for trial in reversed(self._probations(path)):
             amaxes = dict.fromkeys(ROLES, -1.0)
@@ -277,13 +279,13 @@ class Autopilot:
         return torch.tensor(columns).t().contiguous() if columns else None
 
     def _since_last_act(self) -> list[Line]:
-        """The lines after it, and the names that the first look among them needs."""
+        """Lines since the last act, preceded by the names that their first look needs."""
         since = self.journal.since
         later = [line for line in self.lines if line["step"] > since and line["kind"] != "probation"]
         return [*_names_before(self.lines, since), *later]
 
     def _forget(self) -> None:
-        """Keep the newest looks."""
+        """Drop all but the newest looks."""
         looks = [index for index, line in enumerate(self.lines) if line["kind"] == "statistics"]
         if len(looks) > LOOKS_KEPT:
             cut = looks[-LOOKS_KEPT]
@@ -291,7 +293,7 @@ class Autopilot:
 
 
 def _names_before(lines: list[Line], step: int) -> list[Line]:
-    """The last "watched" line that is not after a step, if there is one."""
+    """Last "watched" line up to a step, as a list of at most one."""
     return [line for line in lines if line["kind"] == "watched" and line["step"] <= step][-1:]
 
 

@@ -1,12 +1,12 @@
-"""What the autopilot has done, as the "autopilot" lines of metrics.jsonl tell it, and what a run trains with by it.
+"""Journal of the autopilot's acts, read from the "autopilot" lines of metrics.jsonl, and the settings that result.
 
     {"kind": "autopilot", "step": 40, "finding": "frozen-scale", "path": "layers.0.down_proj", "role": "input",
      "number": 1, "act": "Run layers.0.down_proj with scales from the tensors themselves (tensorwise).",
      "changes": {"overrides": {"layers.0.down_proj": "tensorwise"}}, "evidence": {"stale_ratio": 8.2, …}}
     {"kind": "autopilot", "step": 200, …, "takes_back": 1, "helped": true, …}
 
-The first holds from step 41 on. ``number`` counts the acts; a line that takes one back has its number, and whether it
-had helped. A line without changes says that nothing is left to try.
+The first act applies from step 41 on. ``number`` counts the acts; ``takes_back`` is the number of a reverted act and
+``helped`` whether it had helped. A line without changes means that no remedy is left.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from octavo.training.config import RunConfig, TrainingConfig, config_from_dict
 
 __all__ = ["LIVE", "Act", "Journal", "is_possible", "training_after"]
 
-LIVE = frozenset(  # keys of [training] that a run can change on its way
+LIVE = frozenset(  # keys of [training] that can change during a run
     {
         "recipe", "recipe_options", "overrides", "precision_schedule", "skip", "cache_weights", "precision",
         "loss_scale", "lr", "min_lr", "warmup",
@@ -30,18 +30,18 @@ LIVE = frozenset(  # keys of [training] that a run can change on its way
 
 @dataclass(slots=True, kw_only=True)
 class Act:
-    """One remedy that was applied.
+    """An applied remedy.
 
     Attributes:
-        number: its place among the acts, from 1 on.
-        step: it holds from the next one on.
-        code: of the finding.
-        path: of the finding; "" for the run.
-        role: of the finding.
-        remedy: what was changed.
-        judged: the step of the look that judged it; None before that.
-        taken_back: the step after which it does not hold any more; None while it does.
-        helped: whether it was taken back though it had helped.
+        number: number of the act, from 1 on.
+        step: step before the first that it applies to.
+        code: code of the finding.
+        path: path of the finding; "" for the run.
+        role: role of the finding.
+        remedy: the remedy, with the changes.
+        judged: step of the look that judged it; None before that.
+        taken_back: last step that it applies to; None while it applies.
+        helped: False if it was taken back because it did not help.
     """
 
     number: int
@@ -57,13 +57,13 @@ class Act:
 
 @dataclass(slots=True)
 class Journal:
-    """The acts so far.
+    """Acts so far.
 
     Attributes:
         patience: looks after which an act is judged.
-        acts: in order.
-        given_up: (code, path) of findings that nothing is left to try for.
-        since: the step of the last act, or of the last taking back.
+        acts: acts in order.
+        given_up: (code, path) of findings without a remaining remedy.
+        since: step of the last act or reversal.
         looks: looks since then.
     """
 
@@ -74,7 +74,7 @@ class Journal:
     looks: int = 0
 
     def see(self, line: Mapping[str, Any]) -> None:
-        """Take note of a line of metrics.jsonl."""
+        """Record a line of metrics.jsonl."""
         if line["kind"] == "statistics":
             self._see_look(line["step"])
         elif line["kind"] == "autopilot":
@@ -82,16 +82,16 @@ class Journal:
 
     @property
     def in_force(self) -> list[Act]:
-        """The acts that were not taken back."""
+        """Acts that were not taken back."""
         return [act for act in self.acts if act.taken_back is None]
 
     @property
     def on_trial(self) -> list[Act]:
-        """Those that were not judged yet."""
+        """Acts that were not judged yet."""
         return [act for act in self.in_force if act.judged is None]
 
     def moves(self, path: str) -> int:
-        """How often the configuration of a place was changed and changed back."""
+        """Number of changes and reversals at a path."""
         return sum(1 + (act.taken_back is not None) for act in self.acts if act.path == path)
 
     def _see_look(self, step: int) -> None:
@@ -122,17 +122,17 @@ class Journal:
 
 
 def training_after(config: RunConfig, acts: Iterable[Act]) -> TrainingConfig:
-    """What a run trains with under acts.
+    """Settings of a run under acts.
 
     Raises:
-        ConfigError: together with the run's own settings they are none that a run can have.
+        ConfigError: the acts and the run's own settings are not valid together.
     """
     remedies = [act.remedy for act in acts]
     return config_from_dict(applied(config.to_dict(), remedies)).training if remedies else config.training
 
 
 def is_possible(config: RunConfig, acts: Iterable[Act]) -> bool:
-    """Whether a run can be trained under acts."""
+    """Return True if the settings under acts are valid."""
     try:
         training_after(config, acts)
     except ConfigError:

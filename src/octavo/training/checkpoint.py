@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to continue to the last digit, in a folder that is whole or not there.
+"""Checkpoints: everything a run needs to continue bit for bit, in a folder that is written completely or not at all.
 
 | file                    | content                                                                                  |
 |-------------------------|------------------------------------------------------------------------------------------|
@@ -8,9 +8,8 @@
 | state.json              | step, generators, loss scale, lines of metrics.jsonl, hashes of configuration, data, the |
 |                         | other files and its own values                                                           |
 
-There is no data position: batches are a function of the step. The files are written into a hidden folder beside the
-others, synced, and the folder is renamed; a full disk or a kill leaves earlier checkpoints as they were. Nothing is
-pickled.
+There is no data position: batches are a function of the step. The files are written into a hidden folder, synced, and
+the folder is renamed; a full disk or a kill leaves earlier checkpoints unchanged. No file uses pickle.
 """
 
 import base64
@@ -55,14 +54,14 @@ STEP_NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
-    """What state.json says beside the files' hashes.
+    """Content of state.json without the hashes of files.
 
     Attributes:
         step: finished optimizer updates.
-        config_hash: of the run's configuration.
-        data_hash: of the text trained on.
-        model: the decoder's shape, for :class:`octavo.models.LlamaConfig`.
-        metrics: the lines of metrics.jsonl when it was saved; None in one by an octavo before 2026-11-24.
+        config_hash: hash of the run's configuration.
+        data_hash: hash of the training text.
+        model: shape of the decoder, for :class:`octavo.models.LlamaConfig`.
+        metrics: record of metrics.jsonl at the time of saving; None in checkpoints from before 2026-11-24.
     """
 
     step: int
@@ -102,17 +101,17 @@ def save_checkpoint(
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The checkpoint of the highest step; folders that were not finished do not count."""
+    """Return the newest complete checkpoint, or None."""
     return max(_complete(run_dir), key=_step_of, default=None)
 
 
 def foreign_file(run_dir: Path) -> Path | None:
-    """A file or folder below ``checkpoints/`` that ``save_checkpoint`` did not make, if there is one."""
+    """Return a file or folder below ``checkpoints/`` that ``save_checkpoint`` did not create, or None."""
     return next((path for path in (run_dir / FOLDER).rglob("*") if not _is_own(path)), None)
 
 
 def remove_checkpoints(run_dir: Path) -> None:
-    """Remove every checkpoint, unfinished ones included, by the names of their files."""
+    """Remove all checkpoints, including unfinished ones, by the names of their files."""
     for path in (run_dir / FOLDER).glob("*"):
         if STEP_NAME.fullmatch(path.name.removeprefix(".").partition(".")[0]):
             for name in OWN_FILES:
@@ -148,15 +147,15 @@ def newest_lines(run_dir: Path) -> LinesWritten | None:
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    """Put parameters, buffers and scaling state into a model that is already converted.
+    """Load parameters, buffers and scaling state into a converted model.
 
     Raises:
-        CheckpointError: a damaged file, or tensors of another model; nothing is loaded then.
+        CheckpointError: a damaged file, or tensors of another model; the model is then unchanged.
     """
     raw = _read_json(path)
     own = _unique_tensors(model)
     tensors = _read_tensors(path, MODEL, raw)
-    _check_fit(path / MODEL, {name: tensor.shape for name, tensor in own.items()}, tensors)
+    _check_shapes(path / MODEL, {name: tensor.shape for name, tensor in own.items()}, tensors)
     scaling = _read_tensors(path, SCALING, raw)
     load_scaling_state(model, scaling)
     with torch.no_grad():
@@ -167,7 +166,7 @@ def load_model(path: Path, model: nn.Module) -> None:
 def load_checkpoint(
     path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler | None = None
 ) -> CheckpointState:
-    """Put everything back where ``save_checkpoint`` found it, torch's generators included.
+    """Restore model, optimizer, loss scaler and torch's generators from a checkpoint.
 
     Raises:
         CheckpointError: a damaged or missing file, or tensors of another model.
@@ -176,13 +175,15 @@ def load_checkpoint(
     state = _state_from(path, raw)
     moments = _read_tensors(path, OPTIMIZER, raw)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    _check_fit(path / OPTIMIZER, _moment_shapes(parameters), moments)
+    _check_shapes(path / OPTIMIZER, _moment_shapes(parameters), moments)
     if scaler is not None:
         scaler.load_state_dict(raw.get("loss_scaler", {}))
     load_model(path, model)
     for name, parameter in parameters.items():
-        own = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in own.items()}
+        model_tensors = {
+            key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name
+        }
+        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in model_tensors.items()}
     _set_generators(path, raw)
     return state
 
@@ -213,14 +214,14 @@ def _write(
 
 
 def _complete(run_dir: Path) -> list[Path]:
-    """Finished checkpoints, oldest first. Only a rename makes the name, so a name with state.json is finished."""
+    """Complete checkpoints, oldest first; the folder gets its name by a rename once it is complete."""
     folder = run_dir / FOLDER
     found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and (path / STATE).is_file()]
     return sorted(found, key=_step_of)
 
 
 def _is_own(path: Path) -> bool:
-    """Whether the path is the folder of a checkpoint, finished or not, or one of the files in it."""
+    """Return True for the folder of a checkpoint, complete or not, and for the files in it."""
     folder = path if path.is_dir() else path.parent
     is_step = STEP_NAME.fullmatch(folder.name.removeprefix(".").partition(".")[0]) and folder.parent.name == FOLDER
     return bool(is_step) and (path == folder or path.name in OWN_FILES)
@@ -231,7 +232,7 @@ def _step_of(path: Path) -> int:
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; of several names of one tensor the first."""
+    """Parameters and persistent buffers by name; a shared tensor once, under its first name."""
     seen: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}
@@ -245,7 +246,7 @@ def _moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return shapes
 
 
-def _check_fit(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
+def _check_shapes(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     advice = "it belongs to another model; resume with the configuration it was saved under"
     if missing or extra:

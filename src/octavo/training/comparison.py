@@ -1,13 +1,13 @@
-"""What a study of precisions compares: the measures of one run, and how runs differ from each other.
+"""Comparison of runs in a study of precisions: measures of one run, and gaps between runs.
 
-Every run has the same initial weights, batches and held-out windows, so differences are *paired*: the loss difference
-is taken window by window, and its standard error comes from the spread of those differences. That is far smaller than
-the spread of the losses themselves, because windows that are hard for one precision are hard for all.
+All runs have the same initial weights, batches and held-out windows, so differences are *paired*: the loss difference
+is taken per window, and its standard error is that of those differences. It is far smaller than the spread of the
+losses, because windows that are hard for one precision are hard for all.
 
     gap          d = mean_i (run_i - base_i)                       nats a token, over windows i
     its error    sqrt(sum_i (d_i - d)^2 / (n - 1)) / sqrt(n)
     in percent   exp(d) - 1                                        of perplexity
-    target       what the baseline's validation curve reads at 90 % of its steps
+    target       the baseline's validation loss at 90 % of its steps
     steps        where a run's validation curve first falls to the target, linear between its points
 """
 
@@ -45,13 +45,12 @@ STUDY_FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMeasures:
-    """What one run of a study measured.
+    """Measures of one run of a study.
 
     ``window_nats`` holds the mean loss of each held-out window, in the same order in every run. ``gradient_variance``
     is the trace of the covariance of micro-batch gradients, ``gradient_error`` the root mean square distance of those
     gradients to the baseline's, relative to the baseline's root mean square; both None until measured. ``threads`` are
-    the numbers of CPU threads that its steps ran with, more than one where it was resumed with another; empty where
-    that is not known.
+    the numbers of CPU threads of its steps, several if it was resumed with another number, empty if unknown.
     """
 
     recipe: str
@@ -72,20 +71,20 @@ class RunMeasures:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the held-out loss; infinite where that overflows."""
+        """Exponential of the held-out loss; infinite on overflow."""
         return perplexity(self.nats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """How much more a run loses than another on the same windows."""
+    """Difference of the losses of two runs on the same windows."""
 
     nats: float
     standard_error: float
 
     @property
     def percent(self) -> float:
-        """The same as a change of perplexity."""
+        """Gap as a change of perplexity, in percent."""
         return 100.0 * perplexity_change(self.nats)
 
 
@@ -93,8 +92,8 @@ class Gap:
 class Study:
     """The runs of one study and what they share.
 
-    The baseline is the first run, in FP32 unless the study was asked otherwise. ``facts`` are what a reader needs to
-    judge the figures (hardware, versions, corpus), ``samples`` the text each run's final model wrote after ``prompt``.
+    The baseline is the first run, FP32 by default. ``facts`` describe hardware, versions and corpus; ``samples`` are
+    the texts that the final models generated after ``prompt``.
     """
 
     runs: tuple[RunMeasures, ...]
@@ -128,11 +127,11 @@ class Study:
         return value_at(self.baseline.validation_curve, TARGET_FRACTION * self.baseline.steps)
 
     def steps_to_target(self, recipe: str) -> float | None:
-        """Steps the run took to the target loss; None if it never got there."""
+        """Steps until the run reached the target loss; None if it did not."""
         return steps_to(self.run(recipe).validation_curve, self.target_nats)
 
     def gap(self, recipe: str, base: str) -> Gap:
-        """How much more ``recipe`` loses than ``base`` on the held-out windows."""
+        """Gap of ``recipe`` over ``base`` on the held-out windows."""
         return paired_gap(self.run(recipe).window_nats, self.run(base).window_nats)
 
     def relative_variance(self, recipe: str) -> float | None:
@@ -149,7 +148,7 @@ class Study:
         """Read what ``to_json`` wrote.
 
         Raises:
-            DataError: the text is no study of this version, or a value in it was changed.
+            DataError: the text is not a study of this version, or a value was changed.
         """
         try:
             fields = unsealed(parse_json(text))
@@ -158,12 +157,12 @@ class Study:
             return section(cls, fields, "")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"this is no study of octavo's (format {STUDY_FORMAT}): {error}; delete it and run the study again"
+                f"this is not a study of octavo (format {STUDY_FORMAT}): {error}; delete it and run the study again"
             ) from error
 
 
 def run_from_json(fields: dict[str, Any]) -> RunMeasures:
-    """The measures that ``dataclasses.asdict`` and JSON made plain.
+    """Read measures from the dict of ``dataclasses.asdict``.
 
     Raises:
         ConfigError: a value is missing, unknown or of another type, by name.
@@ -209,7 +208,7 @@ def value_at(curve: Curve, step: float) -> float:
 
 
 def steps_to(curve: Curve, target: float) -> float | None:
-    """The first step at which the curve is at or below ``target``, linear between points; None if it never is.
+    """First step at which the curve is at or below ``target``, linear between points; None if there is none.
 
     Example:
         >>> steps_to(((0, 4.0), (10, 3.0), (20, 2.5)), 2.75), steps_to(((0, 4.0), (10, 3.0)), 2.0)

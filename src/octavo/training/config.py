@@ -10,9 +10,9 @@ recipe = "tensorwise"
 steps = 400
 ```
 
-Every key has a default. A key that does not exist, a value of the wrong type or out of range is refused with its name
-and what is allowed; nothing is filled in or corrected silently. The folder ``run_dir/config.toml`` holds what a run
-was started with, and resuming compares hashes.
+Every key has a default. An unknown key and a value of the wrong type or out of range raise an error with the name and
+the allowed values; no value is corrected silently. ``run_dir/config.toml`` is the configuration that a run was started
+with; resuming compares hashes.
 """
 
 import hashlib
@@ -54,12 +54,12 @@ MOST = {
     "threads": 1024,  # thousands more end the process inside OpenMP
     "seed": MOST_SEED,
     "context": LARGEST["max_positions"],
-    "grad_accumulation": 1 << 16,  # nothing is seen of an update, and no signal ends it, before all of it is done
+    "grad_accumulation": 1 << 16,  # an update cannot be interrupted and reports no progress
 }
 
 
 class Precision(StrEnum):
-    """What surrounds the FP8 linears: attention, norms, embedding, head."""
+    """Precision around the FP8 linears: attention, norms, embedding, head."""
 
     FP32 = "fp32"
     BF16 = "bf16"  # torch.autocast
@@ -67,16 +67,16 @@ class Precision(StrEnum):
 
 
 class Device(StrEnum):
-    """Where a run computes."""
+    """Device of a run."""
 
-    AUTO = "auto"  # CUDA if there is a device
+    AUTO = "auto"  # CUDA if available
     CPU = "cpu"
     CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The decoder's shape, less what data and training decide: the vocabulary and the context."""
+    """Shape of the decoder, without vocabulary and context, which data and training determine."""
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -91,16 +91,16 @@ class ModelConfig:
         self.llama(vocab_size=1, max_positions=1)
 
     def llama(self, *, vocab_size: int, max_positions: int) -> LlamaConfig:
-        """The full shape."""
+        """Return the full shape."""
         return LlamaConfig(vocab_size=vocab_size, max_positions=max_positions, **asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is read, and how finely it is tokenised.
+    """Text source and tokenizer.
 
     Attributes:
-        source: "builtin", a file, a folder or a data set name (see ``octavo.text.sources``).
+        source: "builtin", a file, a folder or a dataset name (see ``octavo.text.sources``).
         vocab_size: tokens of the byte-pair encoding, 257 to 1,048,576.
     """
 
@@ -109,51 +109,51 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.source:
-            raise ConfigError("data.source is empty; name a file, a folder or a data set, or say 'builtin'")
+            raise ConfigError("data.source is empty; give a file, a folder or a dataset name, or 'builtin'")
         check_at_least("data.vocab_size", self.vocab_size, SMALLEST_VOCABULARY)
         _check_at_most("data.vocab_size", self.vocab_size, LARGEST_VOCABULARY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """How a model is trained.
+    """Training settings.
 
     Attributes:
         recipe: "fp32" (everything FP32), "bf16" (torch.autocast) or one of octavo's FP8 recipes.
         recipe_options: the recipe's own options, such as ``history_length`` for "delayed".
-        precision: what surrounds the linears of an FP8 recipe; "fp32" and "bf16" runs are what their recipe says.
-        loss_scale: what the loss is multiplied with before backward, and the gradients divided by: "dynamic", a number,
-            or "auto", which is dynamic with FP16 around and nothing elsewhere. A dynamic scale starts at 2^16, halves
-            and repeats the step when a gradient overflows, and doubles after 2000 steps without.
-        overrides: recipes of some layers of an FP8 run, by patterns of module paths; the first that matches counts.
-            The run's own recipe has its options there too; any other is the preset as it is.
-        precision_schedule: phases of an FP8 run; see :mod:`octavo.training.precision_schedule`. Empty for one.
-        skip: patterns of module paths an FP8 recipe leaves in high precision; the head stays there anyway.
-        convert_head: the head runs the FP8 recipe too.
-        cache_weights: FP8 layers cast a weight once an update, not once a micro-batch.
+        precision: precision around the linears of an FP8 recipe; ignored by "fp32" and "bf16".
+        loss_scale: factor of the loss before backward, by which gradients are divided afterwards: "dynamic", a number,
+            or "auto", which is dynamic for precision "fp16" and no scale otherwise. A dynamic scale starts at 2^16,
+            halves and repeats the step when a gradient overflows, and doubles after 2000 steps without overflow.
+        overrides: recipes of some layers of an FP8 run, by patterns of module paths; the first match counts. The run's
+            own recipe keeps its options there; any other is the preset without options.
+        precision_schedule: phases of an FP8 run; see :mod:`octavo.training.precision_schedule`. Empty for none.
+        skip: patterns of module paths that an FP8 recipe leaves in high precision, in addition to the head.
+        convert_head: also convert the head to the FP8 recipe.
+        cache_weights: cast a weight to FP8 once per update instead of once per micro-batch.
         device: "auto", "cpu" or "cuda".
-        threads: CPU threads; 0 leaves torch's choice.
+        threads: CPU threads; 0 uses torch's default.
         steps: optimizer updates.
-        batch_size: sequences of a micro-batch.
-        context: tokens of a sequence.
-        grad_accumulation: micro-batches of an update.
+        batch_size: sequences per micro-batch.
+        context: tokens per sequence.
+        grad_accumulation: micro-batches per update.
         lr: peak learning rate.
         min_lr: learning rate of the last update.
-        warmup: updates until the peak.
+        warmup: updates of linear warmup to the peak.
         adjust_for_fp8: apply ``schedules.adjust_for_fp8`` to an FP8 recipe.
-        weight_decay: of matrices; vectors are not decayed.
+        weight_decay: weight decay of matrices; vectors are not decayed.
         betas: AdamW's averaging factors.
         eps: AdamW's denominator floor.
         clip_norm: largest global gradient norm; 0 does not clip.
-        seed: of weights and batches.
-        eval_interval: updates between evaluations; 0 evaluates at the end only.
-        eval_tokens: tokens of an evaluation during training; 0 takes the whole split.
-        statistics_interval: updates between two looks at the FP8 layers' tensors (``octavo.doctor``); 0 never looks.
-        autopilot: act on what the looks find; see :mod:`octavo.training.autopilot`.
-        autopilot_patience: looks after which an act is judged.
-        autopilot_flips: changes, and changes back, of one layer at most.
-        checkpoint_interval: updates between checkpoints; 0 saves at the end only.
-        keep_checkpoints: newest checkpoints kept; 0 keeps all.
+        seed: seed of weights and batches.
+        eval_interval: updates between evaluations; 0 evaluates only at the end.
+        eval_tokens: tokens per evaluation during training; 0 is the whole split.
+        statistics_interval: updates between samples of the FP8 layers' tensors (``octavo.doctor``); 0 for none.
+        autopilot: act on the doctor's findings; see :mod:`octavo.training.autopilot`.
+        autopilot_patience: samples after which an act is judged.
+        autopilot_flips: most changes and reversals of one layer.
+        checkpoint_interval: updates between checkpoints; 0 saves only at the end.
+        keep_checkpoints: number of newest checkpoints to keep; 0 keeps all.
     """
 
     recipe: str = "tensorwise"
@@ -215,36 +215,36 @@ class TrainingConfig:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether linears are converted."""
+        """True if linears are converted to FP8."""
         return self.recipe not in PLAIN_RECIPES
 
     def recipe_at(self, step: int) -> str:
-        """The name of the recipe that a step runs, 1 for the first."""
+        """Return the name of the recipe of a step, 1 for the first."""
         return recipe_name_at(self.precision_schedule, step, steps=self.steps, own=self.recipe)
 
     @property
     def surrounding(self) -> Precision:
-        """What the embedding, attention, norms and head run in; parameters are FP32 whatever it is."""
+        """Precision of embedding, attention, norms and head; parameters are always FP32."""
         return self.precision if self.is_fp8 else Precision(self.recipe)
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients carry a loss scale until they are used."""
+        """True if the run uses a loss scale."""
         return self.loss_scale != AUTO or self.surrounding == Precision.FP16
 
     @property
     def peak_lr(self) -> float:
-        """The peak learning rate after the opted-in adjustment."""
+        """Peak learning rate, after ``adjust_for_fp8``."""
         return self._adjusted()[0]
 
     @property
     def warmup_steps(self) -> int:
-        """The warm-up after the opted-in adjustment."""
+        """Warmup updates, after ``adjust_for_fp8``."""
         return self._adjusted()[1]
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens an update learns from."""
+        """Tokens per update."""
         return self.batch_size * self.context * self.grad_accumulation
 
     def _adjusted(self) -> tuple[float, int]:
@@ -254,7 +254,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that decides what a run computes.
+    """Complete configuration of a run.
 
     Example:
         >>> config = RunConfig(training=TrainingConfig(recipe="bf16", steps=10))
@@ -268,28 +268,30 @@ class RunConfig:
 
     @property
     def free_to_change(self) -> tuple[str, ...]:
-        """Keys that no digit depends on: how often a run is saved, and looked at if nobody acts on it."""
+        """Keys without effect on results: intervals of checkpoints, and of statistics without the autopilot."""
         saving = ("training.checkpoint_interval", "training.keep_checkpoints")
         return saving if self.training.autopilot else (*saving, "training.statistics_interval")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, as TOML and JSON have them."""
+        """Return plain dicts, lists, strings and numbers for TOML and JSON."""
         plain: dict[str, Any] = parse_json(json.dumps(asdict(self)), allow_nan=True)
         return plain
 
     def with_training(self, **changes: Any) -> "RunConfig":
-        """A copy with other training values."""
+        """Return a copy with changed training values."""
         return replace(self, training=replace(self.training, **changes))
 
     def with_recipe(self, recipe: str, **options: Any) -> "RunConfig":
-        """The same run with another recipe; one in high precision has neither phases nor an autopilot."""
+        """Return a copy with another recipe; high precision drops phases and the autopilot."""
         only_fp8 = {"precision_schedule": (), "autopilot": False} if recipe in PLAIN_RECIPES else {}
         return self.with_training(recipe=recipe, recipe_options=options, **only_fp8)
 
     def config_hash(self) -> str:
-        """Hash of every key that can change a digit of what is computed; how often it is saved or looked at cannot."""
+        """Hash of all keys that affect results, that is all but ``free_to_change``."""
         plain = self.to_dict()
-        plain["training"]["overrides"] = list(self.training.overrides.items())  # their order decides
+        plain["training"]["overrides"] = list(
+            self.training.overrides.items()
+        )  # the first match counts, so order matters
         for name in self.free_to_change:
             section, _, key = name.partition(".")
             del plain[section][key]
@@ -297,13 +299,13 @@ class RunConfig:
 
 
 def demo_config(*, quick: bool = False) -> RunConfig:
-    """The setting of ``octavo demo``: 1.3 million parameters on the built-in corpus, sized for three runs on two cores.
+    """Configuration of ``octavo demo``: 1.3 million parameters on the built-in corpus, for three runs on two cores.
 
     At a learning rate of 3e-3 after 50 steps of warm-up, BF16 lay 0.04 to 0.08 nats from FP32 from step 100 on (one
     seed); at half of it, after 100 steps of warm-up, within 0.0005 nats up to step 150. The gentler one is used.
 
     Args:
-        quick: a few steps only, to see that everything works; the loss stays near the unigram entropy.
+        quick: run only a few steps, to check that everything works; the loss stays near the unigram entropy.
     """
     training = TrainingConfig(steps=450, batch_size=8, context=128, lr=1.5e-3, min_lr=1e-4, warmup=100)
     if quick:
@@ -315,7 +317,7 @@ def load_config(path: str | Path) -> RunConfig:
     """Read a TOML file.
 
     Raises:
-        ConfigError: it is missing, is not TOML, or holds a key or value that is not allowed.
+        ConfigError: the file is missing, is not TOML, or has an invalid key or value.
     """
     try:
         raw = read_toml(Path(path))
@@ -324,7 +326,7 @@ def load_config(path: str | Path) -> RunConfig:
             f"cannot read the configuration {str(path)!r}: {error.strerror}; name an existing TOML file"
         ) from error
     except DataError as error:
-        raise ConfigError(f"{str(path)!r} is not TOML: {error}; mend that place") from error
+        raise ConfigError(f"{str(path)!r} is not TOML: {error}; correct that place") from error
     return config_from_dict(raw)
 
 
@@ -336,7 +338,7 @@ def save_config(config: RunConfig, path: str | Path) -> None:
 
 
 def config_from_dict(raw: dict[str, Any]) -> RunConfig:
-    """A configuration from plain dicts.
+    """Create a configuration from plain dicts.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range, by name.
@@ -347,12 +349,10 @@ def config_from_dict(raw: dict[str, Any]) -> RunConfig:
 def _check_autopilot(training: TrainingConfig) -> None:
     if training.autopilot and not training.is_fp8:
         raise ConfigError(
-            f"training.autopilot mends FP8 layers, and a run of {training.recipe!r} has none; turn it off"
+            f"training.autopilot needs FP8 layers, but a run of {training.recipe!r} has none; turn it off"
         )
     if training.autopilot and not training.statistics_interval:
-        raise ConfigError(
-            "training.autopilot acts on what is seen; give training.statistics_interval at least 1, not 0"
-        )
+        raise ConfigError("training.autopilot needs statistics; set training.statistics_interval to at least 1, not 0")
 
 
 def _check_at_most(name: str, value: float, most: int) -> None:

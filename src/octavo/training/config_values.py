@@ -1,4 +1,4 @@
-"""Plain dicts, as TOML and JSON have them, to dataclasses, and every mistake by its name."""
+"""Conversion of plain dicts from TOML and JSON to validated dataclasses."""
 
 import difflib
 import math
@@ -17,7 +17,7 @@ Section = TypeVar("Section")
 
 
 def section(kind: type[Section], raw: Any, prefix: str) -> Section:
-    """The dataclass ``kind`` from a dict; ``prefix`` is what its keys are called by, such as "training.".
+    """Create the dataclass ``kind`` from a dict; ``prefix`` precedes its keys in errors, such as "training.".
 
     Raises:
         ConfigError: an unknown key, one that is missing, or a value of the wrong type, by name.
@@ -25,27 +25,29 @@ def section(kind: type[Section], raw: Any, prefix: str) -> Section:
     if not isinstance(raw, dict):
         raise ConfigError(f"{prefix.rstrip('.')} must be a section of keys, not {raw!r}")
     hints = typing.get_type_hints(kind)
-    known = fields(kind)  # type: ignore[arg-type] # kind is a dataclass
-    allowed = [f.name for f in known]
+    dataclass_fields = fields(kind)  # type: ignore[arg-type] # kind is a dataclass
+    allowed = [f.name for f in dataclass_fields]
     for key in raw:
         if key not in allowed:
             where = f"section [{prefix.rstrip('.')}]" if prefix else "configuration"
             raise ConfigError(
                 f"the {where} has no key {key!r}{did_you_mean(key, allowed)}; it takes {', '.join(allowed)}"
             )
-    for f in known:
+    for f in dataclass_fields:
         if f.name not in raw and f.default is f.default_factory is MISSING:
             raise ConfigError(f"{prefix}{f.name} is missing")
     return kind(**{key: _value(hints[key], value, f"{prefix}{key}") for key, value in raw.items()})
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """``value`` as ``hint`` wants it: enums from their strings, tuples from lists, floats from whole numbers."""
+    """Convert ``value`` to the type ``hint``: enums from strings, tuples from lists, floats from integers."""
     if is_dataclass(hint):
         return section(typing.cast("type[Any]", hint), value, f"{name}.")
     origin, kinds = typing.get_origin(hint), typing.get_args(hint)
     if origin is UnionType:
-        instead, usual = (NoneType, kinds[0]) if NoneType in kinds else (str, float)  # nothing, or a word for a number
+        instead, usual = (
+            (NoneType, kinds[0]) if NoneType in kinds else (str, float)
+        )  # None, or a string in place of a number
         return value if isinstance(value, instead) else _value(usual, value, name)
     if isinstance(value, _HELD_AS.get(origin, ())):
         return _several(hint, value, name)
@@ -60,7 +62,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
 
 
 def _several(hint: Any, value: Any, name: str) -> Any:
-    """A table, a list of one kind, or a list of as many items as there are kinds."""
+    """Convert a table, a list of one type, or a list with one type per item."""
     origin, kinds = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, dict):
         _, kind = kinds
@@ -88,7 +90,7 @@ _TYPE_WORDS: dict[Any, str] = {
 
 
 def did_you_mean(given: str, allowed: list[str]) -> str:
-    """The allowed word that the given one resembles, as the end of a sentence; "" where none does.
+    """Return a suggestion of a similar allowed word for the end of a message, or "".
 
     Example:
         >>> did_you_mean("rowwize", ["rowwise", "delayed"])
@@ -99,10 +101,10 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
 
 
 def check_member(name: str, value: object, kind: type[StrEnum]) -> None:
-    """Refuse a word that is none of the enum's.
+    """Check that a value is a member of an enum.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the value is not a member.
     """
     if value not in list(kind):
         raise ConfigError(
@@ -111,10 +113,10 @@ def check_member(name: str, value: object, kind: type[StrEnum]) -> None:
 
 
 def check_at_least(name: str, value: float, least: int) -> None:
-    """Refuse a number that is smaller, infinite or NaN.
+    """Check that a number is finite and at least ``least``.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the number is smaller, infinite or NaN.
     """
     if not least <= value < math.inf:
         raise ConfigError(f"{name} must be at least {least}, not {value}")

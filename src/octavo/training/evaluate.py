@@ -1,11 +1,11 @@
 """Held-out loss: the mean negative log-likelihood of a split's tokens, in nats.
 
-The split is read in windows that do not overlap; a token is predicted once, with between 0 and context − 1 tokens
-before it in its window. The losses are summed in FP32 by window and in FP64 over windows. Windows' own means are
-kept, so that two models can be compared pair by pair on the same windows.
+The split is read in windows that do not overlap; each token is predicted once, from 0 to context − 1 preceding tokens
+in its window. Losses are averaged in FP32 within a window and in FP64 over windows. The means of the windows are kept
+for paired comparisons of models.
 
-``unigram_entropy`` is what a model reaches that knows how often each token occurs in just this split and nothing about
-order: the line a language model has to fall below.
+``unigram_entropy`` is the loss of a model that predicts the token frequencies of the split: an upper bound for a useful
+language model.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,8 +28,8 @@ class Evaluation:
     """A model's loss on held-out tokens.
 
     Attributes:
-        nats: mean loss of a token.
-        tokens: how many were predicted.
+        nats: mean loss per token.
+        tokens: number of predicted tokens.
         window_nats: mean loss of each window.
     """
 
@@ -39,7 +39,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(nats); infinite where that overflows."""
+        """exp(nats); infinite on overflow."""
         return perplexity(self.nats)
 
 
@@ -65,11 +65,11 @@ def evaluate(
     Args:
         model: tokens [B, T] to logits [B, T, V].
         data: the token files.
-        context: tokens of a window.
-        split: which tokens.
+        context: tokens per window.
+        split: split to evaluate.
         max_tokens: see :meth:`TokenData.windows`.
-        batch_size: windows of a forward pass.
-        surroundings: a reusable context such as autocast; None for none.
+        batch_size: windows per forward pass.
+        surroundings: a reusable context such as autocast, or None.
 
     Raises:
         DataError: the split is shorter than the context.
@@ -87,8 +87,8 @@ def evaluate(
             losses.append(token_loss(logits, targets[rows].to(device), reduction="none").mean(1).cpu())
     finally:
         model.train(was_training)
-    by_window = torch.cat(losses).double()
-    return Evaluation(nats=by_window.mean().item(), tokens=targets.numel(), window_nats=tuple(by_window.tolist()))
+    window_means = torch.cat(losses).double()
+    return Evaluation(nats=window_means.mean().item(), tokens=targets.numel(), window_nats=tuple(window_means.tolist()))
 
 
 def unigram_entropy(data: TokenData, split: Split = Split.VALIDATION, *, max_tokens: int | None = None) -> float:

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it, as it happens."""
+"""Events that a training run reports to its ``on_event`` callback."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ __all__ = ["Evaluated", "Event", "Notice", "OnEvent", "Saved", "StepDone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """An optimizer update.
+    """A finished optimizer update.
 
     Attributes:
         step: finished updates, 1 after the first.
         steps: updates of the whole run.
-        loss: mean training loss of the update's tokens, in nats, before it.
-        lr: its learning rate.
-        grad_norm: the gradient's global norm before clipping.
-        tokens_per_second: of this update alone.
+        loss: mean training loss of the update's tokens in nats, before the update.
+        lr: learning rate of the update.
+        grad_norm: global norm of the gradients before clipping.
+        tokens_per_second: throughput of this update.
     """
 
     step: int
@@ -30,7 +30,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """A measurement on the validation split after ``step`` updates."""
+    """An evaluation on the validation split after ``step`` updates."""
 
     step: int
     steps: int
@@ -40,7 +40,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint is complete on disk."""
+    """A checkpoint that is complete on disk."""
 
     step: int
     path: Path
@@ -48,7 +48,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A sentence the user should see once."""
+    """A message for the user."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""What a reader needs to judge a study's figures: machine, versions, model, text."""
+"""Facts about a study for its report: machine, versions, model and text."""
 
 import platform
 from datetime import UTC, datetime
@@ -19,12 +19,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def facts_of(config: RunConfig, data: TokenData, *, parameters: int) -> dict[str, str]:
-    """Facts by name, in reading order."""
+    """Facts by name, in the order of the report."""
     return _model_facts(config, data, parameters) | _data_facts(data) | _machine_facts(config)
 
 
 def processor_name() -> str:
-    """The CPU's own name where Linux tells it, the architecture elsewhere."""
+    """CPU model name from /proc/cpuinfo, or the architecture on other systems."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

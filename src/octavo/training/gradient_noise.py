@@ -1,13 +1,13 @@
-"""How noisy gradients are under each precision, at the same weights and on the same micro-batches.
+"""Gradient noise of each precision, at the same weights and on the same micro-batches.
 
 With g_i the gradient of all parameters on micro-batch i of n, and g the mean of them:
 
     variance    tr cov(g_i) = sum_i |g_i - g|^2 / (n - 1)                      the spread between micro-batches
     error       sqrt( sum_i |g_i - h_i|^2 / sum_i |h_i|^2 )                    h_i: the baseline's gradient, same batch
 
-The variance is what an optimizer sees as noise: sampling noise, which every precision shares, plus what quantisation
-adds. On a small model sampling dwarfs quantisation, so the ratio of variances sits near 1; the error shows quantisation
-alone. Sums are kept in float64, because the variance is a small difference of large sums.
+The variance is sampling noise, which all precisions share, plus quantisation noise. On a small model sampling noise
+dominates, so the ratio of variances is near 1; the error is due to quantisation alone. Sums are in float64, because the
+variance is a small difference of large sums.
 """
 
 import math
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MIN_BATCHES", "GradientNoise", "Probe", "gradient_noise"]
+__all__ = ["MIN_BATCHES", "GradientNoise", "GradientProbe", "gradient_noise"]
 
 MIN_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """A model and the loss [] whose gradient is asked for, as a function of a batch."""
+class GradientProbe:
+    """A model and its scalar loss, as a function of a batch."""
 
     model: nn.Module
     loss: Callable[[Tensor], Tensor]
@@ -39,15 +39,15 @@ class GradientNoise:
 
 
 def gradient_noise(
-    probes: Mapping[str, Probe], batches: Sequence[Tensor], *, on_batch: Callable[[int], None] = lambda _: None
+    probes: Mapping[str, GradientProbe], batches: Sequence[Tensor], *, on_batch: Callable[[int], None] = lambda _: None
 ) -> dict[str, GradientNoise]:
     """Measure every probe on every batch; the first probe is the baseline of ``error``.
 
-    Gradients that the models hold are cleared. Each probe sees the first batch once before anything is measured, so
-    that scales taken from earlier steps exist.
+    Existing gradients of the models are cleared. Each probe runs the first batch once before the measurement, so that
+    delayed scales exist.
 
     Raises:
-        ValueError: no probe, or fewer than two batches: one gradient has no spread.
+        ValueError: no probe, or fewer than two batches.
     """
     if not probes or len(batches) < MIN_BATCHES:
         raise ValueError(f"gradient noise needs a probe and {MIN_BATCHES} batches, not {len(probes)}, {len(batches)}")
@@ -72,7 +72,7 @@ class _Sums:
         self.squares = self.distances = self.baseline_squares = 0.0
 
     def add(self, gradient: Tensor, baseline: Tensor) -> None:
-        """Take in one batch's gradient."""
+        """Add the gradient of one batch."""
         self.gradient = gradient.clone() if self.gradient is None else self.gradient.add_(gradient)
         self.squares += float(gradient @ gradient)
         self.baseline_squares += float(baseline @ baseline)
@@ -88,8 +88,8 @@ class _Sums:
         return GradientNoise(variance=variance, error=error)
 
 
-def _gradient(probe: Probe, batch: Tensor) -> Tensor:
-    """The gradient of all parameters as one float64 vector; a parameter the loss does not reach counts as 0."""
+def _gradient(probe: GradientProbe, batch: Tensor) -> Tensor:
+    """Gradient of all parameters as one float64 vector, 0 for parameters that the loss does not reach."""
     probe.model.zero_grad(set_to_none=True)
     probe.loss(batch).backward()
     parts = [

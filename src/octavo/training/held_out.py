@@ -1,7 +1,7 @@
-"""Text to evaluate a trained run on: encoded with the run's own tokenizer, in memory.
+"""Held-out text of a trained run, encoded in memory with the run's tokenizer.
 
-A run's loss on text it has not seen is the test split of what it was trained on, or all of any other text. Losses of
-runs with different tokenizers cannot be compared a token; nothing here pretends that they can.
+Held-out text is the test split of the run's own text, or all of another text. Losses per token of runs with different
+tokenizers are not comparable.
 """
 
 import math
@@ -34,13 +34,13 @@ def held_out(
     split: str | None = None,
     on_document: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> TokenData:
-    """The tokens to evaluate on, as the test split of a ``TokenData``.
+    """Encode the text to evaluate on, as the test split of a ``TokenData``.
 
     Args:
-        run: whose tokenizer to use.
-        run_dir: its folder.
-        source: see ``octavo.text.sources``; None is what the run was trained on.
-        split: "train", "validation", "test" or "all"; None is what the run has not seen, see
+        run: the run, with its tokenizer.
+        run_dir: the run's folder.
+        source: see ``octavo.text.sources``; None is the run's own text.
+        split: "train", "validation", "test" or "all"; None is text that the run has not been trained on, see
             ``octavo.text.sources.unseen_split``.
         on_document: called with (done, total) documents.
 
@@ -48,21 +48,21 @@ def held_out(
         ConfigError: an unknown split.
         DataError: the source holds no text.
     """
-    own = run.config.data.source
-    source = source or own
-    split = split or unseen_split(source, own)
+    run_source = run.config.data.source
+    source = source or run_source
+    split = split or unseen_split(source, run_source)
     if split not in (*Split, ALL):
         raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
     documents = load_documents(source)
-    chosen = documents if split == ALL else divide(documents, by_file=source == BUILTIN)[Split(split)]
-    tokens = _encode(run, chosen, on_document)
+    selected = documents if split == ALL else divide(documents, by_file=source == BUILTIN)[Split(split)]
+    tokens = _encode(run, selected, on_document)
     manifest = {"source": source, "content_hash": content_hash(documents), "split": split}
     size = run.tokenizer.get_vocab_size()
     return TokenData(folder=run_dir, manifest=manifest, vocab_size=size, splits={Split.TEST: tokens})
 
 
 def batches_of(data: TokenData, context: int, *, max_tokens: int | None = None) -> int:
-    """How many forward passes of ``BATCH_WINDOWS`` an evaluation of the test split takes."""
+    """Number of forward passes of ``BATCH_WINDOWS`` windows in an evaluation of the test split."""
     inputs, _ = data.windows(context, split=Split.TEST, max_tokens=max_tokens)
     return math.ceil(len(inputs) / BATCH_WINDOWS)
 

@@ -1,15 +1,15 @@
 """The training loop: ``train(config, run_dir, data=…)``.
 
 One update: gradients of ``grad_accumulation`` micro-batches, each batch a function of (seed, step); clip; AdamW;
-close the delayed recipes' step. Loss and gradient norm are looked at before the weights change, so that a run stops
-with the weights of the last good step. Everything a step depends on is in the checkpoint or in the configuration,
-hence an interrupted and resumed run writes the same metrics.jsonl as an uninterrupted one, to the last digit, but for
-the times (on the same number of threads, which decides the order of some sums).
+close the delayed recipes' step. Loss and gradient norm are checked before the weights change, so that a run stops
+with the weights of the last good step. Everything a step depends on is in the checkpoint or in the configuration, so a
+resumed run writes the same metrics.jsonl as an uninterrupted one, bit for bit except for the times, if it uses the same
+number of threads, on which the order of some sums depends.
 
-With a loss scale, a step whose gradients overflow is made again with half the scale, on the same batches: no text is
-passed over, the run still has as many updates as it was asked for, and delayed scaling forgets what the failed attempt
-recorded: in FP32 the run is, but for the scale, one in which nothing happened. A gradient norm that overflows though
-every element is finite stops the run: no loss scale mends it.
+With a loss scale, a step whose gradients overflow is repeated with half the scale on the same batches: no text is
+skipped, the number of updates stays, and delayed scaling discards the amaxes of the failed attempt. In FP32, only the
+scale differs from a run without overflow. A gradient norm that overflows although every element is finite stops the
+run, because a smaller loss scale does not help.
 """
 
 import math
@@ -61,8 +61,8 @@ def train(
         on_event: called with each :data:`octavo.training.events.Event`.
 
     Raises:
-        ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not there; or the
-            model or a micro-batch does not fit in memory. A new run that tried no step is removed again.
+        ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not available; or the
+            model or a micro-batch does not fit in memory. A new run without any step is removed again.
         TrainingError: the folder cannot be written, or another process trains in it.
         DataError: a split is shorter than the context.
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
@@ -71,7 +71,7 @@ def train(
     folder = Path(run_dir)
     training = config.training
     check_data(data, config)
-    model, converted = build_model(config, data.vocab_size)  # what is refused here leaves no run behind
+    model, converted = build_model(config, data.vocab_size)  # an error here leaves no run behind
     with (
         claimed(folder, config, data, resume=resume),
         using_threads(training.threads),
@@ -83,11 +83,11 @@ def train(
 
 
 def check_data(data: TokenData, config: RunConfig) -> None:
-    """Refuse data that is too short for the context, and a model or batches too large, before anything is written.
+    """Check that the data is long enough for the context, and that model and batches fit in memory.
 
     Raises:
         DataError: a split is shorter than the context.
-        ConfigError: the device is not there, or the model or a micro-batch does not fit in its memory.
+        ConfigError: the device is not available, or the model or a micro-batch does not fit in its memory.
     """
     check_run_fits(config, data.vocab_size)
     training = config.training
@@ -96,10 +96,10 @@ def check_data(data: TokenData, config: RunConfig) -> None:
 
 
 def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
-    """The model at its first weights, on its device and converted, and how many linears the recipe took.
+    """Create the initial model on its device, converted; return it and the number of converted linears.
 
     Raises:
-        ConfigError: the device is not there, the model does not fit in memory, or the recipe cannot be applied.
+        ConfigError: the device is not available, the model does not fit in memory, or the recipe cannot be applied.
     """
     training = config.training
     device = resolve_device(training.device)
@@ -117,15 +117,15 @@ def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
 
 
 class Trainer:
-    """One run: model, optimizer, data and the folder they leave their traces in.
+    """One training run: model, optimizer, data and folder.
 
     Args:
         config: what to train and how.
-        run_dir: a folder that this process holds; the newest checkpoint in it, if any, is continued.
-        model: as ``build_model`` made it.
+        run_dir: a folder that this process has claimed; its newest checkpoint, if any, is continued.
+        model: the model of ``build_model``.
         data: the token files.
         on_event: called with each event.
-        converted: how many linears the recipe took.
+        converted: number of converted linears.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Trainer:
     ) -> None:
         self.config, self.run_dir, self.data = config, run_dir, data
         self.model, self.emit, self.converted = model, on_event, converted
-        found = resumable_state(run_dir, config, data)
-        self.step = 0 if found is None else found[1].step
+        resumed = resumable_state(run_dir, config, data)
+        self.step = 0 if resumed is None else resumed[1].step
         self.autopilot = Autopilot(config, lines_up_to(run_dir, self.step)) if config.training.autopilot else None
         self.training = config.training if self.autopilot is None else self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
@@ -142,12 +142,12 @@ class Trainer:
         self.surroundings = surroundings(self.training, self.device)
         self.optimizer = build_optimizer(self.model, self.training)
         self.scaler = _loss_scaler(self.training, self.device)
-        self.checkpoint = None if found is None else self._continue_from(found[0])
+        self.checkpoint = None if resumed is None else self._continue_from(resumed[0])
         self.watcher = _watcher(self.training, self.model, self.optimizer, run_dir)
         self.step_seconds: list[float] = []
 
     def open_log(self) -> MetricsLog:
-        """Where the run's numbers go, from this step on; what later steps have left is removed."""
+        """Open the log of metrics, removing lines and captures of later steps."""
         remove_captures(self.run_dir / CAPTURES, after_step=self.step if self.checkpoint else -1)
         return MetricsLog(
             self.run_dir,
@@ -157,7 +157,7 @@ class Trainer:
         )
 
     def run(self, stop: StopRequest) -> TrainResult:
-        """Train to the last step, or to the end of the step in which ``stop`` is asked for."""
+        """Train to the last step, or to the end of the step in which ``stop`` is requested."""
         reset_peak_memory(self.device)
         log = self.open_log()
         if self.checkpoint is not None:
@@ -177,33 +177,33 @@ class Trainer:
         return self._result(stop)
 
     def train_step(self, log: MetricsLog) -> None:
-        """One update, written to ``log``; the doctor looks at it where it is due.
+        """Take one update and write it to ``log``, with statistics for the doctor if they are due.
 
         Raises:
-            NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are those of before.
+            NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are unchanged.
         """
         self._enter_phase(log)
-        loss, grad_norm = self._step_looked_at(log)
+        loss, grad_norm = self._monitored_step(log)
         while not math.isfinite(loss) or not math.isfinite(grad_norm):
             error = self._nonfinite(log, loss, grad_norm)
             if not self._let_autopilot_act(log, self.step + 1):
                 raise error
             discard_step(self.model)
-            loss, grad_norm = self._step_looked_at(log)
+            loss, grad_norm = self._monitored_step(log)
         if self.watcher is not None and self.watcher.is_due(self.step):
             self._let_autopilot_act(log, self.step)
 
-    def _step_looked_at(self, log: MetricsLog) -> tuple[float, float]:
-        with self._looked_at(log) as notes:
+    def _monitored_step(self, log: MetricsLog) -> tuple[float, float]:
+        with self._sampled(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
         return loss, grad_norm
 
     def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
-        """After a look: whether the settings of the run have changed; then they hold at once."""
+        """Let the autopilot act on the newest sample; apply and return True if it changed the settings."""
         if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
             return False
-        self._capture(self.autopilot.ill)
+        self._capture(self.autopilot.unhealthy_layers)
         before, self.training = self.training, self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
         apply_recipe(self.model, self.training, step=self.step)
@@ -212,7 +212,7 @@ class Trainer:
         return True
 
     def _capture(self, paths: list[str]) -> None:
-        """Keep what layers compute with that are about to run another recipe: the coming micro-batch, once more."""
+        """Capture the operands of layers that are about to change their recipe, with an extra micro-batch."""
         if self.watcher is None or not any(paths):
             return
         inputs, targets = next(self._batches())
@@ -224,7 +224,7 @@ class Trainer:
         discard_step(self.model)
 
     def _renew_loss_scaler(self, *, keep: bool) -> None:
-        """Another scaler for other settings; ``keep`` the scale where they are not about it."""
+        """Create a scaler for changed settings; ``keep`` the scale if its own setting is unchanged."""
         before, self.scaler = self.scaler, _loss_scaler(self.training, self.device)
         if before is not None and self.scaler is not None and keep:
             self.scaler.load_state_dict(before.state_dict())
@@ -233,17 +233,17 @@ class Trainer:
             rescale_gradient_history(self.model, scales[1] / scales[0])
 
     def _enter_phase(self, log: MetricsLog) -> None:
-        """Let the layers run the recipe of the step that comes, if another one begins with it."""
+        """Switch the layers to the recipe of the next step, if a phase begins with it."""
         recipe = self.training.recipe_at(self.step + 1)
         if recipe == self.recipe:
             return
         self.recipe = recipe
         apply_recipe(self.model, self.training, step=self.step + 1)
         log.write("precision", self.step + 1, recipe=recipe)
-        self.emit(Notice(text=f"step {self.step + 1}: the layers run {recipe} from here on"))
+        self.emit(Notice(text=f"step {self.step + 1}: the layers run {recipe} from now on"))
 
-    def _looked_at(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
-        """The doctor's context of the step that comes."""
+    def _sampled(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
+        """Context in which the doctor samples the next step."""
         if self.watcher is None:
             return nullcontext(StepNotes())
         self.watcher.on_sample = log.write_sample
@@ -253,7 +253,7 @@ class Trainer:
         return self.autopilot.looking(self.model, self.step + 1, step)
 
     def _update_once(self, log: MetricsLog) -> tuple[float, float]:
-        """Take a step, unless the loss or the gradients' norm is not finite; returns both."""
+        """Take a step unless the loss or the gradients' norm is not finite; return both."""
         started = time.perf_counter()
         lr = self._learning_rate()
         loss, grad_norm, overflowed = self._gradients()
@@ -269,7 +269,7 @@ class Trainer:
         """Fill the parameters' gradients, clipped.
 
         Returns:
-            The mean loss, the gradients' norm before clipping, and whether a scaled loss left one that is not finite.
+            The mean loss, the gradients' norm before clipping, and whether a scaled gradient overflowed.
         """
         self.optimizer.zero_grad(set_to_none=True)
         share = 1 / self.training.grad_accumulation
@@ -284,7 +284,7 @@ class Trainer:
         return (torch.stack(losses).sum() * share).item(), self._clip(), overflowed
 
     def _update(self) -> float | None:
-        """Take the optimizer's step; the loss scale of its gradients, None if there is none."""
+        """Take the optimizer's step; return the loss scale of its gradients, or None."""
         if self.scaler is None:
             self.optimizer.step()
             update_scales(self.model)
@@ -302,17 +302,19 @@ class Trainer:
             rescale_gradient_history(self.model, scaler.value / before)
 
     def _lower_loss_scale(self, log: MetricsLog) -> bool:
-        """After gradients that are not finite: whether there is a smaller scale to try, which is set then."""
+        """After an overflow, set a smaller loss scale; return False if there is none."""
         if self.scaler is None or self.scaler.value == self.scaler.floor:
             return False
         log.write("overflow", self.step + 1, loss_scale=self.scaler.value)
         discard_step(self.model)
         self._update_loss_scale(self.scaler)
-        self.emit(Notice(text=f"step {self.step + 1}: a gradient overflowed; loss scale {self.scaler.value:g} now"))
+        self.emit(
+            Notice(text=f"step {self.step + 1}: a gradient overflowed; the loss scale is now {self.scaler.value:g}")
+        )
         return True
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The micro-batches of the update after ``self.step`` finished ones."""
+        """Yield the micro-batches of the next update."""
         training = self.training
         for index in range(training.grad_accumulation):
             inputs, targets = self.data.batch(
@@ -337,7 +339,7 @@ class Trainer:
         return lr
 
     def _clip(self) -> float:
-        """Scale the gradients down to ``clip_norm``; returns their norm before."""
+        """Scale the gradients down to ``clip_norm``; return their previous norm."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if self.training.clip_norm:
@@ -414,22 +416,24 @@ class Trainer:
         return checkpoint
 
     def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
-        with self._looked_at(log, always=True):
+        with self._sampled(log, always=True):
             finding = first_nonfinite(
                 self.model,
                 self._batches(),
                 surroundings=self.surroundings,
                 loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
             )
-        scale = {} if self.scaler is None else {"loss_scale": self.scaler.value}
-        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale)
-        why = failure_sentence(loss, grad_norm, finding)
-        return NonFiniteLossError(f"at step {self.step + 1} {why}; {self._last_good_checkpoint()}")
+        scale_value = {} if self.scaler is None else {"loss_scale": self.scaler.value}
+        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale_value)
+        sentence = failure_sentence(loss, grad_norm, finding)
+        return NonFiniteLossError(f"at step {self.step + 1} {sentence}; {self._last_good_checkpoint()}")
 
     def _last_good_checkpoint(self) -> str:
         path = latest(self.run_dir)
         if path is None:
-            return "there is no checkpoint before it: lower the learning rate, or save earlier with checkpoint_interval"
+            return (
+                "there is no earlier checkpoint; lower the learning rate, or save more often with checkpoint_interval"
+            )
         return f"the last good checkpoint is {str(path)!r}"
 
     def _result(self, stop: StopRequest) -> TrainResult:
@@ -462,7 +466,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
 def _watcher(
     training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
 ) -> Watcher | None:
-    """Who looks at the FP8 layers every ``statistics_interval`` updates; None where there are none or nobody asks."""
+    """Watcher of the FP8 layers every ``statistics_interval`` updates; None for a run without either."""
     if not training.is_fp8 or not training.statistics_interval:
         return None
     return watch(model, optimizer, interval=training.statistics_interval, captures=run_dir / CAPTURES)
@@ -475,4 +479,4 @@ def _loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler |
 
 
 def _ignore(event: Event) -> None:
-    """Tell nobody."""
+    """Ignore an event."""

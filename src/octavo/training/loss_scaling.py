@@ -1,11 +1,11 @@
 """Loss scaling: gradients of loss · scale, so that small ones survive FP16, divided by the scale before their use.
 
-FP16 has 40 binades and gradients reach below them. BF16 and FP32 have the exponents of FP32 and need none of this, and
-neither does dynamic FP8: it measures each gradient, so a power of two in front of the loss moves the scales and leaves
-the codes as they are.
+FP16 has 40 binades, and gradients reach below them. BF16 and FP32 have the exponents of FP32 and need no loss scale.
+Neither does dynamic FP8: it measures each gradient, so a power of two times the loss changes the scales and not the
+codes.
 
-``torch.amp.GradScaler`` does the work. This class adds what it leaves out: bounds of the scale (one number for both
-makes it static), an answer whether the gradients are finite once they are divided, and a state of two numbers.
+The class wraps ``torch.amp.GradScaler`` and adds bounds of the scale (equal ones make it static), a check that the
+divided gradients are finite, and a state of two numbers.
 
 References: Micikevicius et al., arXiv 1710.03740, section 3.2; torch's documentation, "Automatic Mixed Precision".
 """
@@ -26,18 +26,18 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 class LossScaler:
-    """Scales a loss, and leaves out the steps whose gradients are not finite.
+    """Scaler of a loss that skips steps with non-finite gradients.
 
     Args:
-        scale: "dynamic", or one number for all steps. A power of two rounds nothing.
-        initial: a dynamic scale's first value.
-        growth_interval: a dynamic scale doubles after so many finite steps; it halves after one that is not.
-        floor: it stays at least that.
-        ceiling: it stays at most that; None is no limit.
-        device: of the gradients.
+        scale: "dynamic", or a static scale. A power of two causes no rounding.
+        initial: first value of a dynamic scale.
+        growth_interval: finite steps after which a dynamic scale doubles; it halves after a step that is not finite.
+        floor: smallest scale.
+        ceiling: largest scale; None is no limit.
+        device: device of the gradients.
 
     Raises:
-        ConfigError: a value out of range, or CUDA is asked for and there is none.
+        ConfigError: a value out of range, or an unavailable device.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -82,34 +82,34 @@ class LossScaler:
             growth_interval=growth_interval,
         )
         self._has_scaled = False
-        self._finite: dict[int, bool] = {}  # of the optimizers whose gradients are divided already, until update
+        self._finite: dict[int, bool] = {}  # by id of the optimizers already unscaled since update
 
     @property
     def value(self) -> float:
-        """The scale now."""
+        """The current scale."""
         return self._scaler.get_scale()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss · scale``, to call ``backward`` on; a sum of micro-batches takes the same scale for each."""
+        """Return ``loss · scale`` for ``backward``; all micro-batches of a step use the same scale."""
         self._has_scaled = True
         return self._scaler.scale(loss)
 
     def unscale_(self, optimizer: Optimizer) -> bool:
-        """Divide the gradients of the optimizer's parameters by the scale, once a step: clip them after this.
+        """Divide the gradients of the optimizer's parameters by the scale, once per step; clip them afterwards.
 
         Returns:
-            Whether all of them are finite.
+            True if all of them are finite.
 
         Raises:
-            ConfigError: there are none, or their parameters are FP16; keep those in FP32 and compute in FP16 by
-                ``torch.autocast``.
+            ConfigError: there are no gradients, or their parameters are FP16; keep those in FP32 and compute in FP16
+                with ``torch.autocast``.
         """
         if id(optimizer) not in self._finite:
             dtypes = {gradient.dtype for gradient in _gradients(optimizer)}
             if torch.float16 in dtypes:
                 raise ConfigError(
                     "gradients of FP16 parameters cannot be divided by the loss scale without losing small ones; keep "
-                    "the parameters in FP32 and compute in FP16 by torch.autocast"
+                    "the parameters in FP32 and compute in FP16 with torch.autocast"
                 )
             if not dtypes or not self._has_scaled:
                 raise ConfigError("there is no gradient of a scaled loss; call scale(loss).backward() first")
@@ -118,10 +118,10 @@ class LossScaler:
         return self._finite[id(optimizer)]
 
     def step(self, optimizer: Optimizer) -> bool:
-        """``optimizer.step()`` if its gradients are finite; they are divided by the scale first if they are not yet.
+        """Call ``optimizer.step()`` if its gradients are finite, after ``unscale_`` if that was not called yet.
 
         Returns:
-            Whether the step was made.
+            True if the step was taken.
         """
         finite = self.unscale_(optimizer)
         if finite:
@@ -129,32 +129,32 @@ class LossScaler:
         return finite
 
     def update(self) -> None:
-        """Set the next step's scale, once after all optimizers' steps, or after ``unscale_`` where none is made.
+        """Set the scale of the next step, after the steps (or ``unscale_``) of all optimizers.
 
         Raises:
-            ConfigError: neither was called since the last time.
+            ConfigError: neither ``step`` nor ``unscale_`` was called since the last update.
         """
         if not self._finite:
-            raise ConfigError("a loss scale is updated after unscale_(optimizer) or step(optimizer); call one first")
+            raise ConfigError("update() must follow unscale_(optimizer) or step(optimizer); call one of them first")
         before, finite = self.value, all(self._finite.values())
         self._scaler.update()
         self._finite.clear()
         if finite:
             state = self.state_dict()
-        else:  # also where only the division overflowed, which GradScaler does not look at
+        else:  # also if only the division overflowed, which GradScaler does not check
             state = {"scale": before * BACKOFF, "clean_steps": 0}
         self._set(min(max(state["scale"], self.floor), self.ceiling), int(state["clean_steps"]))
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, and the finite steps since it last changed."""
+        """Return the scale and the number of finite steps since it last changed."""
         state = self._scaler.state_dict()
         return {"scale": state["scale"], "clean_steps": state["_growth_tracker"]}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on as :meth:`state_dict` left off.
+        """Restore the state of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: other keys, or values that no state has.
+            CheckpointError: other keys, or invalid values.
         """
         scale, clean_steps = _checked_state(state)
         if not self.floor <= scale <= self.ceiling:
@@ -162,26 +162,26 @@ class LossScaler:
                 f"a loss scale of {scale} does not fit this scaler, which keeps it from {self.floor} to "
                 f"{self.ceiling}; give it the bounds it was saved under"
             )
-        # A shorter interval than the saved one is over with the next step: GradScaler would wait for ever.
+        # GradScaler would never grow from a count beyond its interval, which may be shorter than the saved one.
         self._set(scale, min(clean_steps, self.growth_interval - 1))
 
     def _set(self, scale: float, clean_steps: int) -> None:
-        own = self._scaler.state_dict()
-        self._scaler.load_state_dict(own | {"scale": scale, "_growth_tracker": clean_steps})
+        scaler_state = self._scaler.state_dict()
+        self._scaler.load_state_dict(scaler_state | {"scale": scale, "_growth_tracker": clean_steps})
 
 
 def _checked_state(state: object) -> tuple[float, int]:
-    """The scale and the clean steps of a saved state."""
+    """Validate a saved state; return its scale and clean steps."""
     if not isinstance(state, Mapping) or set(state) != {"scale", "clean_steps"}:
-        given = sorted(map(str, state)) if isinstance(state, Mapping) else repr(state)
+        keys = sorted(map(str, state)) if isinstance(state, Mapping) else repr(state)
         raise CheckpointError(
-            f"the state of a loss scale is scale and clean_steps, not {given}; save state_dict() of the scaler"
+            f"the state of a loss scaler must have scale and clean_steps, not {keys}; save the scaler's state_dict()"
         )
     scale, clean_steps = state["scale"], state["clean_steps"]
     largest = torch.finfo(torch.float32).max
     if not _is_number(scale) or not 0 < scale <= largest or not _is_whole(clean_steps) or clean_steps < 0:
         raise CheckpointError(
-            f"a loss scale of {scale!r} after {clean_steps!r} clean steps is none that was saved; "
+            f"a loss scale of {scale!r} after {clean_steps!r} clean steps is not a saved state; "
             "a scale is positive and finite, steps are a whole number"
         )
     return float(scale), int(clean_steps)
@@ -195,10 +195,10 @@ def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _positive(name: str, value: object) -> float:
-    """``value`` as float32, which a scale is."""
+    """Round ``value`` to FP32, the dtype of a scale."""
     limits = torch.finfo(torch.float32)
     if not _is_number(value) or not limits.tiny <= value <= limits.max:
-        raise ConfigError(f"{name} must be a positive number that FP32 holds, not {value!r}")
+        raise ConfigError(f"{name} must be a positive number in the range of FP32, not {value!r}")
     return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 

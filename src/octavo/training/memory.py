@@ -1,14 +1,13 @@
-"""The memory of a stretch of work: its peak, and what does not fit.
+"""Peak memory, and checks that a run fits in memory.
 
 On CUDA, the allocator's own peak. On a Linux CPU, the process's peak resident set (VmHWM of /proc/self/status), which
 the kernel resets to the present size when 5 is written to /proc/self/clear_refs. It counts the interpreter, torch's
 libraries and the mapped pages of the token files too; memory freed earlier but kept by the C allocator as well. Where
 the reset is not allowed, the figure is the peak since the process began; where there is no /proc, ``getrusage``'s.
 
-So a CPU's figure depends on what the process did before: of two equal runs the later one starts from what the earlier
-left behind. It says what a machine needs, not what a precision costs, and is not to be compared between runs.
-:func:`extra_memory_bytes` is: what one call takes beyond what was there, after the C allocator has given back what it
-kept.
+So a CPU's figure depends on what the process did before: the second of two equal runs starts with memory left by the
+first. It is the memory that a machine needs, and not comparable between runs. :func:`extra_memory_bytes` is
+comparable: the memory of one call beyond what was in use, after the C allocator has returned its free memory.
 """
 
 import ctypes
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-COPIES = 4  # weights, gradients, two moments
+COPIES = 4  # of each parameter: weight, gradient, two moments
 # What torch raises as a bare RuntimeError: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -43,7 +42,7 @@ RESET_PEAK = "5"
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Start a new measurement; False where the figure will be the process's whole life."""
+    """Reset the peak; return False if that is impossible and the peak covers the process's whole life."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -55,7 +54,7 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The peak since the last reset, in bytes."""
+    """Peak since the last reset, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
@@ -70,14 +69,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def extra_memory_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
-    """How far a call's peak is above what was in use before it, in bytes; None where no measurement can be begun.
+    """Peak of a call above the memory in use before it, in bytes; None if the peak cannot be reset.
 
     Args:
-        device: whose memory to look at.
-        run: called once. What it needs only the first time, such as libraries, counts where it is the first time.
+        device: device whose memory to measure.
+        run: called once. Memory that only a first call needs, such as libraries, counts if this is the first call.
     """
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)  # freed blocks that it keeps would be taken again unseen
+        ctypes.CDLL(None).malloc_trim(0)  # reuse of its free blocks would not show in the peak
     if not reset_peak_memory(device):
         return None
     before = peak_memory_bytes(device)
@@ -86,13 +85,13 @@ def extra_memory_bytes(device: torch.device, run: Callable[[], object]) -> int |
 
 
 def check_run_fits(config: RunConfig, vocab_size: int) -> None:
-    """Refuse a run whose model or whose micro-batch exceeds the device's memory.
+    """Check that a run's model and micro-batch fit in the device's memory.
 
-    Of the model, weights, gradients and AdamW's two moments are counted, all FP32; of a micro-batch its FP32 logits
+    The model counts with its weights, gradients and AdamW's two moments, all FP32; a micro-batch with its FP32 logits
     alone, batch_size x context x vocab_size.
 
     Raises:
-        ConfigError: one does, or the device is not there.
+        ConfigError: one does not fit, or the device is not available.
     """
     training, device = config.training, resolve_device(config.training.device)
     shape = config.model.llama(vocab_size=vocab_size, max_positions=training.context)
@@ -102,14 +101,14 @@ def check_run_fits(config: RunConfig, vocab_size: int) -> None:
         device,
         remedy="make it smaller",
     )
-    needed, there = training.batch_size * training.context * vocab_size * 4, memory_bytes(device)
-    if needed > there:
-        raise _too_large(training, f"its logits alone take at least {needed // MIB:,} MiB of {there // MIB:,} MiB")
+    needed, available = training.batch_size * training.context * vocab_size * 4, memory_bytes(device)
+    if needed > available:
+        raise _too_large(training, f"its logits alone take at least {needed // MIB:,} MiB of {available // MIB:,} MiB")
 
 
 @contextmanager
 def fitting_in_memory(training: TrainingConfig) -> Iterator[None]:
-    """Turn what numpy, torch and CUDA raise when memory runs out inside the block into one sentence.
+    """Convert out-of-memory errors of numpy, torch and CUDA inside the block to one ConfigError.
 
     Raises:
         ConfigError: memory ran out.
@@ -123,13 +122,13 @@ def fitting_in_memory(training: TrainingConfig) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or any(words in str(error) for words in OUT_OF_MEMORY)
+    is_memory_error = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_memory_error or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def _too_large(training: TrainingConfig, reason: str) -> ConfigError:
     device = resolve_device(training.device).type
     return ConfigError(
         f"a micro-batch of batch_size {training.batch_size} and context {training.context} does not fit in the memory "
-        f"of {device!r} ({reason}); lower one of them, grad_accumulation makes up for it"
+        f"of {device!r} ({reason}); lower one of them and raise grad_accumulation instead"
     )

@@ -1,9 +1,8 @@
-"""Which tensor went non-finite first, found by running the bad step's batches again.
+"""Search for the first non-finite tensor of a step by replaying its batches.
 
-A NaN loss says that something broke, not where. The loop checks loss and gradient norm *before* the optimizer touches
-the weights, so the step can be replayed with the weights it broke with: parameters are looked through first, then
-every module's output in the order of execution, then the loss, then the gradients in the order backward makes them.
-The first tensor with a NaN or an infinity is the finding; everything after it is consequence.
+The loop checks loss and gradient norm *before* the optimizer changes the weights, so the step can be replayed with the
+same weights. The replay checks the parameters, then every module's output in the order of execution, then the loss,
+then the gradients in the order of backward, and returns the first tensor with a NaN or an infinity.
 """
 
 import math
@@ -17,18 +16,18 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.training.evaluate import token_loss
 
-__all__ = ["Finding", "failure_sentence", "failure_values", "first_nonfinite"]
+__all__ = ["NonFiniteTensor", "failure_sentence", "failure_values", "first_nonfinite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class NonFiniteTensor:
     """The first non-finite tensor of a step.
 
     Attributes:
-        tensor: what it is: "parameter …", "output of …", "loss", "gradient of the output of …", "gradient of
+        tensor: description: "parameter …", "output of …", "loss", "gradient of the output of …" or "gradient of
             parameter …".
-        bad: how many of its elements are NaN or infinite.
-        elements: how many it has.
+        bad: number of NaN or infinite elements.
+        elements: number of elements.
     """
 
     tensor: str
@@ -45,22 +44,22 @@ def first_nonfinite(
     *,
     surroundings: AbstractContextManager[object],
     loss_scale: float = 1.0,
-) -> Finding | None:
-    """Replay a step's micro-batches; None if this time every tensor is finite.
+) -> NonFiniteTensor | None:
+    """Replay a step's micro-batches; return None if every tensor is finite.
 
     Args:
-        model: with the weights of before the step. Its gradients are overwritten.
+        model: the model, with the weights before the step. Its gradients are overwritten.
         batches: inputs and targets, on the model's device.
         surroundings: the context of the forward pass.
-        loss_scale: what the loop multiplies the loss with before backward.
+        loss_scale: factor of the loss before backward.
     """
-    record = _Record()
+    record = _FirstNonFinite()
     for name, parameter in model.named_parameters():
         record.look(f"parameter {name}", parameter)
     if record.finding:
         return record.finding
     model.zero_grad(set_to_none=True)
-    handles = _watch(model, record)
+    handles = _add_hooks(model, record)
     try:
         for inputs, targets in batches:
             with surroundings:
@@ -77,15 +76,15 @@ def first_nonfinite(
     return record.finding
 
 
-def failure_values(loss: float, grad_norm: float, finding: Finding | None) -> dict[str, float | str | None]:
-    """What the "failure" line of metrics.jsonl says of a step; a number that is not finite is None."""
+def failure_values(loss: float, grad_norm: float, finding: NonFiniteTensor | None) -> dict[str, float | str | None]:
+    """Values of the "failure" line of metrics.jsonl; numbers that are not finite are None."""
     numbers = {"loss": loss, "grad_norm": grad_norm}
     plain = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     return {**plain, "tensor": finding.tensor if finding else None}
 
 
-def failure_sentence(loss: float, grad_norm: float, finding: Finding | None) -> str:
-    """What broke, and where it began.
+def failure_sentence(loss: float, grad_norm: float, finding: NonFiniteTensor | None) -> str:
+    """Describe what is not finite, and where it began.
 
     Example:
         >>> failure_sentence(3.1, float("inf"), None)
@@ -96,22 +95,22 @@ def failure_sentence(loss: float, grad_norm: float, finding: Finding | None) -> 
     return f"{what}; {first}"
 
 
-class _Record:
-    """Keeps the first bad tensor it is shown."""
+class _FirstNonFinite:
+    """Record of the first non-finite tensor."""
 
     def __init__(self) -> None:
-        self.finding: Finding | None = None
+        self.finding: NonFiniteTensor | None = None
 
     def look(self, name: str, value: object) -> None:
         if self.finding or not isinstance(value, Tensor) or not value.is_floating_point():
             return
         bad = int((~torch.isfinite(value.detach())).sum())
         if bad:
-            self.finding = Finding(tensor=name, bad=bad, elements=value.numel())
+            self.finding = NonFiniteTensor(tensor=name, bad=bad, elements=value.numel())
 
 
-def _watch(model: nn.Module, record: _Record) -> list[RemovableHandle]:
-    """Hooks on every module's output, on that output's gradient, and on every parameter's gradient."""
+def _add_hooks(model: nn.Module, record: _FirstNonFinite) -> list[RemovableHandle]:
+    """Add hooks on every module's output, its gradient, and every parameter's gradient."""
     names = {id(module): path or "the model" for path, module in model.named_modules()}
     handles = [module.register_forward_hook(_output_hook(record, names[id(module)])) for module in model.modules()]
     for name, parameter in model.named_parameters():
@@ -120,7 +119,7 @@ def _watch(model: nn.Module, record: _Record) -> list[RemovableHandle]:
     return handles
 
 
-def _output_hook(record: _Record, name: str) -> Callable[[nn.Module, object, object], None]:
+def _output_hook(record: _FirstNonFinite, name: str) -> Callable[[nn.Module, object, object], None]:
     def look(_module: nn.Module, _inputs: object, output: object) -> None:
         record.look(f"output of {name}", output)
         if isinstance(output, Tensor) and output.requires_grad:
@@ -129,5 +128,5 @@ def _output_hook(record: _Record, name: str) -> Callable[[nn.Module, object, obj
     return look
 
 
-def _parameter_hook(record: _Record, name: str) -> Callable[[Tensor], None]:
+def _parameter_hook(record: _FirstNonFinite, name: str) -> Callable[[Tensor], None]:
     return lambda parameter: record.look(f"gradient of parameter {name}", parameter.grad)

@@ -1,4 +1,4 @@
-"""What a run's recipe means for a model: which layers are converted, what surrounds them, and where it computes.
+"""Precision of a run's model: conversion of its layers, autocast around them, and device.
 
 | recipe          | linears                       | attention, norms, embedding, head | parameters and optimizer |
 |-----------------|-------------------------------|-----------------------------------|--------------------------|
@@ -6,9 +6,9 @@
 | bf16            | BF16 operands and results     | bf16 autocast                     | FP32                     |
 | an FP8 recipe   | as the recipe says            | bf16 or fp16 autocast, or FP32    | FP32                     |
 
-Under autocast every linear becomes an ``octavo.nn.Linear`` first, with octavo's "bf16" recipe: the same numbers, but
-on a CPU without BF16 instructions the products are taken in FP32 from BF16 operands, several times faster than
-torch's own. In a phase of BF16 (see :mod:`octavo.training.precision_schedule`) the linears of an FP8 run are such too.
+Under autocast every linear becomes an ``octavo.nn.Linear`` with octavo's "bf16" recipe: the results are equal, but on a
+CPU without BF16 instructions the GEMMs run in FP32 on BF16 operands, several times faster than torch's own. The same
+holds for the linears of an FP8 run in a BF16 phase (see :mod:`octavo.training.precision_schedule`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -29,22 +29,22 @@ __all__ = ["apply_recipe", "layer_recipe", "resolve_device", "surroundings"]
 
 
 def resolve_device(device: Device) -> torch.device:
-    """The torch device of a run.
+    """Return the torch device of a run.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is requested but not available.
     """
     has_cuda = torch.cuda.is_available()
     if device == Device.CUDA and not has_cuda:
-        raise ConfigError("the device is to be 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
+        raise ConfigError("device 'cuda' is not available: torch sees no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if has_cuda and device != Device.CPU else "cpu")
 
 
 def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -> ConversionReport | None:
-    """Convert the linears as the recipe of a step says, in place; None for plain FP32.
+    """Convert the linears to the recipe of a step, in place; return None for FP32 without conversion.
 
-    May be called again with other settings or for another phase: a delayed layer keeps its history where its recipe's
-    is the same. Delayed recipes close their steps by hand: the loop accumulates gradients and calls
+    May be called again with other settings or for another phase; a delayed layer keeps its history if its recipe stays
+    the same. Delayed recipes update their scales manually: the loop accumulates gradients and calls
     ``octavo.update_scales``.
     """
     report, name = None, training.recipe_at(step)
@@ -61,39 +61,41 @@ def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -
         )
     for module in model.modules():
         if isinstance(module, Linear):
-            module.trained_recipe = None  # a phase's recipe has a line of its own in the run's metrics
-    plain = _leave_rest_plain(model, training, taken=report.converted if report else ())
+            module.trained_recipe = None  # metrics.jsonl records the recipes of phases
+    plain = _leave_rest_plain(model, training, converted=report.converted if report else ())
     return report or plain
 
 
 def layer_recipe(path: str, training: TrainingConfig, *, step: int = 1) -> Recipe:
-    """What :func:`apply_recipe` lets the layer at ``path`` run in a step, if it converts it."""
+    """Recipe of the layer at ``path`` in a step, if :func:`apply_recipe` converts it."""
     if any(fnmatchcase(path, pattern) for pattern in training.skip):
         return recipes.get(BF16)
     name = training.recipe_at(step)
-    own = (other for pattern, other in training.overrides.items() if fnmatchcase(path, pattern))
-    return recipe_named(name if name == BF16 else next(own, name), training)
+    matching = (other for pattern, other in training.overrides.items() if fnmatchcase(path, pattern))
+    return recipe_named(name if name == BF16 else next(matching, name), training)
 
 
 def recipe_named(name: str, training: TrainingConfig) -> Recipe:
-    """A preset, with the run's options if it is the run's own."""
+    """Return a preset, with the run's options if it is the run's own recipe."""
     return recipes.get(name, **(training.recipe_options if name == training.recipe else {}))
 
 
-def _leave_rest_plain(model: nn.Module, training: TrainingConfig, *, taken: tuple[str, ...]) -> ConversionReport | None:
-    """Let every other linear run in what surrounds it: all of them under autocast, once FP8 ones elsewhere."""
+def _leave_rest_plain(
+    model: nn.Module, training: TrainingConfig, *, converted: tuple[str, ...]
+) -> ConversionReport | None:
+    """Convert all other linears under autocast, or those that were FP8 before, to the surrounding precision."""
     everywhere = training.surrounding != Precision.FP32
 
-    def is_rest(path: str, layer: nn.Linear) -> bool:
-        return path not in taken and (everywhere or isinstance(layer, Linear))
+    def is_remaining(path: str, layer: nn.Linear) -> bool:
+        return path not in converted and (everywhere or isinstance(layer, Linear))
 
-    return convert(model, BF16, convert_head=True, layer_filter=is_rest) if everywhere or taken else None
+    return convert(model, BF16, convert_head=True, layer_filter=is_remaining) if everywhere or converted else None
 
 
 def surroundings(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
-    """The context that forward and loss run in; may be entered again and again."""
+    """Return the reusable context of forward and loss."""
     if training.surrounding == Precision.FP32:
         return nullcontext()
     dtype = torch.float16 if training.surrounding == Precision.FP16 else torch.bfloat16
-    # The cache of cast weights would keep every weight in BF16 beside its FP32 original until the block ends.
+    # The cache would hold a BF16 copy of every weight until the block ends.
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)

@@ -1,12 +1,11 @@
 """Phases of a run in different recipes: ``precision_schedule = [["bf16", 0.0], ["fp8", 0.8]]``.
 
 A phase is a recipe and the fraction of the run at which it begins. Step s of S belongs to the last phase whose fraction
-is at most (s − 1) / S. "fp8" is the run's own recipe with its options; "bf16" is whatever surrounds the FP8 layers,
-FP32 if ``precision`` says so. A phase that holds no step is passed over.
+is at most (s − 1) / S. "fp8" is the run's own recipe with its options; "bf16" is the precision around the FP8 layers,
+FP32 if ``precision`` says so. A phase without a step is skipped.
 
-Nothing begins anew where the recipe changes: weights, optimizer, learning rate and the order of the text go on. A
-delayed layer keeps its amax history while its recipe stays; one that becomes delayed again has no past that could
-still hold, and measures its own tensors first.
+Weights, optimizer, learning rate and the order of the text continue across phases. A delayed layer keeps its amax
+history while its recipe stays; a layer that becomes delayed again starts with an empty history and dynamic scales.
 """
 
 from collections.abc import Sequence
@@ -22,15 +21,15 @@ Phase = tuple[str, float]
 
 
 def check_schedule(schedule: Sequence[Phase], recipe: str) -> None:
-    """Refuse phases that cannot be run.
+    """Check the phases of a run.
 
     Args:
-        schedule: of the run; empty for none.
-        recipe: the run's own.
+        schedule: phases of the run; empty for none.
+        recipe: the run's own recipe.
 
     Raises:
-        ConfigError: a recipe that nothing is trained with, fractions that do not rise from 0 to under 1, or a run that
-            has no FP8 recipe for its phases.
+        ConfigError: a recipe that runs cannot train with, fractions that do not increase from 0 to below 1, or a run
+            without an FP8 recipe.
     """
     if not schedule:
         return
@@ -49,18 +48,18 @@ def check_schedule(schedule: Sequence[Phase], recipe: str) -> None:
     starts = [start for _, start in schedule]
     if starts[0] != 0 or starts != sorted(set(starts)) or not starts[-1] < 1:
         raise ConfigError(
-            "the fractions of training.precision_schedule must begin with 0.0 and rise, each under 1, not "
+            "the fractions of training.precision_schedule must begin with 0.0 and increase, each below 1, not "
             f"{', '.join(map(str, starts))}"
         )
 
 
 def recipe_name_at(schedule: Sequence[Phase], step: int, *, steps: int, own: str) -> str:
-    """The name of the recipe that a step runs.
+    """Return the name of the recipe of a step.
 
     Args:
-        schedule: as :func:`check_schedule` lets it pass; empty for none.
+        schedule: valid phases (:func:`check_schedule`); empty for none.
         step: 1 for the first.
-        steps: of the whole run.
+        steps: steps of the whole run.
         own: the run's own recipe.
 
     Example:
@@ -74,10 +73,10 @@ def recipe_name_at(schedule: Sequence[Phase], step: int, *, steps: int, own: str
 
 
 def parse_schedule(text: str) -> list[list[str | float]]:
-    """Phases as a command line has them.
+    """Parse the phases of a command line.
 
     Raises:
-        ConfigError: a part that is no name and fraction.
+        ConfigError: a part that is not a name and a fraction.
 
     Example:
         >>> parse_schedule("bf16:0.0,fp8:0.8")
@@ -90,7 +89,7 @@ def parse_schedule(text: str) -> list[list[str | float]]:
             phases.append([name.strip(), float(start)])
         except ValueError as error:
             raise ConfigError(
-                f"a schedule is recipes with the fractions at which they begin, such as '{BF16}:0.0,{FP8}:0.8', and "
-                f"{part!r} is none of them"
+                f"a schedule must list recipes with the fractions at which they begin, such as '{BF16}:0.0,{FP8}:0.8', "
+                f"but {part!r} is not a recipe with a fraction"
             ) from error
     return phases

@@ -1,4 +1,4 @@
-"""What a run may be trained with, by name: its recipe, that of some layers, and that of a phase of its steps."""
+"""Names of recipes that a run can train with: its own, those of overrides, and those of phases."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +14,13 @@ PLAIN_RECIPES = ("fp32", BF16)
 
 
 def trainable_recipes() -> tuple[str, ...]:
-    """What a run may be trained with: high precision, and every preset that needs no calibration."""
+    """Names of recipes for training: high precision, and every preset that needs no calibration."""
     presets = (name for name in recipes.names() if not recipes.get(name).has_static_input)
     return (*PLAIN_RECIPES, *(name for name in presets if name not in PLAIN_RECIPES))
 
 
 def check_recipe(name: str, options: dict[str, Any]) -> None:
-    """Refuse a recipe that neither the loop nor octavo knows.
+    """Check a run's recipe and its options.
 
     Raises:
         ConfigError: an unknown name or option.
@@ -37,7 +37,7 @@ def check_recipe(name: str, options: dict[str, Any]) -> None:
 
 
 def check_overrides(overrides: Mapping[str, str]) -> None:
-    """Refuse recipes of layers that nothing is trained with; whether a pattern matches is seen with the model.
+    """Check the recipes of overrides; patterns are matched later, when there is a model.
 
     Raises:
         ConfigError: an empty pattern or an unknown recipe.

@@ -1,4 +1,4 @@
-"""What a run came to, read from its folder when it ends."""
+"""Result of a training run, read from its folder at the end."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +12,18 @@ Curve = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a run came to.
+    """Result of a training run.
 
     Attributes:
-        run_dir: its folder.
+        run_dir: the run's folder.
         step: finished updates.
-        stopped_by: the signal that stopped it before its last update, such as "SIGTERM"; None if none did.
-        train_curve: (step, loss in nats), from metrics.jsonl, earlier parts of a resumed run included.
+        stopped_by: the signal that stopped the run before its last update, such as "SIGTERM", or None.
+        train_curve: (step, loss in nats) from metrics.jsonl, including earlier parts of a resumed run.
         validation_curve: (step, nats).
-        tokens_per_second: tokens of an update over the median duration of one.
-        peak_memory_bytes: of this process while it trained; see :mod:`octavo.training.memory`.
-        checkpoint: the newest one.
-        converted: how many linears the recipe took.
+        tokens_per_second: tokens per update over the median duration of an update.
+        peak_memory_bytes: peak of this process during training; see :mod:`octavo.training.memory`.
+        checkpoint: the newest checkpoint.
+        converted: number of converted linears.
     """
 
     run_dir: Path
@@ -38,12 +38,12 @@ class TrainResult:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal stopped it before its last update."""
+        """True if a signal stopped the run before its last update."""
         return self.stopped_by is not None
 
 
 def curves_of(run_dir: Path) -> tuple[Curve, Curve]:
-    """(step, nats) of the training loss, and of the validation loss."""
+    """Return the (step, nats) curves of the training and the validation loss."""
     lines = read_metrics(run_dir)
     training = tuple((line["step"], line["loss"]) for line in lines if line["kind"] == "step")
     return training, tuple((line["step"], line["nats"]) for line in lines if line["kind"] == "evaluation")

@@ -1,14 +1,14 @@
-"""A run is a folder: who may write it, what it was started with, and how to read a trained model back.
+"""Run folders: claim one for training, check its configuration, and load the trained model.
 
 | name             | content                                                        |
 |------------------|----------------------------------------------------------------|
-| config.toml      | what the run was started with                                  |
-| tokenizer.json   | of the data it was trained on                                  |
+| config.toml      | configuration that the run was started with                    |
+| tokenizer.json   | tokenizer of the data                                          |
 | metrics.jsonl    | every step and evaluation                                      |
 | tensorboard/     | the same for TensorBoard                                       |
 | checkpoints/     | see :mod:`octavo.training.checkpoint`                          |
 | doctor/captures/ | see :mod:`octavo.doctor.capture`                               |
-| .lock            | held by the process that trains; released when it ends, however |
+| .lock            | lock of the training process, released when it ends            |
 """
 
 import errno
@@ -57,7 +57,7 @@ __all__ = [
 
 CONFIG, TOKENIZER, LOCK = RUN_CONFIG, RUN_TOKENIZER, ".lock"
 CAPTURES = Path("doctor") / "captures"
-NO_LINK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # neither another's file nor a pipe without reader
+NO_LINK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # follow no link, and do not block on a pipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,11 @@ class TrainedRun:
     """A model read back from a run's folder.
 
     Attributes:
-        config: what the run was started with.
-        model: converted as it was trained, in evaluation mode.
-        tokenizer: of its data.
-        step: updates it has behind it.
-        surroundings: the context to run it in.
+        config: configuration that the run was started with.
+        model: model with the recipe of its training, in evaluation mode.
+        tokenizer: tokenizer of its data.
+        step: finished updates.
+        surroundings: reusable context for its forward pass.
     """
 
     config: RunConfig
@@ -80,7 +80,7 @@ class TrainedRun:
 
 
 def is_own_config(path: Path) -> bool:
-    """Whether ``save_config`` wrote the file: it leaves no key out, which nobody does by hand."""
+    """Return True if ``save_config`` wrote the file, which has all keys, unlike one written by hand."""
     try:
         return bool(read_toml(path) == load_config(path).to_dict())
     except (OSError, ValueError):
@@ -88,15 +88,15 @@ def is_own_config(path: Path) -> bool:
 
 
 def remove_runs(run_dirs: Sequence[Path], *, also: tuple[str, ...] = ()) -> None:
-    """Remove what runs wrote into their folders, by name, from all or from none; other files stay where they are.
+    """Remove the files of runs by name, from all folders or from none; other files stay.
 
     Args:
-        run_dirs: folders whose config.toml :func:`is_own_config` recognises.
-        also: names of files that were added to the runs.
+        run_dirs: folders with a config.toml accepted by :func:`is_own_config`.
+        also: names of further files to remove.
 
     Raises:
         TrainingError: another process trains in one of them.
-        ConfigError: somebody else's file is among the checkpoints of one.
+        ConfigError: a folder of checkpoints has another file.
     """
     with ExitStack() as locks:
         for run_dir in run_dirs:
@@ -120,11 +120,11 @@ def _remove_run(run_dir: Path, also: tuple[str, ...]) -> None:
 
 
 def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun:
-    """The model of the newest checkpoint.
+    """Load the model of the newest checkpoint.
 
     Args:
         run_dir: the run's folder.
-        device: where to put it; None for where the run's configuration says.
+        device: device of the model; None is that of the run's configuration.
 
     Raises:
         CheckpointError: there is no run, no checkpoint yet, or a damaged one.
@@ -158,15 +158,14 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
 
 @contextmanager
 def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) -> Iterator[None]:
-    """Hold the folder for this process; a new run's configuration and tokenizer are written first.
+    """Lock the folder for this process, and write a new run's configuration and tokenizer.
 
-    A new run that an error ends before its first step is removed, so that the corrected command finds the folder free;
-    one whose first step broke stays, for the doctor.
+    A new run that fails before its first step is removed, so that the corrected command can use the folder; one whose
+    first step broke stays, for the doctor.
 
     Raises:
         TrainingError: the folder cannot be written, or another process trains in it.
-        ConfigError: it holds a run and ``resume`` is False, holds none and it is True, or holds a run that was started
-            otherwise.
+        ConfigError: the folder holds a run without ``resume``, or with it none or one of another configuration.
     """
     with _locked(run_dir):
         check_start(run_dir, config, resume=resume)
@@ -188,14 +187,14 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
 
 
 def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
-    """Refuse to start where a run is, or to resume where none of this configuration is.
+    """Check that a new run can start in the folder, or that its run can be resumed with this configuration.
 
     Raises:
-        ConfigError: which of them.
+        ConfigError: it cannot.
     """
-    if not (resume or (run_dir / CONFIG).exists()) and (inside := runs_in(run_dir)):
+    if not (resume or (run_dir / CONFIG).exists()) and (run_folders := runs_in(run_dir)):
         raise ConfigError(
-            f"{str(run_dir)!r} holds other runs ({', '.join(inside)}); give this one a folder of its own, "
+            f"{str(run_dir)!r} holds other runs ({', '.join(run_folders)}); give this one a folder of its own, "
             f"such as {str(run_dir / 'new')!r}"
         )
     check_is_run(run_dir)
@@ -213,7 +212,7 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
 
 
 def resumable_state(run_dir: Path, config: RunConfig, data: TokenData) -> tuple[Path, CheckpointState] | None:
-    """The newest checkpoint, if there is one and it continues this configuration on this data.
+    """Return the newest checkpoint for this configuration and data, or None without checkpoints.
 
     Raises:
         CheckpointError: it was made under another configuration or on other text, or the run's tokenizer is not the
@@ -238,7 +237,7 @@ def resumable_state(run_dir: Path, config: RunConfig, data: TokenData) -> tuple[
 
 
 def _check_tokenizer(path: Path, data: TokenData) -> None:
-    if not path.exists():  # written again
+    if not path.exists():  # it will be written again
         return
     try:
         is_same = load_tokenizer(path).to_str() == data.tokenizer().to_str()
@@ -275,10 +274,10 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 def _difference(before: RunConfig, now: RunConfig) -> str:
-    """The first key that differs, with both values."""
+    """Describe the first differing key, with both values."""
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
     differing = (key for key in old if old[key] != new.get(key) and key not in before.free_to_change)
-    key = next(differing, "training.overrides")  # which may differ in their order alone
+    key = next(differing, "training.overrides")  # whose order alone may differ
     return f"{key} = {old[key]!r}, not {new.get(key)!r}"
 
 

@@ -1,8 +1,8 @@
-"""The learning rate of a step: linear warm-up, then half a cosine down to a floor.
+"""Learning rate schedule: linear warm-up, then half a cosine down to a floor.
 
 ``adjust_for_fp8`` is the heuristic of the article whose system octavo builds: 0.85 times the learning rate and 1.5
-times the warm-up. It is not derived from anything and not applied unless asked for (``adjust_for_fp8 = true`` in a
-run's training section): a comparison of precisions holds everything else equal.
+times the warm-up. It has no derivation and is off by default (``adjust_for_fp8 = true`` in a run's training section
+applies it): a comparison of precisions keeps everything else equal.
 """
 
 import math
@@ -14,7 +14,7 @@ FP8_WARMUP_FACTOR = 1.5
 
 
 def learning_rate(step: int, *, peak: float, floor: float, warmup: int, steps: int) -> float:
-    """Rate of the update number ``step``.
+    """Learning rate of update number ``step``.
 
     In the warm-up, peak · step / warmup; after it, floor + (peak − floor) · (1 + cos(π · progress)) / 2, where
     progress runs from 0 at the warm-up's end to 1 at ``steps``.

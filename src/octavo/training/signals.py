@@ -1,8 +1,8 @@
-"""Stopping on SIGINT and SIGTERM at the end of a step, with a checkpoint, instead of in the middle of one.
+"""Graceful stop on SIGINT and SIGTERM: at the end of a step, with a checkpoint.
 
-The first signal asks; the loop saves and ends. A second one ends at once, as it would have without this. A signal that
-the process ignores (as after ``nohup``, or in a shell's background) stays ignored. Handlers can be set in the main
-thread only; elsewhere nothing is caught.
+The first signal requests a stop; the loop saves and ends. A second one ends the process at once, by the previous
+handler. A signal that the process ignores (as after ``nohup``, or in a shell's background) stays ignored. Outside of
+the main thread, where Python cannot set handlers, no signal is caught.
 """
 
 import signal
@@ -14,14 +14,14 @@ from types import FrameType
 __all__ = ["StopRequest", "StoppedBySignal", "stopping_on_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LEFT_ALONE = (signal.SIG_IGN, None)  # None: a handler that Python did not set and could not put back
+LEFT_ALONE = (signal.SIG_IGN, None)  # None: a handler not set by Python, which cannot be restored
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """What was begun ended early, and whole, because a signal asked for it.
+    """Work that a signal ended early, with nothing left incomplete.
 
     Args:
-        name: the signal's, such as "SIGTERM".
+        name: name of the signal, such as "SIGTERM".
     """
 
     def __init__(self, name: str) -> None:
@@ -30,7 +30,7 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether, and by which signal, a stop was asked for."""
+    """Flag of a requested stop, with the signal's name."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -41,21 +41,21 @@ class StopRequest:
 
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """Catch the two signals inside the block; the handlers of before are put back after it."""
+    """Catch the two signals inside the block; restore the previous handlers after it."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    found = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in found.items() if handler not in LEFT_ALONE}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler not in LEFT_ALONE}
 
-    def ask(number: int, _frame: FrameType | None) -> None:
+    def request_stop(number: int, _frame: FrameType | None) -> None:
         request.signal_name = signal.Signals(number).name
         for each, handler in before.items():
             signal.signal(each, handler)
 
     for number in before:
-        signal.signal(number, ask)
+        signal.signal(number, request_stop)
     try:
         yield request
     finally:

@@ -1,7 +1,7 @@
-"""The table and the verdict of a study, as text: what the command prints and the report shows.
+"""Table and verdict of a study as text, for the command and the report.
 
-The rows are those of the article octavo started from (GPTs of 7 to 13 billion parameters on WikiText-103); its figures
-stand beside ours as a reference for the *differences*. The absolute values belong to another model and another text.
+The rows are those of the article octavo started from (GPTs of 7 to 13 billion parameters on WikiText-103). Its figures
+are a reference for the *differences*; their absolute values are those of another model and text.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ NOTHING = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measure: a cell a run, the FP8 run's difference to BF16, and what the article reports."""
+    """One measure: a cell per run, the FP8 run's difference to BF16, and the article's figures."""
 
     name: str
     cells: tuple[str, ...]
@@ -37,12 +37,12 @@ class Row:
 
 
 def columns(study: Study) -> list[str]:
-    """The head of the table."""
+    """Column titles."""
     return ["", *(title_of(run.recipe) for run in study.runs), "FP8 vs BF16", "article: FP32/BF16/FP8"]
 
 
 def title_of(recipe: str) -> str:
-    """How a run is called in a table.
+    """Title of a run in a table.
 
     Example:
         >>> title_of("bf16"), title_of("tensorwise")
@@ -52,7 +52,7 @@ def title_of(recipe: str) -> str:
 
 
 def rows(study: Study, device: str) -> list[Row]:
-    """The measures, one a row; ``device`` is "cpu" or "cuda", where the runs were."""
+    """One row per measure; ``device`` is that of the runs, "cpu" or "cuda"."""
     return [
         _perplexity(study),
         _loss(study),
@@ -65,40 +65,40 @@ def rows(study: Study, device: str) -> list[Row]:
 
 
 def target_note(study: Study) -> str:
-    """What the target of the steps row is."""
+    """Note on the target of the steps row."""
     steps = round(TARGET_FRACTION * study.baseline.steps)
     return (
-        f"Target perplexity {perplexity_text(study.target_nats, 2)}: what {title_of(study.baseline.recipe)} reads on "
+        f"Target perplexity {perplexity_text(study.target_nats, 2)}: that of {title_of(study.baseline.recipe)} on "
         f"the validation text after {steps:,} of its {study.baseline.steps:,} steps."
     )
 
 
 def emulation_note(device: str) -> str:
-    """What the throughput and memory rows mean on this device."""
+    """Note on the throughput and memory rows."""
     if device == "cuda":
         return "Tokens/s are this GPU's; peak memory is the largest that a run allocated on it."
     return (
-        "On a CPU FP8 is emulated: casts and products run as ordinary instructions, at their speed. "
-        "The tokens/s here say nothing about Hopper's, where the article reports FP8 at 1.23 times BF16. "
-        "Peak memory is the whole process's: a later run starts from what the earlier ones left in it."
+        "On a CPU, FP8 is emulated: casts and GEMMs run as ordinary instructions, at their speed. "
+        "Tokens/s here do not predict those on Hopper, where the article reports FP8 at 1.23 times BF16. "
+        "Peak memory is that of the whole process and includes memory left by earlier runs."
     )
 
 
 def threads_note(study: Study, device: str) -> str | None:
-    """Why the throughput row sets nothing in relation; None where it does."""
+    """Reason why the throughput row has no ratios; None if it has."""
     if _is_timed_alike(study, device):
         return None
-    found = ", ".join(
+    threads = ", ".join(
         f"{title_of(run.recipe)} {' and '.join(map(str, run.threads)) or 'unknown'}" for run in study.runs
     )
-    return f"Tokens/s are not compared: the number of CPU threads was not the same throughout ({found})."
+    return f"Tokens/s are not compared, because the numbers of CPU threads differ ({threads})."
 
 
 def verdict(study: Study) -> str:
-    """One sentence: what FP8 cost on this setting."""
+    """Sentence with the cost of FP8 in this study."""
     pair = _fp8_and_bf16(study)
     if pair is None:
-        return f"{len(study.runs)} run(s) on the same text and batches; no FP8 run to hold against BF16."
+        return f"{len(study.runs)} run(s) on the same text and batches; no FP8 run to compare with BF16."
     fp8, bf16 = pair
     gap = study.gap(fp8.recipe, bf16.recipe)
     if gap.nats < 0:
@@ -112,7 +112,7 @@ def verdict(study: Study) -> str:
 
 
 def yardstick(study: Study) -> str | None:
-    """How far BF16 and FP32 are apart: what to hold the verdict's gap against. None without both runs."""
+    """Gap between BF16 and FP32, for scale; None without both runs."""
     if {"fp32", "bf16"} - {run.recipe for run in study.runs}:
         return None
     gap = study.gap("bf16", "fp32")
@@ -184,7 +184,7 @@ def _gradient_error(study: Study) -> Row:
 
 
 def _is_timed_alike(study: Study, device: str) -> bool:
-    """Whether every step of every run had the same CPU threads, or a GPU did the work."""
+    """Return True if all steps of all runs had the same number of CPU threads, or ran on a GPU."""
     numbers = {run.threads for run in study.runs}
     return device == "cuda" or (len(numbers) == 1 and len(study.baseline.threads) == 1)
 
@@ -206,7 +206,7 @@ def _memory(study: Study, device: str) -> Row:
     return Row(
         name="Peak memory, MiB",
         cells=tuple(NOTHING if value is None else f"{value / MIB:,.0f}" for value in values),
-        # On a CPU a run starts from what the runs before it left: that difference is their order.
+        # On a CPU the figure depends on the order of the runs: each includes memory left by earlier ones.
         difference=_relative(study, values) if device == "cuda" else NOTHING,
         article=NOTHING,
     )
@@ -220,7 +220,7 @@ def _relative(study: Study, values: Sequence[float | None]) -> str:
 
 
 def _error(gap: Gap) -> str:
-    """A standard error as the gap beside it, or to one digit where that would read 0."""
+    """Format a standard error like its gap, or with one digit if that would read 0."""
     rounded = f"{gap.standard_error:.4f}"
     return rounded if float(rounded) or not gap.standard_error else f"{gap.standard_error:.0e}"
 

@@ -1,8 +1,7 @@
-"""CPU threads: how many a stretch of work uses, and how many cores other processes leave for it.
+"""CPU threads: set their number for a block, and count the cores that other processes keep busy.
 
-OpenMP's threads wait for each other at the end of every operation. With one thread too many for the free cores, each
-operation waits for the thread that has no core, so a run that asks for all cores of a busy machine is slower than one
-that asks for the free ones.
+OpenMP threads wait for each other at the end of every operation. With more threads than free cores, each operation
+waits for the thread without a core, so on a busy machine a run with all cores is slower than one with the free cores.
 """
 
 import time
@@ -32,11 +31,9 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def busy_cores() -> int:
-    """Of the cores that this process may use, those that other work keeps busy right now, over half a second.
+    """Number of this process's cores that other work keeps busy, over half a second; 0 if unknown.
 
-    0 where the system does not tell.
-
-    The load average would not do: for a minute after an installation it still counts what has ended.
+    The load average is not used, because it lags: for a minute it still counts work that has ended.
     """
     before = _times()
     if before is None:
@@ -49,7 +46,7 @@ def busy_cores() -> int:
 
 
 def _times() -> tuple[int, int] | None:
-    """Clock ticks of those cores since the machine started, and how many of them were idle (Linux, proc(5))."""
+    """Total and idle clock ticks of those cores since the machine started (Linux, proc(5))."""
     try:
         lines = STAT.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -61,7 +58,7 @@ def _times() -> tuple[int, int] | None:
 
 
 def free_threads(*, cores: int, busy: int, most: int) -> int:
-    """Threads that find a core each: at least 1, at most ``most``.
+    """Number of threads with a free core each: at least 1, at most ``most``.
 
     Example:
         >>> free_threads(cores=8, busy=3, most=4), free_threads(cores=2, busy=2, most=2)

@@ -1,4 +1,4 @@
-"""A run as the doctor reads it: its lines, and what they lack where there is nothing to diagnose."""
+"""Runs as the doctor reads them: statistics of a run, and checks that there are any."""
 
 import shlex
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
 
 HEAD = "lm_head"
 DATA = "data"
-COUNTED_TOKENS = 1 << 22  # frequencies of four million tokens are those of the text
+COUNTED_TOKENS = 1 << 22  # enough to estimate the text's token frequencies
 # What may differ between a run and the reference whose loss it is compared with: how it computes, and who looks.
 OF_PRECISION = {
     "recipe",
@@ -51,14 +51,14 @@ OF_THE_MACHINE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun:
-    """What a folder says of a training, finished or running.
+    """Data of a training run, finished or running.
 
     Attributes:
         run_dir: the folder.
-        config: what octavo started it with; None where another loop trained.
-        series: its numbers.
-        step: the newest step that is written.
-        looks: steps that were looked at.
+        config: octavo's configuration; None if another loop trained.
+        series: statistics of the run.
+        step: newest written step.
+        looks: number of sampled steps.
     """
 
     run_dir: Path
@@ -69,12 +69,12 @@ class WatchedRun:
 
     @property
     def layers(self) -> int:
-        """How many layers cast to FP8."""
+        """Number of layers that cast to FP8."""
         return len({key.path for key in self.series.casts.keys})
 
     @property
     def fp8_begins(self) -> int | None:
-        """The first step that its configuration lets run in FP8; None where none does, or that is not known."""
+        """First FP8 step by the configuration; None if there is none or it is unknown."""
         if self.config is None or not self.config.training.is_fp8:
             return None
         training = self.config.training
@@ -83,27 +83,27 @@ class WatchedRun:
 
     @property
     def steps(self) -> int | None:
-        """Updates it was asked for, where that is known."""
+        """Updates of the whole run, None if unknown."""
         return None if self.config is None else self.config.training.steps
 
 
 def watched_run(run_dir: Path) -> WatchedRun:
-    """A run with statistics.
+    """Read a run with statistics.
 
     Raises:
-        ConfigError: there is no run; it has no step yet; or it was not looked at: the sentence says how to get that.
+        ConfigError: there is no run, it has no step yet, or it has no statistics.
         TrainingError: a line is not a run's, or the statistics are those of another model.
     """
     run = read_run(run_dir)
     if not run.looks:
-        raise ConfigError(f"the run in {str(run_dir)!r} has no statistics: {_why_unwatched(run.config)}")
+        raise ConfigError(f"the run in {str(run_dir)!r} has no statistics: {_reason_without_statistics(run.config)}")
     if run.config is not None:
         _check_model(run, run.config)
     return run
 
 
 def read_run(run_dir: Path) -> WatchedRun:
-    """A run that may lack statistics, such as a reference in BF16.
+    """Read a run that may lack statistics, such as a reference in BF16.
 
     Raises:
         ConfigError: there is no run, it has no step yet, or the folder holds a study.
@@ -119,7 +119,7 @@ def read_run(run_dir: Path) -> WatchedRun:
     series = series_of(progress.noting(each_metric(run_dir)))
     config = load_config(run_dir / CONFIG) if (run_dir / CONFIG).is_file() else None
     if not progress.has_begun:
-        raise ConfigError(f"the run in {str(run_dir)!r} has finished no step yet; ask again when it has")
+        raise ConfigError(f"the run in {str(run_dir)!r} has finished no step yet; try again when it has")
     return WatchedRun(
         run_dir=run_dir,
         config=config,
@@ -139,44 +139,44 @@ def _unigram_nats(run_dir: Path) -> float | None:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a run is, noted while its lines are read, of which a long run has more than memory holds."""
+    """Progress of a run, recorded while its lines are read one by one, since a long run's may exceed memory."""
 
     step: int = 0
     has_begun: bool = False
 
     def noting(self, lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The lines, as they are."""
+        """Yield the lines unchanged."""
         for line in lines:
-            self.step = max(self.step, line["step"] - (line["kind"] == "failure"))  # the one that broke is not finished
+            self.step = max(self.step, line["step"] - (line["kind"] == "failure"))  # a broken step is not finished
             self.has_begun |= line["kind"] in ("step", "statistics", "failure")
             yield line
 
 
 def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:
-    """Refuse a reference that is none of high precision, or whose loss differs for other reasons than the precision.
+    """Check that a reference has high precision and is otherwise configured as the run.
 
     Raises:
-        ConfigError: the run itself; an FP8 run; or another model, text, batches or schedule: names the first key.
+        ConfigError: the run itself, an FP8 run, or another model, text, batches or schedule (with the first key).
     """
     folder = str(reference.run_dir)
     if reference.run_dir.resolve() == run.run_dir.resolve():
-        raise ConfigError(f"{folder!r} is the run itself and no reference; {_how_to_train_one(run)}")
+        raise ConfigError(f"{folder!r} is the run itself and no reference; {_reference_command(run)}")
     if reference.layers or (reference.config is not None and reference.config.training.is_fp8):
-        named = "" if reference.config is None else f" (recipe = {reference.config.training.recipe!r})"
-        raise ConfigError(f"{folder!r} is no reference: it casts to FP8 too{named}; {_how_to_train_one(run)}")
+        recipe_note = "" if reference.config is None else f" (recipe = {reference.config.training.recipe!r})"
+        raise ConfigError(f"{folder!r} is no reference: it casts to FP8 too{recipe_note}; {_reference_command(run)}")
     if run.config is None or reference.config is None:
         return
-    own, other = _decisive(run.config), _decisive(reference.config)
-    for key, value in own.items():
-        if other.get(key) != value:
+    run_values, reference_values = _comparable_values(run.config), _comparable_values(reference.config)
+    for key, value in run_values.items():
+        if reference_values.get(key) != value:
             raise ConfigError(
-                f"{folder!r} is no reference: it has {key} = {other.get(key)!r}, not {value!r}; "
-                + _how_to_train_one(run)
+                f"{folder!r} is no reference: it has {key} = {reference_values.get(key)!r}, not {value!r}; "
+                + _reference_command(run)
             )
 
 
-def _how_to_train_one(run: WatchedRun) -> str:
-    """The command that trains a reference, as a shell takes it."""
+def _reference_command(run: WatchedRun) -> str:
+    """Advice with the shell command that trains a reference."""
     if run.config is None:
         return "train one with the same data in BF16"
     folder = run.run_dir.resolve()
@@ -184,7 +184,7 @@ def _how_to_train_one(run: WatchedRun) -> str:
     return f"train one with {shlex.join(command)}"
 
 
-def _decisive(config: RunConfig) -> dict[str, Any]:
+def _comparable_values(config: RunConfig) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = config.to_dict()
     return {
         f"{section}.{key}": value
@@ -194,24 +194,22 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _why_unwatched(config: RunConfig | None) -> str:
+def _reason_without_statistics(config: RunConfig | None) -> str:
     if config is None:
         return "let octavo.doctor.watch, or its Hugging Face callback, look at the training"
     training = config.training
     if not training.is_fp8:
-        return (
-            f"its recipe {training.recipe!r} casts nothing to FP8; name a run of an FP8 recipe, and this one --against"
-        )
+        return f"its recipe {training.recipe!r} casts nothing to FP8; give an FP8 run, and this one with --against"
     if not training.statistics_interval:
         return (
             "its statistics_interval is 0; set it to 10 in a copy of its config.toml and continue with "
             "octavo train --resume --config, or train again"
         )
-    return "it was not looked at; train again, or continue it with octavo train --resume"
+    return "it was never sampled; train again, or continue it with octavo train --resume"
 
 
 def _check_model(run: WatchedRun, config: RunConfig) -> None:
-    """Refuse statistics of layers that the configuration's model has not; the head's size depends on the text."""
+    """Check that the statistics are of the configuration's layers; the head's size depends on the text."""
     with torch.device("meta"):
         model = Llama(config.model.llama(vocab_size=1, max_positions=1))
     shapes = {path: (m.in_features, m.out_features) for path, m in model.named_modules() if isinstance(m, nn.Linear)}

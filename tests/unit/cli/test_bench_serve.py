@@ -94,18 +94,21 @@ def test_a_server_over_http(octavo, folder):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "name a MODEL, or one or more --url"),
-        (["model", "--url", "http://x"], "and not both"),
+        ([], "give a MODEL, or one or more --url"),
+        (["model", "--url", "http://x"], "but not both"),
         (["model", "--recipes", "fp4"], "recipe must be one of"),
-        (["model", "--recipes", "fp8,fp8"], "each once"),
+        (["model", "--recipes", "fp8,fp8"], "each recipe once"),
         (["model", "--batch", "1,x"], "--batch takes whole numbers"),
         (["model", "--batch", "0"], "a batch must be"),
         (["model", "--rounds", "0"], "rounds must be"),
-        (["--url", "http://x", "--url", "http://x"], "stands twice"),
+        (["--url", "http://x", "--url", "http://x"], "repeats one"),
         (["--url", "http://x", "--name", "a", "--name", "b"], "--name is given 2 times for 1 --url"),
         (["--url", "http://127.0.0.1:9"], "did not answer"),
         (["--url", "http://[::1"], "'http://[::1' is no address of a server"),
-        (["--url", "http://127.0.0.1:9", "--api-key-file", __file__], "holds no key: it has to be one line of ASCII"),
+        (
+            ["--url", "http://127.0.0.1:9", "--api-key-file", __file__],
+            "holds no key; write the key into it as one line of ASCII",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(octavo, arguments, words):

@@ -45,7 +45,7 @@ def test_it_prints_a_table_and_is_quiet_where_nothing_is_wrong(octavo, finished_
     assert result.exit_code == 0, result.output
     assert "model.layers.0.self_attn.q_proj +2" in result.stdout
     assert "warning" not in result.stdout
-    assert "holds the scales of 7 layers" in result.stdout
+    assert ": scales of 7 layers; read it with" in result.stdout
     few = octavo(*arguments, "--samples", 8, "--method", "percentile", "--percentile", 90)
     assert "warning: 8 samples are few" in few.stdout
     assert "percentile clips up to" in few.stdout
@@ -60,7 +60,7 @@ def test_text_beyond_the_scales_is_said(octavo, finished_run, tmp_path):
         "--out", tmp_path / "out",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "warning: the checked text goes beyond the scales of" in result.stdout
+    assert "warning: the checked text exceeds the scales of" in result.stdout
 
 
 def test_a_gguf_file_is_calibrated_too(octavo, text, tmp_path):
@@ -85,9 +85,9 @@ def test_a_gguf_file_is_calibrated_too(octavo, text, tmp_path):
         (["--skip", "nothing"], "pattern 'nothing' matches no layer"),
         (["--data", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
         (["--from-run", "nowhere"], "there is no 'nowhere'"),
-        (["--from-run", "nowhere", "--kv-cache"], "and no --kv-cache; leave one of them out"),
-        (["--from-run", "nowhere", "--method", "mse"], "and no --method; leave one of them out"),
-        (["--percentile", "99"], "--percentile 99.0 is of --method percentile"),
+        (["--from-run", "nowhere", "--kv-cache"], "cannot be combined with --kv-cache; leave one of them out"),
+        (["--from-run", "nowhere", "--method", "mse"], "cannot be combined with --method; leave one of them out"),
+        (["--percentile", "99"], "--percentile 99.0 needs --method percentile"),
         (["--device", "tpu"], "device must be one of auto, cpu, cuda"),
         (["--seed", str(2**63)], "Invalid value for '--seed'"),
         (["--data", ""], "the source is empty"),
@@ -111,7 +111,7 @@ def test_bad_input_ends_in_one_sentence_and_writes_nothing(octavo, finished_run,
 def test_what_a_run_has_no_use_for_is_refused(octavo, tmp_path, option, value):
     result = octavo("calibrate", "m", "--from-run", "m", option, value, "--out", tmp_path / "out")
     assert result.exit_code == 2
-    assert f"and no {option}; leave one of them out" in result.stderr
+    assert f"cannot be combined with {option}; leave one of them out" in result.stderr
 
 
 def test_another_models_text_is_not_what_it_is_evaluated_on(octavo, tmp_path, monkeypatch):
@@ -183,7 +183,7 @@ def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     arguments = ["calibrate", tmp_path / "run", "--from-run", tmp_path / "run", "--out", tmp_path / "out"]
     result = octavo(*arguments, "--check", text, "--context", 16)
     assert result.exit_code == 0, result.output
-    assert "holds the scales of 7 layers" in result.stdout
+    assert ": scales of 7 layers; read it with" in result.stdout
     assert "checked text" in result.stdout
     assert len(load_calibration(tmp_path / "out").input_scales) == 7
     other = tmp_path / "other.txt"
@@ -191,14 +191,14 @@ def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     assert octavo("train", *setting, "--data", other, "--recipe", "bf16", "--out", tmp_path / "model").exit_code == 0
     arguments = ["calibrate", tmp_path / "model", "--from-run", tmp_path / "run", "--out", tmp_path / "more"]
     result = octavo(*arguments, "--check", text, "--split", "all")
-    assert "takes the amaxes that the run has kept, and no --split" in result.stderr
+    assert "takes amaxes from the run and cannot be combined with --split" in result.stderr
     result = octavo(*arguments, "--check", text, "--context", 16)
     assert (result.exit_code, "is of other weights of the same shape" in result.stderr) == (2, True)
     assert not (tmp_path / "more").exists()
     copy = tmp_path / "copy.txt"
     copy.write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
     result = octavo(*arguments, "--check", copy, "--context", 16)
-    assert (result.exit_code, "would be checked on text they come from" in result.stderr) == (2, True)
+    assert (result.exit_code, "needs text that the scales were not calibrated on" in result.stderr) == (2, True)
 
 
 def hugging_face(run, place):

@@ -49,37 +49,40 @@ def test_a_free_machine_is_used_and_nothing_is_said(demo):
 
 
 def test_a_busy_core_is_left_alone_in_one_line(demo):
-    assert demo(busy=1) == (1, "1 of 2 cores is busy; training with 1 thread (--threads to choose)\n")
+    assert demo(busy=1) == (1, "1 of 2 cores is busy; training with 1 thread (set --threads to change)\n")
 
 
 def test_two_busy_cores_of_four(demo):
     assert demo(cores=4, busy=2, own=4) == (
         2,
-        "2 of 4 cores are busy; training with 2 threads (--threads to choose)\n",
+        "2 of 4 cores are busy; training with 2 threads (set --threads to change)\n",
     )
 
 
 def test_a_busy_core_is_left_alone_where_the_process_may_run_on_two_of_64(demo):
     assert demo(cores=64, allowed=2, busy=1) == (
         1,
-        "1 of 2 cores is busy; training with 1 thread (--threads to choose)\n",
+        "1 of 2 cores is busy; training with 1 thread (set --threads to change)\n",
     )
 
 
 def test_no_more_threads_than_a_quota_pays_for(demo):
     assert demo(cores=64, busy=10, own=64, quota=2) == (
         2,
-        "2 of 64 cores may be used; training with 2 threads (--threads to choose)\n",
+        "2 of 64 cores may be used; training with 2 threads (set --threads to change)\n",
     )
     assert demo("--force", cores=64, own=2, quota=2) == (2, "")
 
 
 def test_no_more_threads_than_cores(demo):
     """OMP_NUM_THREADS asks for more."""
-    assert demo(own=4) == (2, "torch would use 4 threads on 2 cores; training with 2 threads (--threads to choose)\n")
+    assert demo(own=4) == (
+        2,
+        "torch would use 4 threads on 2 cores; training with 2 threads (set --threads to change)\n",
+    )
     assert demo("--force", cores=64, allowed=1, own=4) == (
         1,
-        "torch would use 4 threads on 1 core; training with 1 thread (--threads to choose)\n",
+        "torch would use 4 threads on 1 core; training with 1 thread (set --threads to change)\n",
     )
     assert demo("--force", own=4, busy=1)[1].startswith("1 of 2 cores is busy; ")
 

@@ -265,8 +265,8 @@ def test_a_tuned_folder_of_another_model_is_refused(octavo, gguf, tuned_run):
         (["--compare", "bf16", "--context", "0"], "from 2 to 32 tokens"),
         (["--compare", "bf16", "--device", "tpu"], "device must be one of auto, cpu, cuda"),
         (["--compare", "bf16", "--split", "test"], "language-topics has no splits"),
-        (["--speed"], "--speed goes with --compare"),
-        (["--samples", "4"], "--samples goes with --compare"),
+        (["--speed"], "--speed needs --compare"),
+        (["--samples", "4"], "--samples needs --compare"),
         (["--data", ""], "--data is empty"),
     ],
 )

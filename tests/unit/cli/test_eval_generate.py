@@ -165,7 +165,7 @@ def test_generate_takes_the_means_of_a_calibration(octavo, finished_run, tmp_pat
     for model, folder, words in (
         (path, "without", "no means of keys; octavo calibrate --kv-cache computes them"),
         (path, "nowhere", "nowhere"),
-        (finished_run, "with", "--calibration is not for a run"),
+        (finished_run, "with", "--calibration does not apply to a run"),
     ):
         result = octavo("generate", model, *arguments, tmp_path / folder)
         assert result.exit_code == 2

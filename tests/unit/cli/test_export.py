@@ -102,26 +102,26 @@ def test_a_repository_for_triton(octavo, finished_run, tmp_path):
 def test_import_says_what_is_there(octavo, folder):
     result = octavo("import", folder)
     assert result.exit_code == 0, result.output
-    assert "every tensor is known" in result.stdout
+    assert "every tensor is recognized" in result.stdout
     record = json.loads(octavo("import", folder, "--json").stdout)
     assert record["format"] == "compressed-tensors"
     assert len(record["layers"]) == 14
     assert record["checksums"] is True
-    assert " files are the ones that were written (octavo.sha256)" in result.stdout
+    assert " files match their checksums (octavo.sha256)" in result.stdout
 
 
 def test_import_says_that_it_sees_no_flipped_bit_where_there_are_no_checksums(octavo, folder, tmp_path):
     foreign = shutil.copytree(folder, tmp_path / "foreign", ignore=shutil.ignore_patterns("octavo.sha256"))
     result = octavo("import", foreign)
     assert result.exit_code == 0, result.output
-    assert "no checksums (octavo.sha256), so a bit that was flipped in codes cannot be seen" in result.stdout
+    assert "no checksums (octavo.sha256), so corrupted codes cannot be detected" in result.stdout
     assert json.loads(octavo("import", foreign, "--json").stdout)["checksums"] is False
 
 
 def test_a_format_for_import_to_write_nowhere(octavo, folder):
     result = octavo("import", folder, "--format", "hf-fp8")
     assert result.exit_code == 2, result.output
-    assert "--format says what --out writes; give --out FOLDER too" in " ".join(result.stderr.split())
+    assert "--format is the format of --out; give --out FOLDER too" in " ".join(result.stderr.split())
 
 
 def test_a_mix_s_table_is_codes_in_the_file_and_stays_so(octavo, finished_run, tmp_path):

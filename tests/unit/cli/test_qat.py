@@ -41,9 +41,9 @@ def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_
     options = ["--recipe", "tensorwise", "--distill", 0.5, "--skip", "*.o_proj", "--head"]
     result = octavo("qat", finished_run, "--data", text, *SMALL, *options, "--out", out)
     assert result.exit_code == 0, result.output
-    assert "FP8, trained for it" in result.stdout
+    assert "FP8 after QAT" in result.stdout
     assert "tuned" not in result.stdout
-    assert "against BF16, as it came" in result.stdout
+    assert "compared with original BF16" in result.stdout
     assert "tune fp8-qat" in result.stderr
     layers = json.loads((out / "qat.json").read_text())["layers"]
     assert "lm_head" in layers

@@ -46,7 +46,7 @@ def test_bad_settings_are_refused_before_the_model_is_read(octavo, arguments, sa
         (["--grpc-port", 1], "--grpc-port belongs to --engine triton, not to octavo"),
         (["--engine", "triton", "--name", "x"], "--name belongs to --engine octavo, not to triton"),
         (["--engine", "triton", "--log-prompts"], "--log-prompts belongs to --engine octavo"),
-        (["--engine", "triton", "--host", "0.0.0.0"], "Triton, which knows no keys; give --insecure"),
+        (["--engine", "triton", "--host", "0.0.0.0"], "any machine could use it; give --insecure"),
         (["--engine", "triton", "--host", "nohost.invalid"], "cannot listen at nohost.invalid"),
         (["--engine", "triton", "--triton-env", "no/such"], "octavo triton setup"),
     ],

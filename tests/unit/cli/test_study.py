@@ -200,7 +200,7 @@ def test_a_layer_that_is_not_there_is_refused_before_the_first_run(octavo, tiny,
     assert not (tmp_path / "new").exists()
 
 
-NOTE = "3 of 4 cores are busy; training with 1 thread (--threads to choose)"
+NOTE = "3 of 4 cores are busy; training with 1 thread (set --threads to change)"
 
 
 def test_free_cores_are_counted_where_nothing_says_a_number(octavo, busy_machine, tiny, text, tmp_path):

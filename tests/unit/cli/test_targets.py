@@ -15,7 +15,7 @@ def test_a_file_that_can_be_written_is_none_of_them(tmp_path, monkeypatch):
     check_target("--html", tmp_path.relative_to(tmp_path) / "new.html")
 
 
-@pytest.mark.parametrize(("name", "words"), [(".", "is a folder"), ("no/page.html", "make it first")])
+@pytest.mark.parametrize(("name", "words"), [(".", "is a folder"), ("no/page.html", "create it first")])
 def test_a_file_that_cannot_be_written_is_refused(tmp_path, name, words):
     with pytest.raises(ConfigError, match=f"--html: .*{words}"):
         check_target("--html", tmp_path / name)

@@ -123,7 +123,7 @@ def threads_of(octavo, run, *options):
     return load_config(run / "config.toml").training.threads, result.stderr
 
 
-NOTE = "3 of 4 cores are busy; training with 1 thread (--threads to choose)"
+NOTE = "3 of 4 cores are busy; training with 1 thread (set --threads to change)"
 
 
 def test_free_cores_are_counted_where_nothing_says_a_number(octavo, busy_machine, tiny, text, tmp_path):

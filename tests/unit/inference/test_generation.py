@@ -55,12 +55,12 @@ def test_it_ends_where_it_should(runner):
     ("prompt", "options", "text"),
     [
         ([], {}, "prompt is empty"),
-        ([1] * 81, {}, "81 tokens, and this model knows 80 positions"),
+        ([1] * 81, {}, "81 tokens, but this model has 80 positions"),
         ([100], {}, "from 0 to 99, not 100"),
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"top_k": 0}, "top_k"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens"),
-        ([1], {"context": 8}, "context is for a module without a cache"),
+        ([1], {"context": 8}, "context only applies to a module without a cache"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number of at least 0, not 2.5"),
     ],
 )
@@ -81,5 +81,5 @@ def test_a_prompt_that_is_no_list_is_named(runner):
 def test_a_model_with_nan_weights_is_named(runner, level, temperature):
     broken = Llama(runner.config)
     broken.state_dict()["model.layers.0.mlp.down_proj.weight"][3, 5] = torch.nan
-    with pytest.raises(ConfigError, match="largest logit is nan, so no token can be chosen"):
+    with pytest.raises(ConfigError, match="largest logit is nan, so no token can be sampled"):
         next(generate(ModelRunner(broken, level=level), [1], max_new_tokens=2, temperature=temperature))

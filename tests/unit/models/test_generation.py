@@ -129,7 +129,7 @@ def test_a_prompt_that_is_no_list_is_named(prompt):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[1.0, math.nan, 2.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 def test_logits_of_a_broken_model_are_named(temperature, logits):
-    with pytest.raises(ConfigError, match="no token can be chosen; look for NaN"):
+    with pytest.raises(ConfigError, match="no token can be sampled; check for NaN"):
         sample(torch.tensor(logits), temperature=temperature)
 
 

@@ -114,17 +114,20 @@ def changed(**tensors):
 
 NAME = "tokenizer.ggml."
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"architecture": "qwen2"}, "architecture 'qwen2'; octavo has 'llama'"),
+    "architecture": ({"architecture": "qwen2"}, "architecture 'qwen2'; octavo reads 'llama'"),
     "biases": ({"tensors": changed(blk__0__attn_q__bias=np.zeros(HIDDEN, np.float32))}, "has blk.0.attn_q.bias, which"),
     "scaled frequencies": ({"tensors": changed(rope_freqs__weight=np.ones(8, np.float32))}, "has rope_freqs.weight"),
     "scaled positions": ({"llama.rope.scaling.type": "linear"}, "'linear' as llama.rope.scaling.type"),
-    "scaled by default": ({"llama.rope.scaling.factor": 2.0}, "not know and that may .* llama.rope.scaling.factor"),
-    "heads of their own width": ({"llama.attention.key_length": 32}, "32 as llama.attention.key_length, .* have 16"),
+    "scaled by default": (
+        {"llama.rope.scaling.factor": 2.0},
+        "unknown settings, which may .* llama.rope.scaling.factor",
+    ),
+    "heads of their own width": ({"llama.attention.key_length": 32}, "32 as llama.attention.key_length; .* only 16"),
     "part of a head turned": ({"llama.rope.dimension_count": 8}, "8 as llama.rope.dimension_count"),
     "experts": ({"llama.expert_count": 8}, "8 as llama.expert_count"),
-    "unknown setting": ({"llama.logit_scale": 0.5}, "does not know .*: llama.logit_scale"),
+    "unknown setting": ({"llama.logit_scale": 0.5}, "unknown settings.*: llama.logit_scale"),
     "missing tensor": ({"tensors": changed(blk__1__ffn_up__weight=None)}, "has no blk.1.ffn_up.weight; it is not"),
-    "missing layer": ({"llama.block_count": 3}, "no blk.2.attn_norm.weight, .* and 6 more; it is not a whole"),
+    "missing layer": ({"llama.block_count": 3}, "no blk.2.attn_norm.weight, .* and 6 more; it is not a complete"),
     "many missing layers": ({"llama.block_count": 5000}, "5000 layers and has 20 tensors"),
     "layers without end": ({"llama.block_count": 2**32 - 1}, "num_layers must be at most 10,000, not 4,294,967,295"),
     "wrong shape": (
@@ -133,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "transposed": (
         {"tensors": changed(blk__0__ffn_down__weight=np.zeros((96, 64), np.float32))},
-        r"make it \(64, 96\)",
+        r"require \(64, 96\)",
     ),
     "wrong vocabulary": (
         {f"{NAME}tokens": small_gguf.TOKENS[:-1], f"{NAME}merges": ["1 2"], f"{NAME}token_type": None},
@@ -145,22 +148,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.context_length": 2**32 - 1},
         "max_positions must be at most 16,777,216, not 4,294,",
     ),
-    "missing setting": ({"llama.embedding_length": None}, "says nothing of llama.embedding_length"),
-    "setting of a kind": ({"llama.embedding_length": "wide"}, "'wide' as llama.embedding_length, where int belongs"),
+    "missing setting": ({"llama.embedding_length": None}, "has no llama.embedding_length"),
+    "setting of a kind": (
+        {"llama.embedding_length": "wide"},
+        "'wide' as llama.embedding_length, which must be of type int",
+    ),
     "heads that differ": (
         {"llama.attention.head_count_kv": [2, 1]},
         r"has \[2, 1\] as llama.attention.head_count_kv",
     ),
-    "heads that do not divide": ({"llama.attention.head_count": 5}, "octavo's Llama cannot be: hidden_size must"),
-    "no tokenizer": ({f"{NAME}tokens": None}, "says nothing of tokenizer.ggml.tokens"),
+    "heads that do not divide": (
+        {"llama.attention.head_count": 5},
+        "octavo's Llama does not support: hidden_size must",
+    ),
+    "no tokenizer": ({f"{NAME}tokens": None}, "has no tokenizer.ggml.tokens"),
     "sentencepiece": ({f"{NAME}model": "llama"}, "tokenizer of model 'llama'"),
     "another split": ({f"{NAME}pre": "llama-bpe"}, "splits text as 'llama-bpe'; octavo reads 'gpt2' with 'gpt-2' or"),
-    "a token twice": ({f"{NAME}tokens": [*small_gguf.TOKENS[:-1], "a"]}, "a token stands there twice"),
-    "tokens of numbers": ({f"{NAME}tokens": [*range(len(small_gguf.TOKENS))]}, "or is no text"),
+    "a token twice": ({f"{NAME}tokens": [*small_gguf.TOKENS[:-1], "a"]}, "a token is duplicated"),
+    "tokens of numbers": ({f"{NAME}tokens": [*range(len(small_gguf.TOKENS))]}, "or not text"),
     "an unknown merge": ({f"{NAME}merges": ["zz yy"]}, "damaged tokenizer: .*zz"),
     "a merge of one": ({f"{NAME}merges": ["the"]}, "damaged tokenizer: "),
     "an id without a token": ({f"{NAME}bos_token_id": 999}, "999 as tokenizer.ggml.bos_token_id"),
-    "an end without a token": ({f"{NAME}add_eos_token": True, f"{NAME}eos_token_id": None}, "does not say which"),
+    "an end without a token": (
+        {f"{NAME}add_eos_token": True, f"{NAME}eos_token_id": None},
+        "sets add_eos_token but has no eos_token_id",
+    ),
     "whole numbers": ({"tensors": changed(output_norm__weight=np.ones(HIDDEN, np.int8))}, "output_norm.weight as I8"),
 }
 

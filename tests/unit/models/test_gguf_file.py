@@ -90,14 +90,20 @@ def first_tensor(offset, code, value):
 DAMAGE = {
     "empty": (lambda whole: b"", "does not begin with GGUF"),
     "another file": (lambda whole: b"PK" + whole, "does not begin with GGUF"),
-    "version 1": (changed_at(4, "I", 1), "of GGUF version 1, and versions 2 and 3 are read"),
-    "big-endian": (lambda whole: whole[:4] + struct.pack(">I", 3) + whole[8:], "of GGUF version 50331648, and"),
+    "version 1": (changed_at(4, "I", 1), "has GGUF version 1; octavo reads versions 2 and 3"),
+    "big-endian": (
+        lambda whole: whole[:4] + struct.pack(">I", 3) + whole[8:],
+        "has GGUF version 50331648; octavo reads",
+    ),
     "values without end": (changed_at(16, "Q", 2**63), "ends before its last tensor"),
     "tensors without end": (changed_at(8, "Q", 2**63), "ends before its last tensor"),
     "a name without end": (changed_at(24, "Q", 2**63), "ends before its last tensor"),
-    "two values of a name": (lambda whole: whole.replace(b"bos_token_id", b"eos_token_id"), "it has two of the name"),
-    "two tensors of a name": (lambda whole: whole.replace(b"blk.1.attn_q", b"blk.0.attn_q"), "two of the name 'blk.0"),
-    "text that is none": (lambda whole: whole.replace(b"gpt2", b"\xff\xff\xff\xff"), "where text belongs"),
+    "two values of a name": (lambda whole: whole.replace(b"bos_token_id", b"eos_token_id"), "it has two entries named"),
+    "two tensors of a name": (
+        lambda whole: whole.replace(b"blk.1.attn_q", b"blk.0.attn_q"),
+        "two entries named 'blk.0",
+    ),
+    "text that is none": (lambda whole: whole.replace(b"gpt2", b"\xff\xff\xff\xff"), "in place of UTF-8 text"),
     "no dimension": (first_tensor(0, "I", 0), "a tensor of 0 dimensions"),
     "five dimensions": (first_tensor(0, "I", 5), "a tensor of 5 dimensions"),
     "no row": (first_tensor(12, "Q", 0), r"a tensor of shape \(0, 64\)"),
@@ -151,7 +157,7 @@ def test_an_alignment_that_the_format_has_not_is_refused(tmp_path, alignment):
 def test_rows_that_are_no_whole_blocks_are_refused(tmp_path):
     path = write(tmp_path / "model.gguf", encoding="Q8_0")
     path.write_bytes(first_tensor(4, "Q", 65)(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"rows of 65 numbers of token_embd.weight as Q8_0, which packs 32"):
+    with pytest.raises(CheckpointError, match=r"rows of 65 numbers of token_embd.weight as Q8_0, in blocks of 32"):
         GGUFFile(path)
 
 

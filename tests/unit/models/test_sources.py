@@ -37,5 +37,5 @@ def test_a_study_is_refused_with_its_runs(tmp_path):
 
 @pytest.mark.parametrize("names", [(), ("model.safetensors",)])
 def test_a_folder_of_other_files_is_no_model(tmp_path, names):
-    with pytest.raises(CheckpointError, match="is no model; give a run's folder"):
+    with pytest.raises(CheckpointError, match="is not a model; give a run's folder"):
         kind_of(made(tmp_path, *names))

@@ -142,7 +142,7 @@ def test_tokens_damaged_in_place_are_refused_by_name(tmp_path, split):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{split}.bin is not what was written") as caught:
+    with pytest.raises(DataError, match=rf"{split}.bin was changed") as caught:
         open_data(path.parent)
     assert "prepare the data again" in str(caught.value)
 
@@ -152,7 +152,7 @@ def test_a_tokenizer_damaged_in_place_is_refused_by_name_and_made_again(tmp_path
     path = data.folder / "tokenizer.json"
     before = path.read_text()
     path.write_text(before.replace(END_OF_TEXT, "<|endoftexT|>"))
-    with pytest.raises(DataError, match=r"tokenizer\.json is not what was written.*prepare the data again"):
+    with pytest.raises(DataError, match=r"tokenizer\.json was changed.*prepare the data again"):
         open_data(data.folder)
     tiny_data(tmp_path)
     assert path.read_text() == before

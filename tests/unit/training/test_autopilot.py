@@ -125,7 +125,7 @@ def test_what_does_not_help_is_taken_back_and_the_next_is_tried(begin):
     run = begin()
     *lines, last = [line for _ in range(30) for line in run.look(DOWN)]
     names = [line["changes"]["overrides"][DOWN] for line in lines]
-    assert (last["changes"], last["act"]) == ({}, "Left as it is: changed and changed back 6 times already.")
+    assert (last["changes"], last["act"]) == ({}, "Left unchanged: changed and changed back 6 times already.")
     assert names[:4] == [FIRST, FIRST, SECOND, SECOND]
     assert len(names) == run.config.training.autopilot_flips
     assert names[::2] == names[1::2], "each was taken back"
@@ -146,7 +146,7 @@ def test_what_changes_no_layer_is_not_tried(begin, monkeypatch):
     run = begin(config_of(overrides={"layers.*": "bf16"}))
     lines = [line for _ in range(4) for line in run.look(Q)]
     assert [line["changes"] for line in lines] == [{}]
-    assert lines[0]["act"].startswith("Nothing is left that a run could change")
+    assert lines[0]["act"].startswith("No remedy is left that a run can apply")
 
 
 def test_when_nothing_is_left_it_is_said_once(begin):
@@ -156,7 +156,7 @@ def test_when_nothing_is_left_it_is_said_once(begin):
     assert tried == list(dict.fromkeys(tried)), "nothing is tried twice in vain"
     assert tried[-1] in ("bf16", "rowwise", "mxfp8")
     assert [line["act"] for line in lines if not line["changes"]] == [lines[-1]["act"]]
-    assert lines[-1]["act"].startswith("Nothing is left that a run could change")
+    assert lines[-1]["act"].startswith("No remedy is left that a run can apply")
 
 
 def test_what_was_tried_in_vain_is_not_tried_when_the_finding_returns(begin):
@@ -351,9 +351,9 @@ def test_the_lines_bring_back_every_decision(begin, tmp_path, cut):
 
 
 def test_what_a_run_without_fp8_layers_or_looks_is_told():
-    with pytest.raises(ConfigError, match="mends FP8 layers, and a run of 'bf16' has none"):
+    with pytest.raises(ConfigError, match="needs FP8 layers, but a run of 'bf16' has none"):
         config_of(recipe="bf16")
-    with pytest.raises(ConfigError, match=r"give training.statistics_interval at least 1, not 0"):
+    with pytest.raises(ConfigError, match=r"set training.statistics_interval to at least 1, not 0"):
         config_of(statistics_interval=0)
     with pytest.raises(ConfigError, match=r"training.autopilot_patience must be at least 1, not 0"):
         config_of(autopilot_patience=0)

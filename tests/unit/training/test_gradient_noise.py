@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import octavo
-from octavo.training.gradient_noise import Probe, gradient_noise
+from octavo.training.gradient_noise import GradientProbe, gradient_noise
 
 
 def probe(model):
-    return Probe(model=model, loss=lambda batch: model(batch[:, :4]).sub(batch[:, 4:]).square().mean())
+    return GradientProbe(model=model, loss=lambda batch: model(batch[:, :4]).sub(batch[:, 4:]).square().mean())
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_variance_is_the_trace_of_numpys_covariance(model, batches):
 
 def test_error_is_relative_to_the_first_probe(model, batches):
     """A loss twice as large has gradients twice as large: error exactly 1, variance four times."""
-    twice = Probe(model=model, loss=lambda batch: 2 * probe(model).loss(batch))
+    twice = GradientProbe(model=model, loss=lambda batch: 2 * probe(model).loss(batch))
     noise = gradient_noise({"fp32": probe(model), "twice": twice}, batches)
     assert noise["twice"].error == pytest.approx(1.0, rel=1e-6)
     assert noise["twice"].variance == pytest.approx(4 * noise["fp32"].variance, rel=1e-6)

@@ -182,7 +182,7 @@ def test_updating_without_gradients_of_a_scaled_loss_is_refused():
     with pytest.raises(ConfigError, match=r"call scale\(loss\).backward\(\) first"):
         scaler.step(optimizer)
     assert _step(scaler, optimizer, CLEAN) == (True, True)
-    with pytest.raises(ConfigError, match="call one first"):
+    with pytest.raises(ConfigError, match="call one of them first"):
         scaler.update()
 
 

@@ -87,7 +87,7 @@ def test_without_tensorboard_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     said: list[str] = []
     log = MetricsLog(tmp_path, after_step=None, on_notice=said.append)
-    assert said == ["TensorBoard events are not written; install octavo[report] for them"]
+    assert said == ["TensorBoard events are not written; install octavo[report] to get them"]
     log.write("step", 1, loss=1.0, lr=0.1, grad_norm=2.0)
     log.close()
     assert len(read_metrics(tmp_path)) == 1
@@ -117,7 +117,7 @@ def test_events_that_cannot_be_written_are_said_once_and_lines_go_on(tmp_path, c
             spoil(tmp_path / "tensorboard")
     log.close()
     (sentence,) = said
-    assert sentence.startswith("TensorBoard events are not written from here on (")
+    assert sentence.startswith("TensorBoard events are no longer written (")
     assert sentence.endswith("); metrics.jsonl has every number")
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 200))
     assert capfd.readouterr().err == "", "no traceback of the writer's thread"

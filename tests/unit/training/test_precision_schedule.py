@@ -56,8 +56,8 @@ MISTAKES = {
     "[['fp9', 0.0]]": "must be one of fp8, bf16, .*, not 'fp9'",
     "[['fp32', 0.0]]": "must be one of fp8, bf16, .*, not 'fp32'",
     "[['static', 0.0]]": "not 'static'",
-    "[['bf16', 0.1]]": r"must begin with 0.0 and rise, each under 1, not 0.1",
-    "[['bf16', 0.0], ['fp8', 0.0]]": "must begin with 0.0 and rise, each under 1, not 0.0, 0.0",
+    "[['bf16', 0.1]]": r"must begin with 0.0 and increase, each below 1, not 0.1",
+    "[['bf16', 0.0], ['fp8', 0.0]]": "must begin with 0.0 and increase, each below 1, not 0.0, 0.0",
     "[['bf16', 0.0], ['fp8', 1.0]]": "not 0.0, 1.0",
     "[['bf16', 0.0], ['fp8', nan]]": "not 0.0, nan",
     "[['bf16', 0.0], ['fp8', 0.5], ['bf16', 0.4]]": "not 0.0, 0.5, 0.4",
@@ -83,5 +83,5 @@ def test_phases_need_a_recipe_that_fp8_stands_for(recipe):
 
 @pytest.mark.parametrize("text", ["", "bf16", "bf16:", "bf16:0.0,", "bf16=0.0", "bf16:x"])
 def test_what_is_no_schedule_on_a_command_line(text):
-    with pytest.raises(ConfigError, match=r"such as 'bf16:0.0,fp8:0.8', and '.*' is none of them"):
+    with pytest.raises(ConfigError, match=r"such as 'bf16:0.0,fp8:0.8', but '.*' is not a recipe with a fraction"):
         parse_schedule(text)

@@ -76,7 +76,7 @@ def test_a_cpu_says_that_fp8_is_emulated():
 
 
 def test_a_cpu_says_why_peak_memory_has_no_difference():
-    assert "a later run starts from what the earlier ones left" in study_table.emulation_note("cpu")
+    assert "includes memory left by earlier runs" in study_table.emulation_note("cpu")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_speeds_on_unlike_threads_are_not_compared(threads, found):
     assert row.cells == ("5,000 (–)",) * 3
     assert row.difference == "–"
     assert study_table.threads_note(unlike, "cpu") == (
-        f"Tokens/s are not compared: the number of CPU threads was not the same throughout ({found})."
+        f"Tokens/s are not compared, because the numbers of CPU threads differ ({found})."
     )
 
 

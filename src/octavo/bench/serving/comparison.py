@@ -1,4 +1,4 @@
-"""Targets under the same load, in turn, round by round: the measurements of each, and the bars they reach.
+"""Measurement of serving targets under the same loads, in alternating rounds, and their bars.
 
 | load          | prompt     | answer    | clients       | shows                                    |
 |---------------|------------|-----------|---------------|------------------------------------------|
@@ -6,8 +6,8 @@
 | decode, B     | ``START``  | ``answer``| B, closed     | how fast answers are written             |
 | open loop     | ``prompt`` | ``answer``| Poisson       | how long users wait at a rate of requests |
 
-The open loop's rate is the same for all: ``SHARE`` of what the first target's decode with most clients would serve,
-unless it is given. Percentiles are over the answers of all rounds, linear between ranks, as numpy's.
+The open loop's rate is the same for all targets: by default ``SHARE`` of the first target's capacity in decode with
+most clients. Percentiles are over the answers of all rounds, with numpy's linear interpolation.
 """
 
 import math
@@ -48,17 +48,17 @@ class Workload:
     """Prompts, answers and clients of a benchmark.
 
     Attributes:
-        batches: how many clients at once.
-        prompt: tokens (for a server's URL: words) of prompts that are read.
-        answer: tokens of answers.
-        rounds: how often everything is asked.
-        requests: of each client in a round, and of the open loop for each of the most clients.
-        rate: of the open loop, requests a second; None chooses.
-        vocab_size: prompts are made of so many tokens.
-        seed: of prompts and arrivals.
+        batches: numbers of concurrent clients.
+        prompt: tokens per prompt; words, for a server.
+        answer: tokens per answer.
+        rounds: measured rounds of all loads.
+        requests: requests per client and round.
+        rate: requests per second in the open loop; None derives it from the first target.
+        vocab_size: number of token ids to draw prompts from.
+        seed: seed of prompts and arrivals.
 
     Raises:
-        ConfigError: a number that is too small, or batches that are none or stand twice.
+        ConfigError: a number that is too small, or no batches or repeated ones.
     """
 
     batches: tuple[int, ...] = (1, 16)
@@ -71,27 +71,27 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            if own.type is int and own.name not in {"vocab_size", "seed"}:
-                check_whole(own.name, getattr(self, own.name), least=1)
+        for attribute in fields(self):
+            if attribute.type is int and attribute.name not in {"vocab_size", "seed"}:
+                check_whole(attribute.name, getattr(self, attribute.name), least=1)
         for batch in self.batches:
             check_whole("a batch", batch, least=1)
         if not self.batches or len({*self.batches}) < len(self.batches):
-            raise ConfigError(f"batches are different numbers of clients, at least one, not {list(self.batches)}")
+            raise ConfigError(f"batches must be different numbers of clients, at least one, not {list(self.batches)}")
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigError(f"rate must be a number of requests a second above 0, not {self.rate}")
 
     @property
     def closed_loads(self) -> dict[str, tuple[str, int]]:
-        """Names to what is asked and how many clients ask."""
+        """Kind and number of clients of each closed loop, by name."""
         return {load_name(kind, batch): (kind, batch) for kind in (PREFILL, DECODE) for batch in sorted(self.batches)}
 
     def runs(self, targets: int) -> int:
-        """How many there are in all, with those that warm up."""
+        """Number of runs in all, including warm-up."""
         return (len(self.closed_loads) + 1) * targets * (self.rounds + 1)
 
     def prompts(self, count: int, length: int, answer: int, *, round_of: str) -> list[Prompt]:
-        """Different ones in every round, so that no page of keys and values is found again."""
+        """Draw prompts that differ in every round, so that no cached keys and values are reused."""
         draw = random.Random(f"{self.seed}, {round_of}")
         return [
             Prompt(
@@ -115,11 +115,11 @@ def load_name(kind: str, batch: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """An engine or a server that is measured.
+    """An engine or a server to measure.
 
     Attributes:
         ask: sends a prompt and yields tokens.
-        weight_bytes: of its weights in memory; 0 where unknown.
+        weight_bytes: bytes of the weights in memory; 0 if unknown.
     """
 
     ask: Ask
@@ -131,9 +131,9 @@ class Run:
     """One load on one target, in all rounds.
 
     Attributes:
-        answers: of all rounds.
-        seconds: of each round, from the first request's time to the last token.
-        tokens: of each round that are counted: of prompts for a prefill, else of answers.
+        answers: answers of all rounds.
+        seconds: duration of each round, from the first request to the last token.
+        tokens: counted tokens of each round: of prompts for a prefill, otherwise of answers.
     """
 
     answers: list[AnswerTimes] = field(default_factory=list)
@@ -141,23 +141,23 @@ class Run:
     tokens: list[int] = field(default_factory=list)
 
     def add(self, answers: Sequence[AnswerTimes], tokens: int) -> None:
-        """A round's."""
+        """Add a round."""
         self.answers += answers
         self.seconds.append(max(a.last for a in answers) - min(a.due for a in answers))
         self.tokens.append(tokens)
 
     @property
     def speed(self) -> float:
-        """Tokens a second: the rounds' median."""
+        """Tokens per second, median over rounds."""
         return statistics.median(count / spent for count, spent in zip(self.tokens, self.seconds, strict=True))
 
     @property
     def seconds_a_token(self) -> list[float]:
-        """Of each round."""
+        """Seconds per token of each round."""
         return [spent / count for count, spent in zip(self.tokens, self.seconds, strict=True)]
 
     def percentiles_ms(self, of: Callable[[AnswerTimes], float | None]) -> list[float]:
-        """p50, p95 and p99 of something that answers have, in milliseconds; none where no answer has it."""
+        """p50, p95 and p99 of a latency of answers in milliseconds; empty if no answer has it."""
         found = [1e3 * value for answer in self.answers if (value := of(answer)) is not None]
         return [float(value) for value in np.percentile(found, PERCENTILES)] if found else []
 
@@ -171,15 +171,15 @@ async def measured(
     *,
     advance: Callable[[int, str], None] = lambda _done, _doing: None,
 ) -> list[Section]:
-    """Ask everybody everything, and tell what was found: a table for each load, then memory.
+    """Run all loads on all targets; return a section per load, then one for memory.
 
     Args:
-        targets: by name; ratios are to the first.
-        work: what is asked.
+        targets: targets by name; ratios are to the first.
+        work: prompts, answers and clients.
         advance: called before each run with (runs done, what runs); there are ``work.runs(len(targets))``.
     """
     loads = [*work.closed_loads, OPEN]
-    found = {load: {name: Run() for name in targets} for load in loads}
+    runs_by_load = {load: {name: Run() for name in targets} for load in loads}
     done, rate = 0, work.rate
     for turn in range(work.rounds + 1):  # the first warms up
         for load in loads:
@@ -188,15 +188,15 @@ async def measured(
                 done += 1
                 answers, tokens = await _asked(target.ask, work, load, turn, rate)
                 if turn:
-                    found[load][name].add(answers, tokens)
+                    runs_by_load[load][name].add(answers, tokens)
                 elif rate is None and load == loads[-2]:  # the first target's decode with most clients
                     rate = SHARE * len(answers) / (max(a.last for a in answers) - min(a.due for a in answers))
     assert rate is not None
-    return [*(_section(load, found[load], rate) for load in loads), _summary(found, work, targets)]
+    return [*(_section(load, runs_by_load[load], rate) for load in loads), _summary(runs_by_load, work, targets)]
 
 
 async def _asked(ask: Ask, work: Workload, load: str, turn: int, rate: float | None) -> tuple[list[AnswerTimes], int]:
-    """One round of a load; and how many tokens count."""
+    """Run one round of a load; return its answers and the number of counted tokens."""
     round_of = f"{turn}, {load}"
     if load == OPEN:
         assert rate is not None

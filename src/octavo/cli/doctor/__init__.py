@@ -1,4 +1,4 @@
-"""``octavo doctor``: one file a subcommand."""
+"""``octavo doctor``: one file per subcommand."""
 
 from octavo.cli.doctor.group import doctor
 

@@ -1,4 +1,4 @@
-"""``octavo doctor --env``: what octavo found on this machine, who multiplies here, and why not somebody faster."""
+"""``octavo doctor --env``: versions, devices and native kernels, and the GEMM backend selected for typical problems."""
 
 import platform
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from octavo.training.facts import processor_name
 
 __all__ = ["PROBLEMS", "show_environment"]
 
-ABSENT = "none, {}; torch's operations give the same numbers, with several passes over memory where a kernel makes one"
+ABSENT = "none, {}; torch's operations give the same numbers, with more passes over memory"
 
 _TENSORWISE = MatmulProblem(
     m=1024,
@@ -44,8 +44,8 @@ PROBLEMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Who multiplies a typical problem on a device, every backend that could, and why faster ones were passed over."""
+class BackendChoice:
+    """Selected GEMM backend of a typical problem, all backends that support it, and why faster ones do not."""
 
     problem: str
     device: str
@@ -55,21 +55,23 @@ class Choice:
 
 
 def show_environment(*, as_json: bool) -> None:
-    """Print versions, devices, native kernels, and who multiplies what."""
-    facts, chosen = environment(), list(choices(_device_types()))
+    """Print versions, devices, native kernels and the selected GEMM backends."""
+    facts, backend_choices = environment(), list(choices(_device_types()))
     if as_json:
-        print_json({"environment": facts, "products": [asdict(choice) for choice in chosen]})
+        print_json({"environment": facts, "products": [asdict(choice) for choice in backend_choices]})
         return
-    print_table("Environment", ["what", "here"], _fact_rows(facts), left=2)
-    columns = ["scales or sums", "on", "multiplied by", "could also", "passed over, and why"]
-    print_table("Who multiplies E4M3 x E4M3, 1024 x 1024 x 1024", columns, map(_cells, chosen), left=len(columns))
+    print_table("Environment", ["", ""], _fact_rows(facts), left=2)
+    columns = ["scales or sums", "device", "backend", "alternatives", "rejected because"]
+    print_table(
+        "GEMM backend of E4M3 x E4M3, 1024 x 1024 x 1024", columns, map(_cells, backend_choices), left=len(columns)
+    )
 
 
 def environment() -> dict[str, Any]:
-    """What the machine has, for JSON.
+    """Facts about the machine, for JSON.
 
-    ``native_threads`` is how many the native kernels use; ``native_level`` is None, and ``native_absence`` says why,
-    where there are none. ``triton_absence`` says why no Triton kernel casts, None where they do.
+    ``native_threads`` is the number of threads of native kernels. Without native kernels, ``native_level`` is None and
+    ``native_absence`` is the reason. ``triton_absence`` is the reason why no Triton kernel casts, or None.
     """
     return {
         "octavo": own_version(),
@@ -86,14 +88,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def choices(devices: tuple[str, ...]) -> Iterator[Choice]:
-    """The choice for every typical problem on every type of device."""
+def choices(devices: tuple[str, ...]) -> Iterator[BackendChoice]:
+    """Yield the choice for each typical problem on each type of device."""
     for device in devices:
         for name, typical in PROBLEMS.items():
             problem = replace(typical, device=device)
             selection = explain(problem)
             able = tuple(backend.name for backend in BACKENDS if backend.unsupported_reason(problem) is None)
-            yield Choice(name, device, selection.backend, able, dict(selection.rejected))
+            yield BackendChoice(name, device, selection.backend, able, dict(selection.rejected))
 
 
 def _devices() -> list[str]:
@@ -112,7 +114,7 @@ def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "threads", f"{facts['torch_threads']} in torch, {facts['native_threads']} in native kernels"
     yield "native kernels", _native(facts)
     absence = facts["triton_absence"]
-    yield "GPU's casts", "by Triton kernels" if absence is None else f"none, {absence}"
+    yield "casts on GPU", "Triton kernels" if absence is None else f"none, {absence}"
 
 
 def _native(facts: dict[str, Any]) -> str:
@@ -121,7 +123,7 @@ def _native(facts: dict[str, Any]) -> str:
     return f"{facts['native_level']} is used, of {', '.join(facts['native_levels'])}"
 
 
-def _cells(choice: Choice) -> list[str]:
-    others = [name for name in choice.able if name != choice.backend]
+def _cells(choice: BackendChoice) -> list[str]:
+    other_backends = [name for name in choice.able if name != choice.backend]
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over.items())
-    return [choice.problem, choice.device, choice.backend, ", ".join(others) or "–", reasons or "–"]
+    return [choice.problem, choice.device, choice.backend, ", ".join(other_backends) or "–", reasons or "–"]

@@ -1,4 +1,4 @@
-"""``octavo doctor RUN``: what a run's statistics show, worst first; ``octavo doctor --env``: what this machine has."""
+"""``octavo doctor RUN``: findings in a run's statistics; ``octavo doctor --env``: facts about this machine."""
 
 import itertools
 import shlex
@@ -36,30 +36,32 @@ def examine(
         Path | None, typer.Argument(metavar="RUN", help="A run's folder; it may still be training.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option("--against", metavar="RUN", help="The same run in BF16, to compare the loss with.")
+        Path | None, typer.Option("--against", metavar="RUN", help="The same run in BF16, to compare the loss.")
     ] = None,
     fixed: Annotated[
         Path | None,
-        typer.Option("--apply", metavar="FILE", help="Write the configuration with every finding's first remedy."),
+        typer.Option("--apply", metavar="FILE", help="Write the configuration with the first remedy of each finding."),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page to look at: loss, heat map, findings.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page with loss, heat map and findings.")
     ] = None,
-    env: Annotated[bool, typer.Option("--env", help="Show versions, devices, native kernels, who multiplies.")] = False,
+    env: Annotated[
+        bool, typer.Option("--env", help="Print versions, devices, native kernels and GEMM backends.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Read a run's statistics and print what is wrong, worst first, and what mends it."""
+    """Read a run's statistics and print what is wrong, worst first, with remedies."""
     if env:
-        _refuse_beside_env({"run": run_dir, "--against": against, "--apply": fixed, "--html": page})
+        _refuse_with_env({"run": run_dir, "--against": against, "--apply": fixed, "--html": page})
         show_environment(as_json=as_json)
         return
     if run_dir is None:
-        raise ConfigError("name a run's folder, or ask for --env: what octavo found on this machine")
+        raise ConfigError("give a run's folder, or --env for facts about this machine")
     _check_targets({"--html": page, "--apply": fixed}, [path for path in (run_dir, against) if path is not None])
     run, reference = _runs(run_dir, against)
-    config = None if fixed is None else _config_to_mend(run)
-    found = diagnose(run.series, reference=None if reference is None else reference.series)
-    findings = _with_proof(found, run)
+    config = None if fixed is None else _config_to_fix(run)
+    diagnosis = diagnose(run.series, reference=None if reference is None else reference.series)
+    findings = _rank_remedies(diagnosis, run)
     if as_json:
         print_json({**_facts(run, reference), "findings": [asdict(finding) for finding in findings]})
     else:
@@ -69,33 +71,35 @@ def examine(
     if page is not None:
         _write_page(run, reference, findings, page)
     if fixed is not None and config is not None:
-        _write_mended(config, findings, fixed, run_dir)
+        _write_fixed(config, findings, fixed, run_dir)
     raise typer.Exit(exit_code_of(findings))
 
 
-def _refuse_beside_env(given: Mapping[str, Path | None]) -> None:
-    for name, value in given.items():
+def _refuse_with_env(options_given: Mapping[str, Path | None]) -> None:
+    for name, value in options_given.items():
         if value is not None:
-            raise ConfigError(f"--env is about this machine and takes no {name}; leave one of them out")
+            raise ConfigError(f"--env cannot be combined with {name}; leave one of them out")
 
 
 def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path]) -> None:
-    """Refuse files that cannot be written, one for two options, and any in a run's folder but a page at its top."""
-    taken: dict[Path, str] = {}
+    """Raise ConfigError for a file that is unwritable, named twice or in a run's folder, except a page at its top."""
+    option_of_path: dict[Path, str] = {}
     for option, target in targets.items():
         if target is None:
             continue
         check_target(option, target)
-        whole = target.resolve()
-        if whole in taken:
-            raise ConfigError(f"{taken[whole]} and {option} both name {str(target)!r}; name another file for one")
-        taken[whole] = option
-        is_page = option == "--html" and whole.suffix == ".html"
+        resolved = target.resolve()
+        if resolved in option_of_path:
+            raise ConfigError(
+                f"{option_of_path[resolved]} and {option} both name {str(target)!r}; name another file for one"
+            )
+        option_of_path[resolved] = option
+        is_page = option == "--html" and resolved.suffix == ".html"
         for run_dir in run_dirs:
             folder = run_dir.resolve()
-            if whole.is_relative_to(folder) and not (is_page and whole.parent == folder):
+            if resolved.is_relative_to(folder) and not (is_page and resolved.parent == folder):
                 raise ConfigError(
-                    f"{option}: {str(target)!r} lies in {str(run_dir)!r}, whose files say what that run is; "
+                    f"{option}: {str(target)!r} is inside the run's folder {str(run_dir)!r}, which this would change; "
                     "name another file, outside of it"
                 )
 
@@ -109,46 +113,46 @@ def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun |
     return run, reference
 
 
-def _with_proof(findings: list[Finding], run: WatchedRun) -> list[Finding]:
-    """The findings, their remedies ranked by a replay where a layer was captured and can be replayed."""
+def _rank_remedies(findings: list[Finding], run: WatchedRun) -> list[Finding]:
+    """Return the findings with remedies ranked by replaying captured layers, where there are captures."""
     captures = Captures(run.run_dir / CAPTURES)
     if not findings or not captures.files():
         return findings
-    proven = []
+    ranked_findings = []
     with open_display() as display:
         advance = display.phase("replay remedies", len(findings))
         for done, finding in enumerate(findings, 1):
             try:
-                proven.append(replace(finding, remedies=ranked(finding, captures, series=run.series)))
-            except DataError as error:  # of one capture; what was found does not depend on it
+                ranked_findings.append(replace(finding, remedies=ranked(finding, captures, series=run.series)))
+            except DataError as error:  # of one capture, on which the finding itself does not depend
                 display.say(f"remedies of {finding.code} at {finding.path} are not ranked: {error}")
-                proven.append(finding)
+                ranked_findings.append(finding)
             advance(done)
-    return proven
+    return ranked_findings
 
 
-def _config_to_mend(run: WatchedRun) -> RunConfig:
+def _config_to_fix(run: WatchedRun) -> RunConfig:
     if run.config is None:
-        raise ConfigError(f"--apply changes a run's {CONFIG}, and {str(run.run_dir)!r} has none; leave it out")
+        raise ConfigError(f"--apply needs a run's {CONFIG}, but {str(run.run_dir)!r} has none; leave --apply out")
     return run.config
 
 
-def _write_mended(config: RunConfig, findings: list[Finding], fixed: Path, run_dir: Path) -> None:
-    """Write what the first remedies of warnings and failures make of a configuration; say how to train it."""
+def _write_fixed(config: RunConfig, findings: list[Finding], fixed: Path, run_dir: Path) -> None:
+    """Write a configuration with the first remedies of warnings and failures, and print how to train with it."""
     serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
     remedies = [finding.remedies[0] for finding in serious if finding.remedies]
-    mended = config_from_dict(applied(config.to_dict(), remedies))
-    if mended == config:
-        line = f"{fixed} is not written: nothing was found that a configuration mends"
+    fixed_config = config_from_dict(applied(config.to_dict(), remedies))
+    if fixed_config == config:
+        line = f"{fixed} was not written: no finding can be fixed by the configuration"
     else:
-        save_config(mended, fixed)
+        save_config(fixed_config, fixed)
         command = ["octavo", "train", "--config", str(fixed), "--out", str(_free_folder(run_dir))]
-        line = f"{fixed} holds the remedies; train with {shlex.join(command)}"
+        line = f"{fixed} has the remedies; train with: {shlex.join(command)}"
     stderr().print(line, markup=False, soft_wrap=True)
 
 
 def _free_folder(run_dir: Path) -> Path:
-    """Beside the run, where no other is yet."""
+    """Return an unused folder next to the run's."""
     names = (f"{run_dir}-fixed{number or ''}" for number in itertools.count())
     return next(path for path in map(Path, names) if not has_run(path))
 
@@ -162,7 +166,7 @@ def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Fi
         histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES), series=run.series),
     )
     write_atomically(page, content)
-    stderr().print(f"{page} holds the page", markup=False, soft_wrap=True)
+    stderr().print(f"page: {page}", markup=False, soft_wrap=True)
 
 
 def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
@@ -183,23 +187,25 @@ def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Findi
         yield _gap_sentence(run, reference)
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
     times = "once" if run.looks == 1 else f"{run.looks} times"
-    looked = f"{run.layers} layers, looked at {times} up to step {run.step}{so_far}"
+    coverage = f"{run.layers} layers, sampled {times} up to step {run.step}{so_far}"
     if findings:
-        yield f"{counts(findings)}, in {looked}"
+        yield f"{counts(findings)}, in {coverage}"
     if not run.layers:
-        begins = run.fp8_begins
-        since = f"; FP8 begins at step {begins}" if begins is not None and begins > run.step else ""
-        yield f"no layer has cast to FP8 up to step {run.step}{so_far}, so nothing of FP8 is judged yet{since}"
+        first_fp8_step = run.fp8_begins
+        since = (
+            f"; FP8 begins at step {first_fp8_step}" if first_fp8_step is not None and first_fp8_step > run.step else ""
+        )
+        yield f"no layer has used FP8 up to step {run.step}{so_far}, so there is nothing to judge yet{since}"
     elif not findings:
-        yield f"healthy: nothing found in {looked}"
+        yield f"healthy: nothing found in {coverage}"
 
 
 def _gap_sentence(run: WatchedRun, reference: WatchedRun) -> str:
     gap = newest_gap(run.series, reference.series)
     if gap is None:
-        return f"no gap to {reference.run_dir}: no step has a loss in both"
+        return f"no gap to {reference.run_dir}: the runs have no step in common"
     side = "above" if gap.nats >= 0 else "below"
     return (
-        f"the loss lies {abs(gap.relative):.2%} ({number(abs(gap.nats), 3)} nats) {side} that of {reference.run_dir}, "
-        f"in the mean of steps {gap.first_step}-{gap.last_step}"
+        f"the loss is {abs(gap.relative):.2%} ({number(abs(gap.nats), 3)} nats) {side} that of {reference.run_dir}, "
+        f"averaged over steps {gap.first_step}-{gap.last_step}"
     )

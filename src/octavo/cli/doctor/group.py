@@ -1,7 +1,7 @@
 """``octavo doctor``: a group of commands whose first word may also be a run's folder.
 
-``octavo doctor RUN`` and ``octavo doctor --env`` are a command of their own, hidden under the name EXAMINE: whatever
-does not begin with a subcommand's name goes there. A folder that is called like a subcommand is written ``./bisect``.
+``octavo doctor RUN`` and ``octavo doctor --env`` run a hidden command EXAMINE, which takes every line that does not
+begin with a subcommand's name. Write ``./bisect`` for a folder with the name of a subcommand.
 """
 
 from typing import Any
@@ -20,21 +20,21 @@ EXAMINE = "examine"
 
 
 class DoctorGroup(TyperGroup):
-    """Hands a line without a subcommand to EXAMINE, and shows its options as the group's own."""
+    """Command group that runs EXAMINE for a line without a subcommand and shows its options as the group's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the hidden command's name before a line that names none."""
+        """Prepend the hidden command's name to a line without a subcommand."""
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             args = [EXAMINE, *args]
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        """Both forms."""
+        """Write the usage with a run and with a subcommand."""
         formatter.write_usage(ctx.command_path, "[RUN] [OPTIONS]")
         formatter.write_usage(ctx.command_path, self.subcommand_metavar)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The hidden command's arguments and options, then the subcommands."""
+        """Write the hidden command's arguments and options, then the subcommands."""
         self.commands[EXAMINE].format_options(ctx, formatter)
         self.format_commands(ctx, formatter)
 
@@ -56,4 +56,4 @@ add_moved(doctor, "selftest", "octavo doctor selftest", "benchmarks.doctor_selft
 
 @doctor.callback()
 def describe() -> None:
-    """Find what goes wrong in a run's FP8 training, and why; exit code 1 if something fails."""
+    """Find what goes wrong in a run's FP8 training, and why; the exit code is 1 if a finding fails."""

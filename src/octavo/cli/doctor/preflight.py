@@ -1,4 +1,4 @@
-"""``octavo doctor preflight CONFIG``: what is tried before a long run."""
+"""``octavo doctor preflight CONFIG``: check a configuration before a long run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,15 +30,13 @@ __all__ = ["preflight"]
 
 def preflight(
     *,
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A TOML file, or the folder of a run that is to be continued.")
-    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, or the folder of a run to continue.")],
     source: options.Source = None,
-    steps: Annotated[int, typer.Option(help="Updates of each short run; the second half counts.")] = 20,
-    orders: Annotated[int, typer.Option(help="Seeds that the gap to BF16 is measured under.")] = 2,
+    steps: Annotated[int, typer.Option(help="Updates per short run; the second half is measured.")] = 20,
+    orders: Annotated[int, typer.Option(help="Seeds for measuring the gap to BF16.")] = 2,
     as_json: options.Json = False,
 ) -> None:
-    """Try a configuration before a long run: checkpoint, memory, replay to the last bit, ranks, shapes, gap to BF16."""
+    """Check a configuration before a long run: checkpoint, memory, bitwise replay, ranks, shapes, gap to BF16."""
     check_numbers(steps=steps, orders=orders)
     with open_display() as display, _origin(config, source, display) as (origin, run_dir):
         checks = _checks(origin, run_dir, steps=steps, orders=orders, display=display)
@@ -52,46 +50,49 @@ def preflight(
 
 @contextmanager
 def _origin(config: Path, source: str | None, display: Display) -> Iterator[tuple[Origin, Path | None]]:
-    """What is to be trained, and the run that it continues; tokens of a new run are made in a folder for the while."""
+    """Return the configuration and data to check, and the run's folder if one continues; new tokens are temporary."""
     if config.is_dir():
         check_is_run(config)
-        own = load_config(config / CONFIG)
-        yield Origin(config=own, data=run_data(config)), config
+        run_config = load_config(config / CONFIG)
+        yield Origin(config=run_config, data=run_data(config)), config
         return
-    given: RunConfig = options.configured(config, source=source, vocab_size=None)
-    check_run_fits(given, SMALLEST_VOCABULARY)  # what no text can change, before it is read
+    new_config: RunConfig = options.configured(config, source=source, vocab_size=None)
+    check_run_fits(new_config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
     with (
         TemporaryDirectory(prefix="octavo-") as folder,
         preparing(
-            given.data.source, Path(folder) / "data", vocab_size=given.data.vocab_size, progress=phases(display)
+            new_config.data.source,
+            Path(folder) / "data",
+            vocab_size=new_config.data.vocab_size,
+            progress=phases(display),
         ) as data,
     ):
-        check_data(data, given)
-        yield Origin(config=given, data=data), None
+        check_data(data, new_config)
+        yield Origin(config=new_config, data=data), None
 
 
 def _checks(origin: Origin, run_dir: Path | None, *, steps: int, orders: int, display: Display) -> list[Check]:
     advance = display.phase("checks", None)
-    made: list[Check] = []
+    finished: list[Check] = []
 
     def on_run(runs: int) -> None:
-        advance(len(made), f"{runs} short runs")
+        advance(len(finished), f"{runs} short runs")
 
     with fitting_in_memory(origin.config.training):
         for check in try_out(origin, run_dir=run_dir, steps=steps, orders=orders, on_run=on_run):
-            made.append(check)
-            advance(len(made), check.name)
-    return made
+            finished.append(check)
+            advance(len(finished), check.name)
+    return finished
 
 
 def _print(checks: list[Check], findings: list[Finding]) -> None:
     rows = [[check.name, _verdict(check), check.said] for check in checks]
-    print_table("Preflight", ["check", "", "what came out"], rows, left=3)
+    print_table("Preflight", ["check", "", "result"], rows, left=3)
     print_findings(findings)
     print_remedies(findings)
-    ready = "nothing fails: the run can start" if not exit_code_of(findings) else "not ready: mend what fails first"
-    stdout().print(ready, markup=False, soft_wrap=True)
+    conclusion = "nothing fails: the run can start" if not exit_code_of(findings) else "not ready: fix what fails first"
+    stdout().print(conclusion, markup=False, soft_wrap=True)
 
 
 def _verdict(check: Check) -> str:
-    return counts(check.findings) or ("ok" if check.is_known else "not known")
+    return counts(check.findings) or ("ok" if check.is_known else "unknown")

@@ -1,4 +1,4 @@
-"""Findings and their remedies for a reader, and the exit code they end a command with."""
+"""Tables of findings and remedies, and the exit code of a command that prints them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from octavo.doctor import Finding, Remedy, Severity
 __all__ = ["counts", "exit_code_of", "print_findings", "print_remedies"]
 
 FAILED = 1
-MODELLED = "time (modelled)"  # without a GPU: that of a tensor core's GEMMs
+MODELLED = "time (modelled)"  # without a GPU: modelled time of a tensor core's GEMMs
 
 
 def exit_code_of(findings: Sequence[Finding]) -> int:
@@ -17,20 +17,20 @@ def exit_code_of(findings: Sequence[Finding]) -> int:
 
 
 def counts(findings: Sequence[Finding]) -> str:
-    """How many of each severity: "1 fail, 2 note"."""
+    """Number of findings by severity, such as "1 fail, 2 note"."""
     numbers = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
     return ", ".join(f"{count} {severity}" for severity, count in numbers.items() if count)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """A table, worst first; nothing where there is none."""
+    """Print a table of findings, worst first; print nothing if there are none."""
     if findings:
-        columns = ["severity", "finding", "where", "steps", "what, by which numbers"]
+        columns = ["severity", "finding", "where", "steps", "cause and evidence"]
         print_table("Findings", columns, map(_cells, findings), left=len(columns))
 
 
 def print_remedies(findings: Sequence[Finding]) -> None:
-    """Each finding's first remedy, with what a replay of the captured layer says of it."""
+    """Print the first remedy of each finding, with the result of replaying the captured layer."""
     rows = [
         [finding.code, _place(finding), finding.remedies[0].text, *_proof(finding.remedies[0])]
         for finding in findings
@@ -42,7 +42,7 @@ def print_remedies(findings: Sequence[Finding]) -> None:
             if any(finding.remedies and finding.remedies[0].is_time_measured for finding in findings)
             else MODELLED
         )
-        columns = ["against", "where", "do", "error removed", time, "bytes"]
+        columns = ["finding", "where", "remedy", "error removed", time, "bytes"]
         print_table("First remedies", columns, rows, left=3)
 
 

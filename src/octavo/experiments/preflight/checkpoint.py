@@ -1,4 +1,4 @@
-"""Whether a run can be continued from its newest checkpoint."""
+"""Check that a run can be continued from its newest checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The gap to BF16: a short run beside the same one in BF16, under several seeds."""
+"""The gap to BF16: a short run and the same one in BF16, under several seeds."""
 
 import math
 import statistics

@@ -21,7 +21,7 @@ COPIES = 4  # weights, gradients, two moments
 
 
 def memory_check(probe: Probe) -> Check:
-    """Compare the estimate with what the device has."""
+    """Compare the estimate with the device's memory."""
     held = sum(COPIES * p.numel() * torch.float32.itemsize for p in probe.model.parameters())
     saved = saved_bytes(probe)
     logits = 2 * probe.inputs.numel() * probe.model.config.vocab_size * torch.float32.itemsize

@@ -1,4 +1,4 @@
-"""Whether all ranks of a data-parallel run begin alike: the same weights, and the same loss on the same micro-batch."""
+"""Check that all ranks of a data-parallel run start equal: same weights, same loss on the same micro-batch."""
 
 import torch
 from torch import distributed

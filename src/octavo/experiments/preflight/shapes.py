@@ -1,4 +1,4 @@
-"""Layers that FP8 makes slower: by what is known of Hopper GPUs, and measured here, FP8 beside BF16."""
+"""Layers that are slower in FP8 than in BF16: by a model of Hopper GPUs, and measured on this device."""
 
 import time
 from dataclasses import replace

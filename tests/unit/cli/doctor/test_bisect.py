@@ -35,7 +35,7 @@ def test_layers_and_shares_are_printed_and_how_to_keep_them(octavo, finished_run
     assert "model.layers.0.mlp.down_proj 75% 0.06 0.001" in printed
     assert "all 7 layers 100% 0.08" in printed
     assert 'overrides = { "model.layers.0.mlp.down_proj" = "bf16", "a" = "bf16", "b" = "bf16" }' in printed
-    assert "12 runs of 40 steps from step 4, under 2 orders" in printed
+    assert "12 runs of 40 steps from step 4, with 2 batch orders" in printed
 
 
 @pytest.mark.usefixtures("found")

@@ -40,7 +40,7 @@ def test_a_healthy_run_says_what_was_looked_at_and_ends_with_0(octavo, finished_
     finding_what()
     result = octavo("doctor", finished_run)
     assert result.exit_code == 0
-    assert result.stdout.strip() == "healthy: nothing found in 7 layers, looked at once up to step 4"
+    assert result.stdout.strip() == "healthy: nothing found in 7 layers, sampled once up to step 4"
 
 
 def test_findings_are_printed_worst_first_with_their_evidence(octavo, finished_run, finding_what, saturation):
@@ -52,7 +52,7 @@ def test_findings_are_printed_worst_first_with_their_evidence(octavo, finished_r
     assert printed.index("fail saturation") < printed.index("note zero-tensor")
     assert "saturation fraction 0.21" in printed
     assert "1-4" in printed
-    assert "1 fail, 1 note, in 7 layers, looked at once" in printed
+    assert "1 fail, 1 note, in 7 layers, sampled once" in printed
 
 
 @pytest.mark.parametrize("severity", Severity)
@@ -104,7 +104,7 @@ def test_a_run_without_a_step_is_refused(octavo, run):
     [
         ('recipe = "tensorwise"', 'recipe = "bf16"', "casts nothing to FP8"),
         ("statistics_interval = 10", "statistics_interval = 0", "its statistics_interval is 0; set it to 10"),
-        ("", "", "it was not looked at"),
+        ("", "", "it was never sampled"),
     ],
 )
 def test_a_run_without_statistics_is_refused_with_how_to_get_them(octavo, run, before, after, words):
@@ -128,7 +128,7 @@ FAILURE = '{"kind": "failure", "step": 1, "loss": null, "grad_norm": null, "tens
 
 def test_a_run_that_only_failed_is_refused_in_words(octavo, run):
     (run / "metrics.jsonl").write_text(FAILURE)
-    assert "it was not looked at" in refusal(octavo, run)
+    assert "it was never sampled" in refusal(octavo, run)
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "tokens"])
@@ -288,14 +288,14 @@ def test_the_gap_is_said_whatever_it_is(octavo, run, tmp_path, finding_what):
     }
     mean = (steps[3] + steps[4]) / 2  # the newest third of four
     result = octavo("doctor", run, "--against", reference)
-    assert f"the loss lies 20.00% ({mean / 4:.3g} nats) below that of {reference}" in result.stdout
-    assert "in the mean of steps 3-4" in result.stdout
+    assert f"the loss is 20.00% ({mean / 4:.3g} nats) below that of {reference}" in result.stdout
+    assert "averaged over steps 3-4" in result.stdout
     gap = json.loads(octavo("doctor", run, "--against", reference, "--json").stdout)["gap"]
     assert gap == pytest.approx({"relative": -0.2, "nats": -mean / 4, "first_step": 3, "last_step": 4})
     assert json.loads(octavo("doctor", run, "--json").stdout)["gap"] is None
     kept = [line for line in (reference / "metrics.jsonl").read_text().splitlines() if '"evaluation"' in line]
     (reference / "metrics.jsonl").write_text(kept[0] + "\n" + '{"kind": "step", "step": 0, "loss": 5.0}\n')
-    assert "no step has a loss in both" in octavo("doctor", run, "--against", reference).stdout
+    assert "the runs have no step in common" in octavo("doctor", run, "--against", reference).stdout
 
 
 def test_a_reference_is_another_run(octavo, run, tmp_path):
@@ -327,7 +327,7 @@ def test_a_run_before_its_fp8_phase_is_not_called_healthy(octavo, setting, tmp_p
     result = octavo("doctor", run)
     assert result.exit_code == 0
     assert result.stdout.strip() == (
-        "no layer has cast to FP8 up to step 2 of 4, so nothing of FP8 is judged yet; FP8 begins at step 3"
+        "no layer has used FP8 up to step 2 of 4, so there is nothing to judge yet; FP8 begins at step 3"
     )
 
 
@@ -368,7 +368,7 @@ def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, r
     folders = []
     for _ in range(2):  # beside the run, and then beside that one
         said = octavo("doctor", run, "--apply", fixed).stderr.strip().splitlines()[-1]
-        _, *command = shlex.split(said.partition("train with ")[2])
+        _, *command = shlex.split(said.partition("train with: ")[2])
         assert octavo(*command).exit_code == 0, said
         folders.append(command[-1])
     assert folders == [f"{run}-fixed", f"{run}-fixed1"]
@@ -377,7 +377,7 @@ def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, r
 def test_a_note_changes_no_configuration(octavo, run, tmp_path, finding_what, saturation):
     finding_what(dataclasses.replace(saturation, severity=Severity.NOTE))
     result = octavo("doctor", run, "--apply", tmp_path / "fixed.toml")
-    assert "is not written" in result.stderr
+    assert "was not written" in result.stderr
     assert not (tmp_path / "fixed.toml").exists()
 
 
@@ -395,7 +395,7 @@ def test_what_a_run_consists_of_is_not_overwritten(octavo, run, tmp_path, own, p
     (tmp_path / "link").symlink_to(run)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     refused = refusal(octavo, run, "--against", reference, option, tmp_path / place / name)
-    assert f"{option}: '{tmp_path / place / name}' lies in" in refused
+    assert f"{option}: '{tmp_path / place / name}' is inside" in refused
     assert "name another file" in refused
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -408,7 +408,7 @@ def test_one_file_is_not_written_twice(octavo, run, tmp_path):
 
 @pytest.mark.parametrize("option", ["--against", "--apply", "--html"])
 def test_the_machine_has_no_run_to_write_of(octavo, tmp_path, option):
-    assert f"--env is about this machine and takes no {option}" in refusal(octavo, "--env", option, tmp_path / "x")
+    assert f"--env cannot be combined with {option}" in refusal(octavo, "--env", option, tmp_path / "x")
 
 
 def test_remedies_need_a_configuration(octavo, run, tmp_path):

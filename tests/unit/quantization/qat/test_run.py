@@ -295,7 +295,7 @@ def saved(result, tmp_path) -> Path:
         ("qat.json", None, "name a folder that octavo qat wrote"),
         ("qat.json", "{}", "cannot be read"),
         ("qat.json", '{"format": 2, "layout": "llama", "layers": []}', "format 2"),
-        ("config.json", "[]", "is no shape of a Llama"),
+        ("config.json", "[]", "is not the configuration of a Llama"),
         ("model.safetensors", "torn", "cannot be read"),
         ("tokenizer.json", "torn", "cannot be read"),
         ("recipe.toml", "torn", "is damaged"),
@@ -347,7 +347,7 @@ def test_weights_of_another_shape_are_refused(saved):
     (saved / SUMS).unlink()
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(CheckpointError, match="not those of the shape"):
+    with pytest.raises(CheckpointError, match="do not match the shape"):
         load_qat(saved)
 
 
