@@ -108,7 +108,7 @@ class AmaxHistory(StatefulModule):
 
     Attributes:
         window: [3, length] float32, newest first; -1 where nothing was recorded.
-        amax: [3] float32, what the current scales are made from; 0 before the first step is closed.
+        amax: [3] float32, from which the current scales are computed; 0 before the first step is closed.
         pending: [3] float32, the running step's maximum; -1 where nothing was recorded.
         overflowed: [3] bool, whether the running step saw NaN or ±Inf.
         steps: [3] int64, closed steps whose amax entered the window.
