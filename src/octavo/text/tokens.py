@@ -76,7 +76,7 @@ def preparing(
 ) -> "Iterator[TokenData]":
     """``prepare`` with a last look: what is in the folder stays until the block ends, and for good if it raises.
 
-    The tokens are to be looked at inside the block only; :func:`open_data` opens them in their place.
+    Read the tokens inside the block only; :func:`open_data` opens them in their place.
     """
     report = progress or _silent
     folder = Path(out_dir)
