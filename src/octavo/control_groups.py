@@ -14,12 +14,12 @@ ROOT, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def read_limits(controller: str, version_2: str, *version_1: str) -> Iterator[list[str]]:
-    """The words of a limit's files, for each group that has them: the process's own, then those above it.
+    """Yield the words of a limit's files, for each group that has them: the process's, then its parents'.
 
     Args:
         controller: such as ``"memory"``.
         version_2: the limit's file in a group of version 2, such as ``"memory.max"``.
-        version_1: the files that say the same in version 1, such as ``"memory.limit_in_bytes"``.
+        version_1: the files of the same limit in version 1, such as ``"memory.limit_in_bytes"``.
     """
     try:
         lines = OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -35,8 +35,8 @@ def read_limits(controller: str, version_2: str, *version_1: str) -> Iterator[li
 
 def _upwards(root: Path, group: str, files: tuple[str, ...]) -> Iterator[list[str]]:
     """The words of one hierarchy; a container may see its own group as the root, and no folder of the group's name."""
-    own = root / group.lstrip("/")
-    for folder in (own, *own.parents):
+    process_group = root / group.lstrip("/")
+    for folder in (process_group, *process_group.parents):
         if folder.is_relative_to(root):
             try:
                 texts = [(folder / file).read_text(encoding="ascii") for file in files]

@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 Curve = tuple[tuple[int, float], ...]  # (step, value), ascending in step
-MOST_PLAIN = 1e6  # beyond it a number's digits are no reader's
+MOST_PLAIN = 1e6  # beyond it numbers are shown in scientific notation
 
 
 def perplexity(nats: float) -> float:
@@ -44,7 +44,7 @@ def perplexity_change(nats: float) -> float:
 
 
 def perplexity_text(nats: float, decimals: int = 3) -> str:
-    """The perplexity for a reader.
+    """The perplexity as text.
 
     Example:
         >>> perplexity_text(2.0), perplexity_text(20.0), perplexity_text(710.0)
@@ -106,5 +106,5 @@ def _ends(stretch: Curve) -> Curve:
 
 
 def _height(point: tuple[int, float]) -> float:
-    """NaN counts as the largest: it is what broke."""
+    """Value for comparison; NaN counts as the largest, so that it is kept."""
     return math.inf if math.isnan(point[1]) else point[1]

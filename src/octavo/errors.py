@@ -6,7 +6,7 @@
     ├── DataError               text or token data that is missing, empty, binary or too short (also a ValueError)
     ├── CheckpointError         a checkpoint or scaling state that is damaged or belongs to another model
     ├── BackendError            an explicitly requested backend that cannot run the problem, with its reason
-    ├── QueueFullError          an engine with too many requests waiting; says when to try again
+    ├── QueueFullError          an engine with too many requests waiting; with the delay before a retry
     ├── ClosedError             an engine that takes no more requests
     ├── TritonError             Triton's server did not become ready, or ended by itself; carries the end of its log
     └── TrainingError           a run that cannot go on
@@ -35,7 +35,7 @@ class OctavoError(Exception):
 
 
 class ConfigError(OctavoError, ValueError):
-    """A value that is not allowed: says what was given, what is allowed and what to do."""
+    """A value that is not allowed; the message names it, the allowed values and a remedy."""
 
 
 class ContextLengthError(ConfigError):

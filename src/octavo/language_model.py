@@ -72,7 +72,7 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are, and the tokens that it reads have to be."""
+        """Device of its weights, where input tokens have to be."""
         return next(self.model.parameters()).device
 
     def logits(self, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
@@ -80,7 +80,7 @@ class LanguageModel:
 
         Args:
             tokens: int64 [B, T].
-            kv_transform: makes of each layer's keys, turned by their positions, and values what attention reads.
+            kv_transform: maps each layer's keys, after rotary embedding, and values to those that attention reads.
         """
         return logits_of(self.model, tokens, kv_transform)
 
@@ -100,8 +100,8 @@ class _TransformingCache:
 def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
     """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
     if isinstance(model, Llama):
-        own: Tensor = model(tokens, None if kv_transform is None else _TransformingCache(kv_transform))
-        return own
+        llama_logits: Tensor = model(tokens, None if kv_transform is None else _TransformingCache(kv_transform))
+        return llama_logits
     cache = {} if kv_transform is None else {"past_key_values": _passing_cache(kv_transform)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
     logits: Tensor = output.logits
@@ -173,15 +173,15 @@ def _from_hugging_face(path: Path) -> LanguageModel:
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(source, **weights, **at_hand)
         model, report = read
-    except Exception as error:  # transformers and its readers raise whatever they like
-        raise CheckpointError(f"transformers cannot read {source!r}: {_said(error)}") from error
+    except Exception as error:  # transformers and its readers raise any exception
+        raise CheckpointError(f"transformers cannot read {source!r}: {_one_line(error)}") from error
     _check_report(source, report)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **at_hand)
     except Exception as error:  # so do its tokenizers
         raise CheckpointError(
             f"transformers finds no tokenizer in {source!r}; put the model's tokenizer.json and tokenizer_config.json "
-            f"there (it says: {_said(error)})"
+            f"there (it says: {_one_line(error)})"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -192,8 +192,8 @@ def _from_hugging_face(path: Path) -> LanguageModel:
     return LanguageModel(model=model.eval(), tokenizer=backend, context=context, source=source)
 
 
-def _said(error: Exception) -> str:
-    """An error's text, which may go on over several lines, in one."""
+def _one_line(error: Exception) -> str:
+    """An error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -215,7 +215,7 @@ def _check_report(source: str, report: Mapping[str, Any]) -> None:
 
 
 def _passing_cache(kv_transform: KVTransform) -> Any:
-    """A transformers cache for one forward pass, which keeps nothing and hands on what ``kv_transform`` makes."""
+    """A transformers cache for one forward pass: stores nothing and returns the results of ``kv_transform``."""
     from transformers import DynamicCache
 
     class PassingCache(DynamicCache):

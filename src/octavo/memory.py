@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory that this process may have of the device, used or not, in bytes.
+    """Memory of the device that this process may use, allocated or not, in bytes.
 
     On a CPU the machine's, its containers' or the process's own limit (``ulimit -v``), whichever is lowest.
     """
@@ -34,13 +34,13 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def check_fits(what: str, needed: int, device: torch.device, *, remedy: str) -> None:
-    """Refuse what cannot be in the memory of a device.
+    """Raise if an object cannot fit in the memory of a device.
 
     Args:
-        what: begins the sentence.
+        what: the object; begins the message.
         needed: bytes that it takes at least.
-        device: where it is to be.
-        remedy: ends the sentence.
+        device: where it will be allocated.
+        remedy: ends the message.
 
     Raises:
         ConfigError: the device has less memory.

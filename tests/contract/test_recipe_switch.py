@@ -26,7 +26,7 @@ def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 SAID = (
     "layer '0' was trained with recipe 'tensorwise' and now runs 'rowwise': scales and rounding change in "
-    "mid-training, and a delayed recipe begins without a past; this is said once a model"
+    "mid-training, and a delayed recipe begins without a history; this is logged once a model"
 )
 
 

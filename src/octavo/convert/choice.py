@@ -49,24 +49,24 @@ def choose_layers(
     candidates = dict(candidates_of(model))
     paths, readers = all_paths(model), weight_readers(model)
     check_patterns(skip, candidates, paths)
-    kept = _heads(candidates) if not convert_head else {}
-    kept |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
+    reasons = _heads(candidates) if not convert_head else {}
+    reasons |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
     for path, module in candidates.items():
         if isinstance(module, torch.nn.Linear) and (reason := _unable(module, readers)) is not None:
-            kept[path] = reason
-    chosen, skipped = {}, {}
+            reasons[path] = reason
+    selected, skipped = {}, {}
     for path, module in candidates.items():  # all decided before the first change: a filter may raise
-        reason = _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements) or kept.get(path)
+        reason = _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements) or reasons.get(path)
         if reason is None:
             assert isinstance(module, torch.nn.Linear)
-            chosen[path] = module
+            selected[path] = module
         else:
             skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if is_own_linear(module) else reason
-    return chosen, skipped
+    return selected, skipped
 
 
 def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightReader]) -> str | None:
-    """Why a layer could not run a recipe: its forward is not called, or its weight is codes of another library."""
+    """Reason why a layer cannot run a recipe: its forward is not called, or its weight is codes of another library."""
     if not _is_convertible(layer):
         return None  # a subclass stays in any case
     if type(layer) is torch.nn.Linear and "forward" in vars(layer):
@@ -83,7 +83,7 @@ def _is_convertible(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 def _unreadable(weight: torch.Tensor) -> str | None:
-    """Why a weight has no numbers in high precision to cast; a sharded one has them on its ranks."""
+    """Reason why a weight has no values in high precision to cast; a sharded one has them on its ranks."""
     is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass  # no promise about the type
     if is_wrapper(weight):
         from torch.distributed.tensor import DTensor  # slow to import, and here a sharded model has
@@ -178,9 +178,9 @@ def matches(pattern: str, paths: list[str]) -> bool:
 def _outer_blocks(
     model: torch.nn.Module, candidates: dict[str, torch.nn.Module], first: int, last: int
 ) -> dict[str, str]:
-    """Paths of the layers in the model's first and last blocks, and which they are."""
+    """Layers in the model's first and last blocks: path to reason."""
     _check_counts(keep_first_blocks=first, keep_last_blocks=last)
-    kept: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for stack in _stacks(model, candidates) if first or last else ():
         count = len(list(model.get_submodule(stack).children()))
         if first + last > count:
@@ -188,8 +188,8 @@ def _outer_blocks(
                 f"keep_first_blocks={first} and keep_last_blocks={last} must be no more together than the {count} "
                 f"blocks of {shown(stack)}"
             )
-        kept |= _ends(model, candidates, stack, first, last)
-    return kept
+        reasons |= _ends(model, candidates, stack, first, last)
+    return reasons
 
 
 def _check_counts(**counts: object) -> None:
@@ -221,11 +221,11 @@ def _inside(path: str, candidates: dict[str, torch.nn.Module]) -> list[str]:
 def _ends(
     model: torch.nn.Module, candidates: dict[str, torch.nn.Module], stack: str, first: int, last: int
 ) -> dict[str, str]:
-    """Paths of the layers in the first and last blocks of one list."""
+    """Layers in the first and last blocks of one list: path to reason."""
     children = [name for name, _ in model.get_submodule(stack).named_children()]
-    kept = {}
+    reasons = {}
     for name in _inside(stack, candidates):
         block = children.index(name[len(stack) :].lstrip(".").split(".")[0])
         if block < first or block >= len(children) - last:
-            kept[name] = f"block {block} of {len(children)} is kept"
-    return kept
+            reasons[name] = f"block {block} of {len(children)} is kept"
+    return reasons

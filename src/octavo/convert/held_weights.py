@@ -1,4 +1,4 @@
-"""Frozen weights held as FP8 codes, and which of them cannot be."""
+"""Frozen weights stored as FP8 codes, and the reasons why some cannot be."""
 
 import sys
 from collections import Counter
@@ -21,35 +21,35 @@ SAVE = "save_pretrained"
 def hold_weights(
     model: torch.nn.Module, paths: Iterable[str], *, scales: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Let converted layers hold their frozen weights as FP8 codes (:mod:`octavo.nn.fp8_weight`).
+    """Store the frozen weights of converted layers as FP8 codes (:mod:`octavo.nn.fp8_weight`).
 
     Args:
         model: converted.
-        paths: of the layers; those whose weight is still trained are passed over.
-        scales: decode scales to use instead of those that the recipe makes, by path.
+        paths: of the layers; those whose weight is still trained are skipped.
+        scales: decode scales to use instead of the recipe's, by path.
 
     Returns:
-        The paths of those that now hold codes; and of those that could not, with the reason.
+        Paths of the layers that now store codes; and of those that cannot, with the reason.
     """
     others_read = read_by_others(model)
-    held, not_held = [], {}
+    stored_paths, reasons = [], {}
     for path in paths:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
         if layer.weight.requires_grad or layer.held is not None:
             continue
         if path in others_read:
-            not_held[path] = others_read[path]
+            reasons[path] = others_read[path]
         elif layer.recipe.output.b is None:
-            not_held[path] = f"{layer.recipe.name} casts no weight"
+            reasons[path] = f"{layer.recipe.name} casts no weight"
         elif layer.weight.is_meta:
-            not_held[path] = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
+            reasons[path] = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
         else:
             hold_weight_as_codes(layer, scale=(scales or {}).get(path))
-            held.append(path)
-    if held:
+            stored_paths.append(path)
+    if stored_paths:
         guard_save_pretrained(model)
-    return tuple(held), not_held
+    return tuple(stored_paths), reasons
 
 
 def guard_save_pretrained(model: torch.nn.Module) -> None:
@@ -74,12 +74,12 @@ def allow_save_pretrained(model: torch.nn.Module) -> None:
 
 
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
-    """The model's own ``save_pretrained`` where it writes no codes: weights that are given, or adapters alone."""
+    """Call the model's ``save_pretrained`` if it writes no codes: with a ``state_dict`` without any, or adapters."""
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
     codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
-    given = options.get("state_dict")
-    if given is not None:
-        codes = [name for name in codes if f"{name}_codes" in given]
+    state_dict = options.get("state_dict")
+    if state_dict is not None:
+        codes = [name for name in codes if f"{name}_codes" in state_dict]
     if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters
         raise ConfigError(
             f"save_pretrained would write FP8 codes as weights ({codes[0]} and {len(codes) - 1} more), and "
@@ -90,7 +90,7 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
 
 
 def read_by_others(model: torch.nn.Module) -> dict[str, str]:
-    """Path of every linear layer whose weight something else reads too, so that it cannot become codes, and what does.
+    """Linear layers whose weight cannot be stored as codes because something else reads it too: path to reason.
 
     Example:
         >>> model = torch.nn.ModuleDict({"table": torch.nn.Embedding(9, 4), "up": torch.nn.Linear(4, 8)})
@@ -101,21 +101,21 @@ def read_by_others(model: torch.nn.Module) -> dict[str, str]:
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
     fast_path, readers = _read_by_fast_path(model), weight_readers(model)
-    found = {}
+    reasons = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, torch.nn.Linear):
             continue
         if layer in fast_path:
-            found[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
+            reasons[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
         elif owners[id(layer.weight)] > 1:
-            found[path] = "other modules use it too"
+            reasons[path] = "other modules use it too"
         elif layer in readers:
-            found[path] = f"{type(readers[layer].module).__name__} reads it in high precision"
-    return found
+            reasons[path] = f"{type(readers[layer].module).__name__} reads it in high precision"
+    return reasons
 
 
 def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Layers whose weights torch's encoder reads for itself in evaluation, and what stands inside them (adapters)."""
+    """Layers whose weights torch's encoder reads directly in evaluation, and their submodules (adapters)."""
     return {
         inner
         for layer in filter(has_fast_path, model.modules())

@@ -49,16 +49,16 @@ def fp8_linear(
     input_operands: InputOperands | None = None,
     scaling: LayerScaling | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``, its GEMMs and those of its backward as ``recipe`` says.
+    """Compute ``x @ weight.T + bias``, with the casts and GEMMs of ``recipe`` in forward and backward.
 
     Args:
         x: [..., K]; float16, bfloat16 or float32 (float64 is computed in float32).
         weight: [N, K], any of these dtypes: a float32 master weight is quantized from its float32 values.
         bias: [N] or None; added in FP32 before the output is rounded.
         recipe: the casts and GEMMs.
-        weight_operands: the weight's operands where they exist already; ``weight`` then only takes the gradient.
-        input_operands: the input's operands where they exist already; ``x`` then only says shape and dtype and takes
-            the gradient, so that it needs no memory of its own (``value.expand(M, K)``). Nothing of it is measured.
+        weight_operands: the weight's operands if they exist already; ``weight`` then only receives the gradient.
+        input_operands: the input's operands if they exist already; ``x`` then only gives shape and dtype and receives
+            the gradient, so it may be an expanded scalar (``value.expand(M, K)``). It is not measured.
         scaling: amaxes and scale of delayed and static casts, and where to record; without it a delayed cast measures
             its own tensor. A weight that takes no gradient records no amax.
 
@@ -67,8 +67,8 @@ def fp8_linear(
         rows.
 
     Raises:
-        ConfigError: the recipe's input is static and ``scaling`` has no scale for it, or the recipe does not multiply
-            such ``input_operands``.
+        ConfigError: the recipe's input is static and ``scaling`` has no scale for it, or the recipe cannot
+            use these ``input_operands``.
 
     Example:
         >>> from octavo import recipes
@@ -99,12 +99,12 @@ def fp8_linear(
 
 def _check_operands(operands: InputOperands, x: Tensor, recipe: Recipe, *, learning: bool) -> None:
     """Raise ConfigError unless the recipe's GEMMs can use these operands of ``x``."""
-    made, transposed = operands.output, operands.transposed
-    made_by, wanted = recipe.output.a, recipe.grad_weight.b
-    pairs = [("output", made, x.shape, made_by)]
+    output, transposed = operands.output, operands.transposed
+    output_spec, transposed_spec = recipe.output.a, recipe.grad_weight.b
+    pairs = [("output", output, x.shape, output_spec)]
     if isinstance(transposed, Operand):
-        pairs.append(("transposed", transposed, x.t().shape, wanted))
-    elif transposed is None and learning and not serves_both_ways(made, made_by, wanted):
+        pairs.append(("transposed", transposed, x.t().shape, transposed_spec))
+    elif transposed is None and learning and not serves_both_ways(output, output_spec, transposed_spec):
         raise ConfigError(
             f"recipe {recipe.name!r} casts the input anew for grad_weight; give input_operands.transposed"
         )
@@ -127,25 +127,25 @@ class _ScaledLinear(torch.autograd.Function):
         weight_operands: WeightOperands | None,
         input_operands: InputOperands | None,
         scaling: LayerScaling,
-        learning: bool,  # ctx.needs_input_grad says nothing of torch.no_grad()
+        learning: bool,  # ctx.needs_input_grad ignores torch.no_grad()
     ) -> Tensor:
         needs_grad_input, needs_grad_weight = (needed and learning for needed in ctx.needs_input_grad[:2])
         input_scaling, weight_scaling = scaling.of(INPUT), scaling.of(WEIGHT)
         if not ctx.needs_input_grad[1]:
             weight_scaling.pending = None
-        if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
+        if inside_backward():  # activation checkpointing repeats the call, whose elements are counted already
             input_scaling.nonfinite = weight_scaling.nonfinite = None
         watched = scaling.watch is not None
         inputs = input_operands or cast_input(x, recipe, input_scaling, learning=needs_grad_weight, watched=watched)
         weights = weight_operands
         if weights is None:
-            # A weight that was computed would be kept for this alone; a watch sees what backward will multiply.
+            # A non-leaf weight would be kept in memory for this alone; a watch inspects the operands of backward now.
             recast = needs_grad_input and weight.is_leaf and not watched
             if recast:
                 recast = recasts_weight(weight, x, recipe, inputs.for_grad_weight() if needs_grad_weight else None)
             weights = WeightOperands(weight, recipe, weight_scaling, recast=recast)
         emulate = recipe.emulate_tensor_cores
-        right = weights.output(and_saved=needs_grad_input)
+        right = weights.output(and_saved=needs_grad_input)  # [N, K]
         y = multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
         saved: list[SavedOperand | None] = [None, None]
         if needs_grad_input:
@@ -173,14 +173,14 @@ class _ScaledLinear(torch.autograd.Function):
         )
         if weight_t is not None:
             right = operand_of(weight_t)
-            to_input = left, right.t() if ctx.transpose_weight else right
+            to_input = left, right.t() if ctx.transpose_weight else right  # [M, N], [K, N]
             grad_input = multiply(*to_input, recipe.grad_input, input_dtype, emulate=emulate)
             del right
         del left
         if ctx.scaling.watch is None:
-            to_input = None  # its codes make room for grad_weight
+            to_input = None  # frees its codes before grad_weight is computed
         if input_t is not None:
-            to_weight = left_t, operand_of(input_t)
+            to_weight = left_t, operand_of(input_t)  # [N, M], [K, M]
             grad_weight = multiply(*to_weight, recipe.grad_weight, weight_dtype, emulate=emulate)
         if ctx.scaling.watch is not None:
             ctx.scaling.watch.backward(recipe, grad_output, to_input, to_weight)
@@ -190,14 +190,14 @@ class _ScaledLinear(torch.autograd.Function):
 
 
 def _watched(saved: SavedOperand | None) -> Operand | None:
-    assert not isinstance(saved, RecomputedOperand), "where a layer is watched, nothing is made again"
+    assert not isinstance(saved, RecomputedOperand), "a watched layer recomputes no operand"
     return saved
 
 
 def multiply(
     a: Operand, b: Operand, gemm: GemmSpec, out_dtype: torch.dtype, *, emulate: bool, bias: Tensor | None = None
 ) -> Tensor:
-    """``a @ b.T + bias`` as ``gemm`` says; in high precision, in ``a``'s dtype, where ``a`` is no code."""
+    """Multiply ``a @ b.T + bias`` as ``gemm`` specifies; in ``a``'s dtype where ``a`` is in high precision."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         computed = torch.float32 if out_dtype is torch.float64 else out_dtype
         accumulate = gemm.accumulate if emulate else Accumulate.FP32
@@ -211,7 +211,7 @@ def multiply(
 
 
 def _high_precision(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """``operand`` in ``dtype``, to which codes are decoded by one rounding, whatever they were made of."""
+    """``operand`` in ``dtype``; codes are decoded to it with one rounding."""
     if isinstance(operand, QuantizedTensor):
         return QuantizedTensor(operand.data, operand.scale, operand.granularity, dtype).dequantize()
     return operand.to(dtype)

@@ -7,8 +7,8 @@ Codes are one byte an element. Codes of a parameter, or of a tensor that is save
 :class:`RecomputedOperand` stands for an operand that backward recomputes, bit for bit, when its GEMM runs.
 
 All is saved as plain tensors: activation checkpointing and saved-tensor hooks see them, and autograd raises where they
-have changed in place. As everywhere in torch it does not see what fused optimizers write, nor what is written through
-``.data``: an operand recomputed then is the new weight's, cast with the scale of the old one.
+have changed in place. As elsewhere in torch, it does not detect writes of fused optimizers or through ``.data``: an
+operand recomputed after one is the new weight's, cast with the scale of the old one.
 """
 
 import math
@@ -59,8 +59,8 @@ class RecomputedOperand:
     """An operand that backward recomputes.
 
     Attributes:
-        recompute: computes it.
-        tensors: of these.
+        recompute: computes it from ``tensors``.
+        tensors: its arguments.
     """
 
     recompute: Recompute
@@ -72,12 +72,12 @@ SavedOperand = Operand | RecomputedOperand
 
 @dataclass(frozen=True, slots=True)
 class _RecomputeTranspose:
-    """Casts the transpose of a matrix that was cast, and measured, before."""
+    """Cast of the transpose of a matrix that was cast, and measured, before."""
 
     spec: CastSpec
 
     def compute(self, *tensors: Tensor | None) -> Operand:
-        """The operand, of the matrix and of the amax that its scale is made from; None measures the matrix again."""
+        """Compute the operand from the matrix and the amax of its scale; None measures the matrix again."""
         matrix, amax = tensors
         assert matrix is not None
         return cast(matrix.t(), self.spec, amax=amax, measure_if_zero=True, into=Record()).output
@@ -128,13 +128,13 @@ def cast_operand(x: Tensor, spec: CastSpec | None, scaling: OperandScaling | Non
     Args:
         x: a matrix whose last dimension the GEMM sums over.
         spec: how to cast; None leaves ``x`` as it is.
-        scaling: records what is measured, and has the amax that a delayed cast's scale is made from; where that is 0 or
-            there is no scaling, ``x``'s own amax is used. A static cast takes its scale from it.
+        scaling: records the measurement, and gives a delayed cast its amax (where that is 0 or ``scaling`` is None,
+            the amax of ``x`` is used) and a static cast its scale.
     """
     if spec is None:
         return x
     scaling = OperandScaling() if scaling is None else scaling
-    amax, scale = _given(spec, scaling)
+    amax, scale = _amax_and_scale(spec, scaling)
     return cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, into=scaling.take()).output
 
 
@@ -143,15 +143,15 @@ def cast_both_ways(
 ) -> tuple[Operand, Operand]:
     """``x`` cast as ``spec``, and its transpose as ``transposed_spec``; in one call where both are the same."""
     if spec is not None and spec == transposed_spec:  # "!=" is more than a tracer can compare
-        amax, scale = _given(spec, scaling)
+        amax, scale = _amax_and_scale(spec, scaling)
         result = cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, transpose=True, into=scaling.take())
         assert result.transposed is not None
         return result.output, result.transposed
     return cast_operand(x, spec, scaling), cast_operand(x.t(), transposed_spec, scaling)
 
 
-def _given(spec: CastSpec, scaling: OperandScaling) -> tuple[Tensor | None, Tensor | None]:
-    """Amax and scale that a cast does not measure: a delayed cast has the one, a static cast the other."""
+def _amax_and_scale(spec: CastSpec, scaling: OperandScaling) -> tuple[Tensor | None, Tensor | None]:
+    """Amax of a delayed cast and scale of a static cast; both None for a dynamic cast, which measures."""
     if spec.scaling == Scaling.DYNAMIC:
         return None, None
     if spec.scaling == Scaling.DELAYED:
@@ -201,14 +201,14 @@ def cast_input(
 
 
 def _codes_are_larger(x: Tensor, spec: CastSpec) -> bool:
-    """Return whether the transpose's codes and scales outweigh ``x`` itself: of few rows each column has a scale."""
-    return not spec.granularity.orientation_free and _holds(_bytes_of_codes(x.t().shape, spec) > _bytes_saved(x))
+    """Return whether the transpose's codes and scales take more bytes than ``x``, as with few rows."""
+    return not spec.granularity.orientation_free and _always_true(_bytes_of_codes(x.t().shape, spec) > _bytes_saved(x))
 
 
 def cast_grad_output(
     grad_output: Tensor, recipe: Recipe, scaling: OperandScaling, *, for_input: bool, for_weight: bool
 ) -> tuple[Operand, Operand]:
-    """The left operands of grad_input's and of grad_weight's GEMM; one that is not needed is not cast."""
+    """Left operands of grad_input's GEMM, [M, N], and grad_weight's, [N, M]; one that is not needed is not cast."""
     if for_input and for_weight:
         return cast_both_ways(grad_output, recipe.grad_input.a, recipe.grad_weight.a, scaling)
     if for_input:
@@ -217,13 +217,13 @@ def cast_grad_output(
 
 
 class WeightOperands:
-    """Operands of a weight, each cast when it is first asked for and kept.
+    """Operands of a weight, each cast on first use and kept.
 
-    A parameter is in memory in any case, and under FSDP2 its memory is given back between forward and backward. So
+    A parameter is in memory in any case, and under FSDP2 its memory is freed between forward and backward. So
     backward casts a weight again where that costs no more than saving its codes; :func:`recasts_weight` says where.
 
     Args:
-        weight: [N, K] in high precision, or codes that are held instead of it and stay what they are.
+        weight: [N, K] in high precision, or the FP8 codes that are stored instead and used unchanged.
         recipe: the casts.
         scaling: for casts of a weight in high precision.
         recast: save the weight itself for grad_input, if it has a cast of its own, and cast it again in backward.
@@ -239,7 +239,7 @@ class WeightOperands:
         self._grad_input: SavedOperand | None = None
 
     def output(self, *, and_saved: bool = False) -> Operand:
-        """The right operand of the output GEMM, [N, K]; ``and_saved`` says that :meth:`saved` will be asked too."""
+        """The right operand of the output GEMM, [N, K]; pass ``and_saved`` if :meth:`saved` will be called too."""
         if self._output is None:
             weight, spec, transposed_spec = self._weight, self._recipe.output.b, self._recipe.grad_input.b
             if isinstance(weight, QuantizedTensor):
@@ -275,8 +275,8 @@ def _cast_and_recast(
 ) -> tuple[Operand, RecomputedOperand]:
     """The right operand of the output GEMM, cast as ``spec``, and grad_input's, which backward casts.
 
-    One scale for all of an unchanged weight is made of one amax, so that it is not measured twice: a delayed scale's is
-    given, a dynamic scale's is recorded, unless the layer's history takes the record.
+    A tensorwise scale is computed from one amax in both casts, so that the weight is not measured twice: a delayed
+    cast's amax is passed, a dynamic cast's is recorded, unless the layer's history takes the record.
     """
     amax = scaling.amax if transposed_spec.scaling == Scaling.DELAYED else None
     dynamic = transposed_spec.scaling == Scaling.DYNAMIC and isinstance(transposed_spec.granularity, PerTensor)
@@ -288,14 +288,14 @@ def _cast_and_recast(
 def recasts_weight(weight: Tensor, x: Tensor, recipe: Recipe, saved_input: SavedOperand | None) -> bool:
     """Return whether backward casts a weight again, a parameter, and forward saves no codes of it.
 
-    It does on a GPU, whose GEMM reads both operands along the dimension that it sums over, so that the transpose takes
-    a cast of its own; and where the codes would make the layer save more than it does in bfloat16.
+    It does on a GPU, whose GEMM reads both operands along the dimension that it sums over, so that the transpose needs
+    a separate cast; and where saved codes would make the layer save more than in bfloat16.
 
     Args:
         weight: [N, K].
         x: [M, K].
         recipe: the casts.
-        saved_input: what is saved for the weight's gradient; None where it takes none.
+        saved_input: the operand saved for the weight's gradient; None where there is none.
     """
     spec, transposed_spec = recipe.output.b, recipe.grad_input.b
     if spec is None or transposed_spec is None:
@@ -305,7 +305,7 @@ def recasts_weight(weight: Tensor, x: Tensor, recipe: Recipe, saved_input: Saved
     in_bfloat16 = 0 if saved_input is None else _BFLOAT16_BYTES * x.numel()
     if weight.itemsize > x.itemsize:  # as under torch.autocast, which keeps its copy of the weight
         in_bfloat16 += _BFLOAT16_BYTES * weight.numel()
-    return _holds(_bytes_saved(saved_input) + _bytes_of_codes(weight.shape, spec) > in_bfloat16)
+    return _always_true(_bytes_saved(saved_input) + _bytes_of_codes(weight.shape, spec) > in_bfloat16)
 
 
 def _bytes_saved(saved: SavedOperand | None) -> int:
@@ -323,10 +323,10 @@ def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
     return math.prod(shape) + scales * spec.scale_format.torch_dtype.itemsize
 
 
-def _holds(comparison: bool) -> bool:
+def _always_true(comparison: bool) -> bool:
     """Return whether a comparison of sizes is true; with symbolic sizes, always true, so that a graph gets no guard."""
     if not is_recorded():
         return comparison
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # the import takes a third of a second
 
     return statically_known_true(comparison)

@@ -13,9 +13,9 @@ __all__ = ["WeightCache"]
 
 
 class WeightCache:
-    """Keeps a weight's operands until the weight changes, so that micro-batches of a step cast it once.
+    """Cache of a weight's operands until the weight changes, so that micro-batches of a step cast it once.
 
-    Autograd's version counter alone misses changes: fused optimizers do not raise it, nor does what is written through
+    Autograd's version counter alone misses changes: fused optimizers do not raise it, nor do writes through
     ``weight.data``. An eager CPU weight is therefore also recognised by the sums of its bits over every row and every
     column, a tenth of the cost of casting it; a change that leaves all of them as they were is not seen. Other devices
     would have to wait for such sums; there a step of any ``torch.optim`` optimizer counts as a change, and after other
@@ -31,9 +31,9 @@ class WeightCache:
     def operands(
         self, weight: Tensor, recipe: Recipe, scaling: OperandScaling, *, learning: bool
     ) -> WeightOperands | None:
-        """The weight's operands under ``recipe``; None where they are neither known nor to be kept.
+        """The weight's operands under ``recipe``; None where they are neither cached nor to be cached.
 
-        What evaluation casts is not kept for a delayed recipe, since it records no amax, nor in inference mode, since
+        Evaluation caches none for a delayed recipe, since it records no amax, nor in inference mode, since
         autograd refuses its tensors later. ``scaling`` records a cast.
         """
         if weight.is_inference():

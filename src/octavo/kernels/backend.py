@@ -1,8 +1,8 @@
-"""Interfaces of the backends that cast and of those that multiply, and the problems that they are asked about.
+"""Interfaces of cast and GEMM backends, and the descriptions of their problems.
 
-``numerics/`` defines what comes out, a backend only how fast. Each one answers ``unsupported_reason(problem)`` with a
-sentence or None, so that a choice can always be explained, and a backend that was asked for by name can refuse with its
-reason instead of falling back.
+``numerics/`` defines the results; a backend only decides the speed. ``unsupported_reason(problem)`` returns a sentence
+or None, so that a selection can always be explained, and a backend that is requested by name raises its reason instead
+of falling back.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastProblem:
-    """Everything a cast backend may ask about a cast: not the numbers, only their description.
+    """Description of a cast, without its values: all that a cast backend's support may depend on.
 
     Attributes:
         shape: of the tensor.
@@ -97,7 +97,7 @@ class CastBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The word by which selections name it."""
+        """Name of the backend in selections."""
         ...
 
     def unsupported_reason(self, problem: CastProblem) -> str | None:
@@ -120,7 +120,7 @@ class CastBackend(Protocol):
 
 
 def inside_transform() -> bool:
-    """Return whether torch.func transforms what runs; a traced graph does not ask."""
+    """Return whether torch.func transforms the running code; False in a traced graph."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
@@ -139,7 +139,7 @@ def cast_with_transpose(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulProblem:
-    """Everything a backend may ask about ``y = a @ b.T``: not the numbers, only their description.
+    """Description of ``y = a @ b.T``, without its values: all that a backend's support may depend on.
 
     Attributes:
         m, n, k: a is [m, k], b is [n, k], y is [m, n].
@@ -171,7 +171,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """The word users select it by."""
+        """Name by which users select it."""
         ...
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
@@ -190,6 +190,6 @@ def block_widths(problem: MatmulProblem) -> set[int]:
 
 def product_shape(a: Tensor, *rest: object) -> Tensor:
     """Shape and dtype for tracing of a GEMM operator of a, its scale, b [.., N, K] and more: [M, N] in out_dtype."""
-    _, b, *_ = (given for given in rest if isinstance(given, Tensor))
-    (out_dtype,) = (given for given in rest if isinstance(given, torch.dtype))
+    _, b, *_ = (argument for argument in rest if isinstance(argument, Tensor))
+    (out_dtype,) = (argument for argument in rest if isinstance(argument, torch.dtype))
     return a.new_empty((a.shape[0], b.shape[-2]), dtype=out_dtype)

@@ -1,6 +1,6 @@
 """Dispatch of casts and GEMMs: a backend is selected for each, and the reasons against faster ones are recorded.
 
-Backends are asked in order; the first without an objection runs. :func:`explain` selects for any problem without
+Backends are tried in order; the first that supports the problem runs. :func:`explain` selects for any problem without
 running it.
 """
 
@@ -63,7 +63,7 @@ class Selection(Generic[_Problem]):
 
 _casts: dict[tuple[object, ...], tuple[CastBackend, Selection[CastProblem]]] = {}
 _record: dict[MatmulProblem, tuple[Backend, Selection[MatmulProblem]]] = {}
-_calls: dict[tuple[object, ...], MatmulProblem] = {}  # whose arguments have been checked
+_calls: dict[tuple[object, ...], MatmulProblem] = {}  # calls whose arguments have been checked
 
 
 def cast(
@@ -76,14 +76,14 @@ def cast(
     transpose: bool = False,
     into: Record | None = None,
 ) -> CastResult:
-    """Cast by the fastest backend that can; nothing is checked.
+    """Cast by the fastest backend that supports the problem; arguments are not checked.
 
     Args:
         x: float16, bfloat16, float32 or float64, of a shape that ``spec.granularity`` allows.
         spec: how to cast.
-        amax: float32 in the scale's shape, to provide for; None measures ``x``.
+        amax: float32 in the scale's shape, from which the scale is computed; None measures ``x``.
         scale: float32 in the scale's shape, used as it is.
-        measure_if_zero: whether a group whose amax passed is 0 provides for what is measured in it.
+        measure_if_zero: use the measured amax for a group whose passed amax is 0.
         transpose: cast the transpose of the matrix ``x`` too. A GPU makes both in one go, the codes of each contiguous,
             as its GEMM reads them; elsewhere one cast serves both where their groups are the same, and the transpose
             is a view.
@@ -99,15 +99,15 @@ def cast(
 
 
 def _select_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastBackend:
-    if is_recorded() or not is_plain(x):  # a size may be a symbol, which is no key; the record is for what runs eagerly
+    if is_recorded() or not is_plain(x):  # a size may be a symbol, which is no key; only eager calls are recorded
         return _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)[0]
     key = (x.shape, x.dtype, x.device, spec.format, spec.granularity, spec.rounding, scale_given, inside_transform())
-    known = _casts.get(key)
-    if known is None:
-        known = _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)
+    entry = _casts.get(key)
+    if entry is None:
+        entry = _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)
         if len(_casts) < _RECORD_SIZE:
-            _casts[key] = known
-    return known[0]
+            _casts[key] = entry
+    return entry[0]
 
 
 def _describe_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastProblem:
@@ -173,30 +173,30 @@ def scaled_mm(
     """
     if backend != "auto" or is_recorded():
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-        chosen = _select(problem) if backend == "auto" else _named(backend, problem)
-        return chosen.scaled_mm(a, b, bias, problem)
+        selected = _select(problem) if backend == "auto" else _named(backend, problem)
+        return selected.scaled_mm(a, b, bias, problem)
     call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation)
     try:
-        known = _calls.get(call)
-    except TypeError:  # what cannot be a key is no argument either, and is refused below
-        known = None
-    if known is None:
-        known = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+        checked = _calls.get(call)
+    except TypeError:  # an unhashable argument is invalid; _describe raises for it
+        checked = None
+    if checked is None:
+        checked = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         if len(_calls) < _RECORD_SIZE:
-            _calls[call] = known
-    return _select(known).scaled_mm(a, b, bias, known)
+            _calls[call] = checked
+    return _select(checked).scaled_mm(a, b, bias, checked)
 
 
 def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
-    """All that a call's checks look at: what went well once is not checked again."""
+    """Everything that a call's checks depend on: the key under which a checked call is stored."""
     described: list[object] = []
-    for given in (a, b, *options):
-        if isinstance(given, QuantizedTensor):
-            described += (given.data.shape, given.data.dtype, given.data.device, given.granularity, given.hp_dtype)
-        elif isinstance(given, Tensor):
-            described += (given.shape, given.dtype, given.device)
+    for value in (a, b, *options):
+        if isinstance(value, QuantizedTensor):
+            described += (value.data.shape, value.data.dtype, value.data.device, value.granularity, value.hp_dtype)
+        elif isinstance(value, Tensor):
+            described += (value.shape, value.dtype, value.device)
         else:
-            described.append(given)
+            described.append(value)
     return tuple(described)
 
 
@@ -244,14 +244,14 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtyp
 
 
 def _select(problem: MatmulProblem) -> Backend:
-    if is_recorded():  # a choice per traced graph; the record is for what runs eagerly
+    if is_recorded():  # a choice per traced graph; only eager calls are recorded
         return _first_able(problem, BACKENDS)[0]
-    known = _record.get(problem)
-    if known is None:
-        known = _first_able(problem, BACKENDS)
+    entry = _record.get(problem)
+    if entry is None:
+        entry = _first_able(problem, BACKENDS)
         if len(_record) < _RECORD_SIZE:
-            _record[problem] = known
-    return known[0]
+            _record[problem] = entry
+    return entry[0]
 
 
 def _named(name: str, problem: MatmulProblem) -> Backend:

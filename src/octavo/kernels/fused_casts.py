@@ -35,28 +35,28 @@ __all__ = [
 
 DEVICES = ("cuda",)
 FUNCTIONS = ("gelu", "gelu_tanh", "qgelu", "relu", "silu", "srelu")
-LONGEST_ROW = 16384  # what the registers of one program hold
-LONGEST_LAYERNORM = 8192  # beside two running sums for its parameters
+LONGEST_ROW = 16384  # elements that fit in the registers of one program
+LONGEST_LAYERNORM = 8192  # its parameters' two running sums take registers too
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (E4M3.torch_dtype, E5M2.torch_dtype)
 _BLOCK_WIDTHS = (16, 32, 64, 128)  # that divide a tile
 
 
 def wrong_place_reason(x: Tensor) -> str | None:
-    """Why no kernel runs where ``x`` is; None where they do."""
+    """Reason why no kernel runs on the device of ``x``; None where they do."""
     if x.device.type not in DEVICES:
         return f"the kernels run on {', '.join(DEVICES)}, and the tensor is on {x.device}"
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
-        return "the kernels know nothing of torch.func"
+        return "the kernels do not support torch.func"
     return WHY_ABSENT
 
 
 def no_kernel_reason(x: Tensor, columns: int, cast: ResultCast, *, longest: int = LONGEST_ROW) -> str | None:
-    """Why no kernel here makes a result of this width from ``x`` and casts it so; None where one does."""
-    return next(_objections(x, columns, cast, longest), None)
+    """Reason why no kernel computes a result of this width from ``x`` and casts it so; None where one does."""
+    return next(_unsupported_reasons(x, columns, cast, longest), None)
 
 
-def _objections(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iterator[str]:
+def _unsupported_reasons(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iterator[str]:
     groups = cast.spec.granularity
     if x.dtype not in _DTYPES:
         yield f"the kernels read float32, bfloat16 and float16, not {x.dtype}"
@@ -89,8 +89,8 @@ def cast_norm(
         bias: [H] or None.
         norm: which norm.
         cast: how the result is cast.
-        handed_on: what the result is rounded to first: x's dtype; if that is float32, any of the three.
-        amax: float32 [], what a scale for the tensor is made from, unless it is 0.
+        handed_on: dtype that the result is rounded to first: x's; if that is float32, any of the three.
+        amax: float32 [], from which the scale of the tensor is computed, unless it is 0.
         scale: float32 [], the decode scale to use instead.
 
     Returns:
@@ -100,10 +100,10 @@ def cast_norm(
         *parts, mean, rstd = torch.ops.octavo.norm_cast(
             *(x, gain, bias, norm.layer, norm.eps, norm.zero_centered, handed_on, amax, scale, *_as_arguments(cast))
         )
-        made = ResultBuffers(*parts)
+        buffers = ResultBuffers(*parts)
     else:
-        made, mean, rstd = _norms().cast_norm(x, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
-    return made, mean, rstd
+        buffers, mean, rstd = _norms().cast_norm(x, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
+    return buffers, mean, rstd
 
 
 def norm_backward(  # noqa: PLR0917 (a backward's inputs)
@@ -111,12 +111,12 @@ def norm_backward(  # noqa: PLR0917 (a backward's inputs)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, in its dtype, and of gain and bias, float32 [H]; the last is empty without a bias."""
     if is_traced(x):
-        made: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(
             grad_y, x, gain, mean, rstd, norm.layer, norm.zero_centered, has_bias, sources()
         )
     else:
-        made = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
-    return made
+        gradients = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
+    return gradients
 
 
 def cast_activation(

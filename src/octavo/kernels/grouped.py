@@ -1,4 +1,4 @@
-"""Products of experts: rows sorted by expert, each multiplied by its own expert's weight.
+"""Grouped GEMM of experts: rows sorted by expert, each multiplied by its expert's weight.
 
 On a GPU this is one launch, which reads on the device where each expert's rows begin: the host never synchronizes.
 Elsewhere, and as the definition, it is one GEMM per expert. In a traced graph it is one operator,
@@ -37,15 +37,15 @@ def scaled_grouped_mm(
     Args:
         a: [T, K], its rows sorted by expert; one scale for all, one a row, or one for each so many of a row.
         b: [E, N, K]; ``PerBlock(N, K)`` is one scale an expert.
-        offsets: [E + 1], int32 or int64, rising from 0 to T; an expert may have no rows. Its values are looked at on a
-            CPU. On a GPU this is not checked: rows of no expert hold undefined values.
+        offsets: [E + 1], int32 or int64, rising from 0 to T; an expert may have no rows. Its values are checked on a
+            CPU. On a GPU they are not: rows that belong to no expert are undefined.
         out_dtype: bfloat16, float16 or float32; None is ``a.hp_dtype``.
 
     Returns:
         [T, N] of ``out_dtype``.
 
     Raises:
-        ConfigError: operands of other shapes, rows of a that share scales, offsets that are none, a wrong out_dtype.
+        ConfigError: operands of other shapes, rows of a that share scales, invalid offsets, a wrong out_dtype.
 
     Example:
         >>> import octavo
@@ -84,9 +84,9 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor) -> None:
         if device != a.data.device:
             raise ConfigError(f"{name} is on {device} and a on {a.data.device}; move it there first")
     if is_eager_cpu(offsets) and not is_traced(offsets):
-        given = offsets.tolist()
-        if given[0] != 0 or given[-1] != a.shape[0] or given != sorted(given):
-            raise ConfigError(f"offsets must rise from 0 to the {a.shape[0]} rows of a, not be {given}")
+        bounds = offsets.tolist()
+        if bounds[0] != 0 or bounds[-1] != a.shape[0] or bounds != sorted(bounds):
+            raise ConfigError(f"offsets must rise from 0 to the {a.shape[0]} rows of a, not be {bounds}")
 
 
 def _grouped(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -107,11 +107,11 @@ def _grouped(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype:
         from octavo.kernels.triton import grouped_gemm
 
         return grouped_gemm.grouped_product(a, b, offsets, out_dtype)
-    return _one_after_another(a, b, offsets, out_dtype)
+    return _multiply_each_expert(a, b, offsets, out_dtype)
 
 
-def _one_after_another(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The definition: a product for each expert that has rows."""
+def _multiply_each_expert(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Definition of the grouped GEMM: one GEMM for each expert that has rows."""
     out = a.data.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
@@ -136,9 +136,9 @@ def _grouped_mm(  # noqa: PLR0917 (an operator's schema)
     offsets: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    left = QuantizedTensor(a, a_scale, granularity_from_list(a_granularity), out_dtype)
-    right = QuantizedTensor(b, b_scale, granularity_from_list(b_granularity), out_dtype)
-    return _grouped(left, right, offsets, out_dtype)
+    a_operand = QuantizedTensor(a, a_scale, granularity_from_list(a_granularity), out_dtype)
+    b_operand = QuantizedTensor(b, b_scale, granularity_from_list(b_granularity), out_dtype)
+    return _grouped(a_operand, b_operand, offsets, out_dtype)
 
 
 torch.library.define(

@@ -1,7 +1,7 @@
-"""The sums of Hopper's tensor cores on any device, to the bit: for asking what the hardware would have computed.
+"""The sums of Hopper's tensor cores on any device, bit for bit, to compute what the hardware would.
 
-The accumulation itself is numerics/accumulate.py's, or on a CPU the native kernel's, whose bits are the same; here are
-the scales around it. Block scales 128 wide meet their sums where ``hopper-slow`` starts a fresh chain anyway: each
+Sums are those of numerics/accumulate.py, or on a CPU of the native kernel, with the same bits; this module applies the
+scales. Block scales 128 wide meet their sums where ``hopper-slow`` starts a fresh chain anyway: each
 chain is scaled, then added in FP32. Hopper cannot chain across a change of scale, so both ways of summing are one
 there.
 

@@ -1,9 +1,9 @@
-"""The native CPU kernels, as Python sees them: what they can do, and calls with addresses instead of tensors.
+"""Bindings of the native CPU kernels: what they support, and calls that pass tensors as addresses.
 
-The C++ in native/ knows nothing of torch, so one build serves every release of it. It is compiled once for each
-instruction-set level; the best one this processor has is taken, and every function here takes another by name, so that
+The C++ in native/ does not include torch, so one build serves every release of it. It is compiled once for each
+instruction-set level; the best one of this processor is used, and every function here accepts another by name, so that
 all of them can be compared. Codes and scales are those of :mod:`octavo.numerics`, bit for bit, but for the sign of a
-NaN code, which is left open there. Where the extension could not be built, the same numbers come from torch's
+NaN code, which is unspecified there. Where the extension could not be built, the same numbers come from torch's
 operations, several times slower.
 
 Threads are torch's own: as many as ``torch.set_num_threads`` allows, of the runtime it brought along; while the machine
@@ -38,7 +38,7 @@ from octavo.numerics.granularity import stacks
 from octavo.numerics.quantized import stored_scale
 
 _absence: str | None = None
-if find_spec("octavo.kernels._native") is None:  # a look for the file
+if find_spec("octavo.kernels._native") is None:  # looks for the file only
     _absence = (
         "octavo's CPU kernels were not built here; with a C++ compiler, `pip install .` in a checkout builds them"
     )
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of native/kernels.h
-_INPUTS = (*DTYPES, torch.float64)  # what is cast; float64 as float32
+_INPUTS = (*DTYPES, torch.float64)  # dtypes that are cast; float64 as float32
 _PER_TENSOR = PerTensor()
 _FORMATS = (E4M3, E5M2)
 CODES = (E4M3.torch_dtype, E5M2.torch_dtype)
@@ -114,10 +114,10 @@ def extension() -> ModuleType:
 
 def unsupported_reason(problem: CastProblem) -> str | None:
     """Why :func:`cast` cannot run, as a clause; None when it can."""
-    return next(_objections(problem), None)
+    return next(_unsupported_reasons(problem), None)
 
 
-def _objections(problem: CastProblem) -> Iterator[str]:
+def _unsupported_reasons(problem: CastProblem) -> Iterator[str]:
     if _absence is not None:
         yield f"there are no native kernels: {_absence}"
     if problem.device != "cpu":
@@ -155,9 +155,9 @@ def cast(
     Args:
         x: as :func:`supports` allows; float64 as float32.
         spec: how to cast.
-        amax: float32 in the scale's shape, to provide for instead of what is measured.
+        amax: float32 in the scale's shape, from which the scale is computed; None measures ``x``.
         scale: float32 in the scale's shape, used as it is.
-        measure_if_zero: whether a group whose given amax is 0 provides for what is measured in it.
+        measure_if_zero: use the measured amax for a group whose passed amax is 0.
         counting: count saturated and underflowed elements, which takes several times as long.
         out: where to write the codes: in the format's dtype, shaped like ``x``, with the strides of
             :func:`codes_strides`; None makes a new tensor.
@@ -167,24 +167,24 @@ def cast(
     check_input(x, fmt, granularity, _INPUTS)
     _check_groups(amax, x, granularity)
     _check_groups(scale, x, granularity)
-    if out is not None and not (_holds(out, fmt.torch_dtype, x.shape) and list(out.stride()) == codes_strides(x)):
+    if out is not None and not (_fits(out, fmt.torch_dtype, x.shape) and list(out.stride()) == codes_strides(x)):
         raise BackendError(
-            f"codes of {_seen(x)} go into {fmt.name} with strides {codes_strides(x)} on a CPU, not into {_placed(out)}"
+            f"codes of {_type(x)} go into {fmt.name} with strides {codes_strides(x)} on a CPU, not into {_layout(out)}"
         )
     matrix, transposed = as_matrix(x, granularity)
     codes = fresh(matrix.shape, fmt.torch_dtype) if out is None else out
-    made, amaxes, (nonfinite, *lost) = _cast(
+    scales, amaxes, (nonfinite, *clipped) = _cast(
         matrix, transposed, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, counting=counting,
         level=level, codes=codes,
     )  # fmt: skip
     shape = granularity.scale_shape(x.shape)
     if transposed:
-        made, amaxes = made.t(), amaxes.t()
+        scales, amaxes = scales.t(), amaxes.t()
         codes = codes.t() if out is None else codes
-    stored = stored_scale(made.reshape(shape), spec.scale_format)
-    output = QuantizedTensor(codes.reshape(x.shape), stored, granularity, x.dtype)
+    output_scale = stored_scale(scales.reshape(shape), spec.scale_format)
+    output = QuantizedTensor(codes.reshape(x.shape), output_scale, granularity, x.dtype)
     measurement = Measurement(amaxes.reshape(shape), _count(nonfinite) if nonfinite else None)
-    return CastResult(output, None, measurement, *(map(_count, lost) if counting else ()))
+    return CastResult(output, None, measurement, *(map(_count, clipped) if counting else ()))
 
 
 def _count(number: int) -> Tensor:
@@ -202,9 +202,9 @@ def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None, level
     """
     check_input(x, spec.format, spec.granularity, DTYPES)
     if out is not None and (out.dtype, out.shape) != (x.dtype, x.shape):
-        raise BackendError(f"the values of {_seen(x)} go into a tensor like it, not into {_seen(out)}")
+        raise BackendError(f"the values of {_type(x)} go into a tensor like it, not into {_type(out)}")
     matrix, transposed = as_matrix(x, spec.granularity)
-    in_place = out is not None and matrix.data_ptr() == x.data_ptr() and _lies_as(x, out)
+    in_place = out is not None and matrix.data_ptr() == x.data_ptr() and _has_layout_of(x, out)
     matrix = matrix if in_place else matrix.contiguous()  # the kernel writes values as it reads elements
     values = fresh(matrix.shape, x.dtype) if out is None or not in_place else out
     _cast(matrix, transposed, spec, level=level, values=values)
@@ -214,9 +214,9 @@ def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None, level
     return result if out is None else out.copy_(result)
 
 
-def _lies_as(x: Tensor, out: Tensor) -> bool:
-    """Return whether ``out`` is ``x``, or lies in other memory as ``x`` does, no element twice."""
-    if not _holds(out, x.dtype, x.shape) or x.stride() != out.stride():
+def _has_layout_of(x: Tensor, out: Tensor) -> bool:
+    """Return whether ``out`` is ``x``, or has its strides in other memory, without overlap."""
+    if not _fits(out, x.dtype, x.shape) or x.stride() != out.stride():
         return False
     reach = 0  # of the dimensions so far, in elements
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
@@ -236,18 +236,18 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format, *, level: str 
         level: an instruction-set level; None is the best.
     """
     check_input(scaled, fmt, PerTensor(), (torch.float32,))
-    x, drawn = in_memory(scaled).contiguous(), in_memory(random.to(torch.int32)).contiguous()
-    if drawn.shape != x.shape:
-        raise BackendError(f"{_seen(x)} and random {tuple(drawn.shape)} do not go together; give one for each")
+    x, draws = in_memory(scaled).contiguous(), in_memory(random.to(torch.int32)).contiguous()
+    if draws.shape != x.shape:
+        raise BackendError(f"{_type(x)} and random {tuple(draws.shape)} do not go together; give one for each")
     codes = fresh(x.shape, fmt.torch_dtype)
     _native.round_stochastic(
-        level_number(level), x.data_ptr(), drawn.data_ptr(), x.numel(), _FORMATS.index(fmt), codes.data_ptr()
+        level_number(level), x.data_ptr(), draws.data_ptr(), x.numel(), _FORMATS.index(fmt), codes.data_ptr()
     )
     return codes
 
 
 def random_bits(seed: Tensor, count: int, *, level: str | None = None) -> Tensor:
-    """int32 [count]: what :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 []."""
+    """int32 [count]: the bits that :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 []."""
     out = fresh((count,), torch.int32)
     _native.random_bits(level_number(level), int(seed) & 0xFFFF_FFFF_FFFF_FFFF, count, out.data_ptr())
     return out
@@ -274,11 +274,11 @@ def dequantize(
     """
     if not decodes(codes, out_dtype, granularity):
         raise BackendError(
-            f"the kernels decode E4M3 and E5M2, no empty tensor, to float32, bfloat16 or float16, not {_seen(codes)} "
+            f"the kernels decode E4M3 and E5M2, no empty tensor, to float32, bfloat16 or float16, not {_type(codes)} "
             f"{granularity} to {out_dtype}"
         )
-    if out is not None and not (_holds(out, out_dtype, codes.shape) and out.is_contiguous()):
-        raise BackendError(f"{_seen(codes)} is decoded into a contiguous {out_dtype} like it, not into {_placed(out)}")
+    if out is not None and not (_fits(out, out_dtype, codes.shape) and out.is_contiguous()):
+        raise BackendError(f"{_type(codes)} is decoded into a contiguous {out_dtype} like it, not into {_layout(out)}")
     matrix, transposed = as_matrix(codes, granularity, may_transpose=out is None)
     _check_groups(scale, codes, granularity)
     rows, columns = matrix.shape
@@ -304,8 +304,8 @@ def dequantize(
 
 def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
     """Return whether :func:`dequantize` can decode these codes to ``dtype``."""
-    known = not _absence and knows(codes.dtype) and dtype in DTYPES
-    return known and codes.numel() > 0 and stacks(granularity, codes.shape)
+    supported = not _absence and knows(codes.dtype) and dtype in DTYPES
+    return supported and codes.numel() > 0 and stacks(granularity, codes.shape)
 
 
 def knows(*dtypes: torch.dtype) -> bool:
@@ -314,7 +314,7 @@ def knows(*dtypes: torch.dtype) -> bool:
 
 
 def element_number(dtype: torch.dtype) -> int:
-    """The number the kernels know a dtype by, one of theirs."""
+    """The kernels' number for a dtype that they support."""
     return _ELEMENTS.index(dtype)
 
 
@@ -336,21 +336,21 @@ def _cast(
     block_rows, block_columns = block_of(spec.granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
     amaxes = fresh(groups, torch.float32)
-    known = None if amax is None else as_groups(amax, groups, transposed=transposed)
-    given = None if scale is None else as_groups(scale, groups, transposed=transposed)
-    made = fresh(groups, torch.float32) if given is None else given
+    given_amaxes = None if amax is None else as_groups(amax, groups, transposed=transposed)
+    given_scales = None if scale is None else as_groups(scale, groups, transposed=transposed)
+    scales = fresh(groups, torch.float32) if given_scales is None else given_scales
     counts = _native.quantize(
         level_number(level),
         *(matrix.data_ptr(), DTYPES.index(matrix.dtype), rows, columns, matrix.stride(0)),
         *(_FORMATS.index(spec.format), block_rows, block_columns, spec.nonfinite == Nonfinite.PROPAGATE),
         *(_ROUNDINGS.index(spec.scale_rounding), spec.amax_floor, int(min(spec.margin, _NO_LARGER_MARGIN))),
-        *(address(known), measure_if_zero),
-        *(address(given), address(codes), address(values)),
-        made.data_ptr() if given is None else 0,
+        *(address(given_amaxes), measure_if_zero),
+        *(address(given_scales), address(codes), address(values)),
+        scales.data_ptr() if given_scales is None else 0,
         amaxes.data_ptr(),
         counting,
     )
-    return made, amaxes, counts
+    return scales, amaxes, counts
 
 
 def codes_strides(x: Tensor) -> list[int]:
@@ -396,44 +396,45 @@ def as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Ten
 
 
 def check_input(x: Tensor, fmt: Format, granularity: Granularity, dtypes: Sequence[torch.dtype]) -> None:
-    """Operators can be called by name, past every other check, and a kernel believes what it is told."""
+    """Check what the kernels rely on: operators can be called by name, past every other check."""
     if x.dtype not in dtypes or fmt not in _FORMATS or not x.numel() or not stacks(granularity, x.shape):
-        given = f"{_seen(x)} {granularity} to {fmt.name}"
-        raise BackendError(f"the kernels cast {names(dtypes)}, no empty tensor, to E4M3 or E5M2, not {given}")
+        description = f"{_type(x)} {granularity} to {fmt.name}"
+        raise BackendError(f"the kernels cast {names(dtypes)}, no empty tensor, to E4M3 or E5M2, not {description}")
 
 
 def _check_groups(values: Tensor | None, x: Tensor, granularity: Granularity) -> None:
     if values is not None and values.shape != granularity.scale_shape(x.shape):
         raise BackendError(
-            f"{granularity} of {_seen(x)} has one number for each of {tuple(granularity.scale_shape(x.shape))} groups, "
+            f"{granularity} of {_type(x)} has one number for each of {tuple(granularity.scale_shape(x.shape))} groups, "
             f"not {tuple(values.shape)}"
         )
 
 
 def names(dtypes: Sequence[torch.dtype]) -> str:
-    """Dtypes as a sentence has them."""
+    """Names of dtypes, separated by commas."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _seen(x: Tensor) -> str:
+def _type(x: Tensor) -> str:
+    """A tensor's dtype and shape, for messages."""
     return f"{names([x.dtype])} {tuple(x.shape)}"
 
 
-def _placed(x: Tensor) -> str:
+def _layout(x: Tensor) -> str:
     layout = list(x.stride()) if x.layout is torch.strided else x.layout
-    return f"{_seen(x)}, {layout} on {x.device}{' with a negative bit' if x.is_neg() else ''}"
+    return f"{_type(x)}, {layout} on {x.device}{' with a negative bit' if x.is_neg() else ''}"
 
 
-def _holds(out: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+def _fits(out: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> bool:
     """Return whether ``out`` is a plain CPU tensor of this dtype and shape whose memory holds its values."""
     plain = is_plain(out) and out.layout is torch.strided and out.device.type == "cpu"
     return plain and (out.dtype, out.shape) == (dtype, shape) and not (out.is_neg() or out._is_zerotensor())  # noqa: SLF001
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """``x`` without its history, and with every number in memory as it is.
+    """``x`` detached, with every value materialized in memory.
 
-    Torch may keep a bit instead of negating, and zeros without any memory.
+    Torch may set a bit instead of negating, and represent zeros without any memory.
 
     Raises:
         BackendError: a tensor that has no strides, or no memory of its own, such as a sparse one.
@@ -448,9 +449,9 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory that will be written as a whole: in large pages, where it is large, which is 3 to 4 times as fast.
+    """Allocate memory that will be written as a whole; in large pages from 4 MiB, which is 3 to 4 times as fast.
 
-    With one exception: a virtual machine that reports free pages to its host waits for large ones after a pause.
+    Exception: a virtual machine that reports free pages to its host waits for large ones after a pause.
     """
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if tensor.nbytes >= _LARGE:
@@ -459,17 +460,17 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor begins, 0 for none; the tensor must outlive its use."""
+    """Address of a tensor's first element, 0 for None; the tensor must outlive its use."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def level_number(name: str | None) -> int:
-    """The number the kernels know an instruction-set level by; None is the best.
+    """The kernels' number for an instruction-set level; None is the best.
 
     Raises:
         BackendError: this build or this processor does not have it.
     """
-    known = levels()
-    if name is not None and name not in known:
-        raise BackendError(f"there is no level {name!r} here; use one of {', '.join(known) or 'none'}")
-    return -1 if name is None else known.index(name)
+    available = levels()
+    if name is not None and name not in available:
+        raise BackendError(f"there is no level {name!r} here; use one of {', '.join(available) or 'none'}")
+    return -1 if name is None else available.index(name)

@@ -1,6 +1,6 @@
-"""Products by the native kernels, as Python sees them: ``a @ b.T`` of codes, and the sums of Hopper's tensor cores.
+"""Bindings of the native GEMMs: ``a @ b.T`` of codes, and the sums of Hopper's tensor cores.
 
-Operands cross as addresses, so everything about them is looked at here. The calls are those of native/gemm.h,
+Operands are passed as addresses, so they are checked here. The calls are those of native/gemm.h,
 native/few_rows.h and native/hopper.h.
 """
 
@@ -60,15 +60,15 @@ def gemm(
     one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     a_scales = _scales(one if a_scale is None else a_scale, m, blocks)
     b_scales = _scales(one if b_scale is None else b_scale, n, blocks)
-    left, right = (_dense_one_way(matrix) for matrix in (a, b))
-    added = None if bias is None else native_bindings.in_memory(bias.float()).contiguous()
+    a_matrix, b_matrix = (_dense_one_way(matrix) for matrix in (a, b))
+    fp32_bias = None if bias is None else native_bindings.in_memory(bias.float()).contiguous()
     out = native_bindings.fresh((m, n), out_dtype)
     native_bindings.extension().gemm(
         native_bindings.level_number(level),
-        *_operand(left, a_scales),
-        *_operand(right, b_scales),
+        *_operand(a_matrix, a_scales),
+        *_operand(b_matrix, b_scales),
         *(m, n, k, block),
-        native_bindings.address(added),
+        native_bindings.address(fp32_bias),
         out.data_ptr(),
         native_bindings.DTYPES.index(out_dtype),
     )
@@ -100,8 +100,8 @@ def hopper_sums(
     """
     if accumulate not in _TENSOR_CORE:
         raise BackendError(f"tensor cores sum {' or '.join(_TENSOR_CORE)}, not {accumulate!r}")
-    given = [scale is not None for scale in (a_scale, b_scale)]
-    if any(given) and not (all(given) and accumulate == Accumulate.HOPPER_SLOW):
+    scales_given = [scale is not None for scale in (a_scale, b_scale)]
+    if any(scales_given) and not (all(scales_given) and accumulate == Accumulate.HOPPER_SLOW):
         raise BackendError("it is hopper-slow's chains that are scaled, by both operands; give both scales or neither")
     _check(a, b, native_bindings.CODES)
     (m, k), n = a.shape, b.shape[0]
@@ -111,11 +111,11 @@ def hopper_sums(
     chains = -(-k // CHAIN)
     a_scales = None if a_scale is None else _scales(a_scale, m, chains)
     b_scales = None if b_scale is None else _scales(b_scale, n, chains)
-    left, right = (_dense_one_way(codes) for codes in (a, b))
+    a_matrix, b_matrix = (_dense_one_way(codes) for codes in (a, b))
     native_bindings.extension().hopper(
         native_bindings.level_number(level),
-        *_operand(left, a_scales),
-        *_operand(right, b_scales),
+        *_operand(a_matrix, a_scales),
+        *_operand(b_matrix, b_scales),
         *(m, n, k),
         accumulate == Accumulate.HOPPER_FAST,
         out.data_ptr(),
@@ -152,22 +152,22 @@ def compare(
     _check(*originals, native_bindings.DTYPES)
     _check(*codes, native_bindings.CODES)
     (m, k), n = codes[0].shape, codes[1].shape[0]
-    given = [tuple(x.shape) for x in originals]
-    if given != [(m, k), (n, k)] or 0 in (m, k, n):
+    original_shapes = [tuple(x.shape) for x in originals]
+    if original_shapes != [(m, k), (n, k)] or 0 in (m, k, n):
         raise BackendError(
-            f"codes {(m, k)} and {(n, k)} have originals of their shapes, not {given}, and none is empty"
+            f"codes {(m, k)} and {(n, k)} have originals of their shapes, not {original_shapes}, and none is empty"
         )
     sums = 0 if block or accumulate is Accumulate.FP32 else 1 + _TENSOR_CORE.index(accumulate)
     block = 0 if block >= k else block
     blocks = -(-k // block) if block else 1
-    left, right, *made = (native_bindings.in_memory(matrix) for matrix in (*originals, *codes))
-    made_scales = [_scales(scale, rows, blocks) for scale, rows in zip(scales, (m, n), strict=True)]
+    left, right, *code_matrices = (native_bindings.in_memory(matrix) for matrix in (*originals, *codes))
+    code_scales = [_scales(scale, rows, blocks) for scale, rows in zip(scales, (m, n), strict=True)]
     out = native_bindings.fresh((3, m, n), torch.float32)
     total = native_bindings.fresh((native_bindings.extension().COMPARISON_SUMS,), torch.float64)
     native_bindings.extension().compare_products(
         native_bindings.level_number(level),
         *(_operand(left, None), _operand(right, None)),
-        *(_operand(matrix, scale) for matrix, scale in zip(made, made_scales, strict=True)),
+        *(_operand(matrix, scale) for matrix, scale in zip(code_matrices, code_scales, strict=True)),
         *(m, n, k, block, sums),
         *(out.data_ptr(), total.data_ptr()),
     )
@@ -175,7 +175,7 @@ def compare(
 
 
 def _check(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """A kernel reads what it was told is there; operators can be called by name, past every other check."""
+    """Check shapes and dtypes before a kernel reads memory: operators can be called by name, past every other check."""
     if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]):
         raise BackendError(f"a product takes [M, K] and [N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
     if a.dtype not in dtypes or b.dtype not in dtypes:
@@ -184,14 +184,14 @@ def _check(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 def _scales(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """One row, or one for each of the operand's, with a number for each block."""
+    """Scales [1 or rows, blocks] of an operand."""
     if scale.ndim != 2 or scale.shape[0] not in (1, rows) or scale.shape[1] not in (1, blocks):
         raise BackendError(
             f"{rows} rows in {blocks} blocks and scales {tuple(scale.shape)} do not go together; give [{rows} or 1, "
             f"{blocks} or 1]"
         )
-    known = native_bindings.in_memory(scale.float())
-    return (known if known.shape[1] == blocks else known.expand(-1, blocks)).contiguous()
+    scales = native_bindings.in_memory(scale.float())
+    return (scales if scales.shape[1] == blocks else scales.expand(-1, blocks)).contiguous()
 
 
 def _dense_one_way(matrix: Tensor) -> Tensor:

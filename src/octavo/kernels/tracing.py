@@ -18,7 +18,7 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def sources() -> str:
-    """SHA-256 of all that decides about a launch; operators that torch sees through take it, see inline_kernels."""
+    """SHA-256 of the sources that a launch depends on; an argument of operators that torch traces into."""
     return _digest()
 
 
@@ -39,7 +39,7 @@ def unaliased(result: Tensor) -> Tensor:
     """Return a tensor that aliases no other in a traced graph, for an ``autograd.Function``'s forward.
 
     An operation that changes nothing, such as ``.to()`` to the same dtype, gives a second name to one tensor. Of
-    several names torch 2.11 hands the gradient to the last, and the first gets zeros without a word (pytorch issue
+    several names torch 2.11 gives the gradient to the last, and zeros to the first without an error (pytorch issue
     180642).
 
     Example:
@@ -51,18 +51,18 @@ def unaliased(result: Tensor) -> Tensor:
 
 
 def inline_kernels(operator: str, run: Callable[..., Any]) -> None:
-    """Let ``torch.compile`` see what an operator does on a GPU: its code then launches the kernels by itself.
+    """Let ``torch.compile`` trace into an operator on a GPU, so that compiled code launches the kernels directly.
 
-    A call of an operator costs a compiled graph the Python that runs it, several times what its launches do. An
-    exported graph keeps the operator, which says what is meant and not how.
+    A call of an operator costs a compiled graph the Python that runs it, several times the cost of its launches.
+    An exported graph keeps the operator, which does not depend on the implementation.
 
-    Torch keeps what it compiled on disk and knows it again by the operators' arguments. So the last one is
-    :func:`sources`: after an update of octavo what ``torch.compile`` made of the old kernels is not found. A program
-    that was exported before carries the digest of its time; compiled again, it may find what was made of it then.
+    Torch caches compiled code on disk, keyed by the operators' arguments. So the last argument is :func:`sources`:
+    after an update of octavo the code compiled from the old kernels is not found. A program
+    that was exported before carries the digest of its time; compiled again, it may find the code compiled then.
 
     Args:
         operator: its name, such as "octavo::cast"; its first argument is a tensor.
-        run: what it does on CUDA: of its arguments, and traceable.
+        run: its implementation on CUDA, with its arguments; traceable.
     """
 
     def decompose(mode: Any, call: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +78,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     """Return whether a tensor is fake or operations are traced: it has no address then, and operators are called.
 
     Raises:
-        BackendError: ``torch.jit.trace`` watches, to which sizes are tensors, and no kernel's call is an operation.
+        BackendError: ``torch.jit.trace`` is recording, which sees sizes as tensors and no kernel calls.
     """
     if is_recorded():
         return True

@@ -65,10 +65,10 @@ def why_absent() -> str | None:
 
 def unsupported_reason(problem: CastProblem) -> str | None:
     """Why :func:`cast` cannot run, as a clause; None when it can."""
-    return next(_objections(problem), None)
+    return next(_unsupported_reasons(problem), None)
 
 
-def _objections(problem: CastProblem) -> Iterator[str]:
+def _unsupported_reasons(problem: CastProblem) -> Iterator[str]:
     if problem.device != "cuda":
         yield f"it runs on CUDA, and the tensor is on {problem.device}"
     if WHY_ABSENT is not None:
@@ -123,7 +123,7 @@ def cast(
     Args:
         x: as :func:`unsupported_reason` allows.
         spec: how to cast.
-        amax: float32 [], to provide for instead of what is measured.
+        amax: float32 [], from which the scale is computed; None measures ``x``.
         scale: float32 [], used as it is.
         measure_if_zero: whether a given amax of 0 means the measured one.
         transpose: cast the transpose of the matrix ``x`` too, from the same reading where groups allow.
@@ -133,29 +133,29 @@ def cast(
     """
     granularity = spec.granularity
     fresh = into is None and isinstance(granularity, PerTensor) and amax is scale is None
-    measured = _nothing_found(x, granularity, fresh=fresh) if into is None else into
-    matrix, turned = _as_matrix(x.detach() if x.requires_grad else x, granularity)
+    measured = _empty_record(x, granularity, fresh=fresh) if into is None else into
+    matrix, is_t = _as_matrix(x.detach() if x.requires_grad else x, granularity)
     with on_device_of(x):
-        direct, flipped, lost = _kernels(
+        direct, flipped, clipped = _kernels(
             matrix, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero,
-            direct=transpose or not turned, flipped=transpose or turned, counting=counting, into=measured, fresh=fresh,
+            direct=transpose or not is_t, flipped=transpose or is_t, counting=counting, into=measured, fresh=fresh,
         )  # fmt: skip
-    own, other = (flipped, direct) if turned else (direct, flipped)
-    assert own is not None
+    lines, transposed_lines = (flipped, direct) if is_t else (direct, flipped)
+    assert lines is not None
     shape = granularity.scale_shape(x.shape)
-    if own.amax is not None and measured.amax is not None:  # kernels raise one amax for a tensor, none for its groups
-        measured.amax.copy_(torch.maximum(measured.amax, own.amax.amax()))
-    amax = measured.amax if own.amax is None else own.amax
+    if lines.amax is not None and measured.amax is not None:  # kernels raise one amax for a tensor, none for its groups
+        measured.amax.copy_(torch.maximum(measured.amax, lines.amax.amax()))
+    amax = measured.amax if lines.amax is None else lines.amax
     return CastResult(
         QuantizedTensor(
-            own.codes if own.codes.shape == x.shape else own.codes.view(x.shape),
-            stored_scale(own.scale if own.scale.shape == shape else own.scale.view(shape), spec.scale_format),
+            lines.codes if lines.codes.shape == x.shape else lines.codes.view(x.shape),
+            stored_scale(lines.scale if lines.scale.shape == shape else lines.scale.view(shape), spec.scale_format),
             granularity,
             x.dtype,
         ),
-        _operand(other, spec, x.dtype) if transpose and other is not None else None,
+        _operand(transposed_lines, spec, x.dtype) if transpose and transposed_lines is not None else None,
         Measurement(amax.view(shape), measured.nonfinite) if into is None and amax is not None else None,
-        *(() if lost is None else lost.unbind()),
+        *(() if clipped is None else clipped.unbind()),
     )
 
 
@@ -163,8 +163,8 @@ def _operand(lines: "Lines", spec: CastSpec, hp_dtype: torch.dtype) -> Quantized
     return QuantizedTensor(lines.codes, stored_scale(lines.scale, spec.scale_format), spec.granularity, hp_dtype)
 
 
-def _nothing_found(x: Tensor, granularity: Granularity, *, fresh: bool) -> Record:
-    """A record of nothing, or memory for one; two tensors, since an operator's results share no memory."""
+def _empty_record(x: Tensor, granularity: Granularity, *, fresh: bool) -> Record:
+    """A zeroed record, or uninitialized memory for one; two tensors, since an operator's results share no memory."""
     make = allocate if fresh else _zeros
     amax = make(x, (), torch.float32) if isinstance(granularity, PerTensor) else None
     return Record(amax, None, make(x, (), torch.int64))
@@ -178,7 +178,7 @@ def fakes(x: Tensor, granularity: Granularity) -> bool:
     """Return whether :func:`fake_quantize` supports these groups: no columns, and rows of at most 16384 elements."""
     if isinstance(granularity, PerTensor):
         return True
-    return not _is_turned(x) and not (isinstance(granularity, PerRow) and x.shape[-1] > _LONGEST_ROW)
+    return not _is_transposed(x) and not (isinstance(granularity, PerRow) and x.shape[-1] > _LONGEST_ROW)
 
 
 def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor:
@@ -189,21 +189,21 @@ def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Te
         spec: how to cast.
         out: where to write: shaped like ``x``, in its dtype, or ``x`` itself; None makes a new tensor.
     """
-    matrix, turned = _as_matrix(x.detach(), spec.granularity)
+    matrix, transposed = _as_matrix(x.detach(), spec.granularity)
     in_place = out is not None and out.stride() == x.stride() and matrix.data_ptr() == x.data_ptr() == out.data_ptr()
     values = matrix if in_place else torch.empty(matrix.shape, dtype=x.dtype, device=x.device)
     with on_device_of(x):
         _kernels(matrix, spec, values=values)
     if in_place and out is not None:
         return out
-    result = (values.t() if turned else values).reshape(x.shape)
+    result = (values.t() if transposed else values).reshape(x.shape)
     return result if out is None else out.copy_(result)
 
 
 def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
     """Return whether :func:`dequantize` can decode these codes to ``dtype``."""
-    known = WHY_ABSENT is None and codes.dtype in _FORMATS and dtype in DTYPES
-    return known and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
+    supported = WHY_ABSENT is None and codes.dtype in _FORMATS and dtype in DTYPES
+    return supported and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
 
 
 def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
@@ -217,17 +217,17 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype
     """
     from octavo.kernels.triton import values
 
-    matrix, turned = _as_matrix(codes, PerRow())  # one long row would leave most of a tile empty
+    matrix, transposed = _as_matrix(codes, PerRow())  # one long row would leave most of a tile empty
     shape = granularity.scale_shape(codes.shape)
     scales = scale.reshape(1, 1) if isinstance(granularity, PerTensor) else scale.reshape(-1, shape[-1])
     block = (0, 0) if isinstance(granularity, PerTensor) else (1, 0)
     if isinstance(granularity, PerBlock):
         block = (granularity.rows, granularity.columns)
-    if turned:
+    if transposed:
         scales, block = scales.t(), block[::-1]
     with on_device_of(codes):
-        made = values.dequantize(matrix, scales, block, _FORMATS[codes.dtype], out_dtype)
-    return (made.t() if turned else made).reshape(codes.shape)
+        decoded = values.dequantize(matrix, scales, block, _FORMATS[codes.dtype], out_dtype)
+    return (decoded.t() if transposed else decoded).reshape(codes.shape)
 
 
 def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
@@ -245,7 +245,7 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
 
 
 def random_bits(seed: Tensor, count: int) -> Tensor:
-    """int32 [count]: what :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 [] on the device."""
+    """int32 [count]: bits that :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 [] on the device."""
     if WHY_ABSENT is not None or not count:
         return random_bits_by_torch(seed, count)
     from octavo.kernels.triton import values
@@ -295,12 +295,12 @@ def _kernels(
 
 def _as_matrix(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
     """``x`` as a matrix whose columns lie side by side, and whether it is the transpose of ``x``."""
-    if _is_turned(x):
+    if _is_transposed(x):
         return x.t(), True
     if x.ndim != 2:
         x = x.reshape(1, -1) if isinstance(granularity, PerTensor) or x.ndim < 2 else x.reshape(-1, x.shape[-1])
     return (x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()), False
 
 
-def _is_turned(x: Tensor) -> bool:
+def _is_transposed(x: Tensor) -> bool:
     return x.ndim == 2 and x.stride(0) == 1 and x.shape[1] > 1 and x.stride(1) > 1

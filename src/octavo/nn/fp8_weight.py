@@ -1,7 +1,7 @@
 """A linear layer that stores its frozen weight as FP8 codes, one byte an element.
 
-The codes are a parameter of their own name, so that neither a file nor a loop over parameters presents them as a
-weight. ``weight`` still reads as what they decode to: code that reads the weight of a layer instead of calling it, such
+The codes are a parameter with another name, so that neither a file nor a loop over parameters presents them as a
+weight. ``weight`` still reads as the decoded values: code that reads the weight of a layer instead of calling it, such
 as ``F.linear(x, layer.weight)``, computes right, and code that writes into it is refused.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["FP8WeightLinear", "hold_codes", "hold_weight_as_codes", "is_own_line
 
 
 class DecodedWeight(Tensor):
-    """Values of FP8 codes, made anew for each read: operations give plain tensors, and writes are refused."""
+    """Values of FP8 codes, decoded on each read: operations return plain tensors, and writes are refused."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +92,7 @@ class FP8WeightLinear(Linear):
         destination[f"{prefix}weight"] = self.weight_scale.new_empty(0)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
-        """Take codes, also those that an earlier octavo saved as ``weight``; refuse a weight in high precision."""
+        """Load codes, also those that an earlier octavo saved as ``weight``; refuse a weight in high precision."""
         tensors = dict(state_dict)
         weight = tensors.pop(f"{prefix}weight", None)
         if weight is not None and f"{prefix}{CODES}" not in tensors:
@@ -111,11 +111,11 @@ class FP8WeightLinear(Linear):
 def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
     """Quantize a layer's frozen weight and store its codes, one byte an element, and their scale in its place.
 
-    The codes are those of the recipe's output GEMM and stay what they are under every recipe.
+    The codes are those of the recipe's output GEMM and do not change with the recipe.
 
     Args:
         layer: becomes an :class:`FP8WeightLinear`.
-        scale: decodes; float32 in the shape of the recipe's granularity. None: computed as the recipe says.
+        scale: decode scale, float32 in the shape of the recipe's granularity; None computes it by the recipe.
 
     Raises:
         ConfigError: the weight is still trained, the recipe casts no weight, the weight holds NaN or infinity, or the
@@ -148,10 +148,10 @@ def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
 
 
 def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
-    """Store finished codes [N, K], such as a file's, in the place of a weight; neither they nor their scale change.
+    """Store existing codes [N, K], such as a file's, instead of a weight; codes and scale are not changed.
 
     Raises:
-        ConfigError: they are not those of a weight of this layer.
+        ConfigError: their shape is not that of this layer's weight.
     """
     if codes.shape != (layer.out_features, layer.in_features):
         raise ConfigError(

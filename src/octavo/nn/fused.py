@@ -43,7 +43,7 @@ class _Plan(NamedTuple):
     recipe: Recipe
     spec: CastSpec
     cast: ResultCast
-    handed_on: torch.dtype  # what the result is rounded to before it is cast
+    handed_on: torch.dtype  # dtype to which the result is rounded before it is cast
 
 
 def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Ten
 
 
 def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves: int = 1) -> str | None:
-    """Why a linear layer and what stands before it run one after the other; None where one kernel serves.
+    """Reason why a linear layer and the norm or activation before it are not fused; None where they are.
 
     Args:
-        x: what the norm or activation reads.
+        x: input of the norm or activation.
         linear: the layer that reads its result.
         norm: the norm, if it is one.
         halves: 2 for an activation with a gate, which reads twice the width that it returns.
@@ -114,8 +114,8 @@ def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, 
 
 
 def _plan(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves: int = 1) -> _Plan | str:
-    """A plan, or the reason why there is none. Every eager call asks: a few microseconds."""
-    reason = fused_casts.wrong_place_reason(x) or next(_objections_to_layers(x, linear, norm, halves), None)
+    """Plan of the fused call, or the reason why there is none. Every eager call computes it in microseconds."""
+    reason = fused_casts.wrong_place_reason(x) or next(_unsupported_layer_reasons(x, linear, norm, halves), None)
     if reason is not None:
         return reason
     assert isinstance(linear, Linear)
@@ -127,10 +127,10 @@ def _plan(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves
     plan = _Plan(recipe, spec, ResultCast(spec=spec, transpose=transpose), autocast_dtype(x))
     longest = fused_casts.LONGEST_LAYERNORM if isinstance(norm, LayerNorm) else fused_casts.LONGEST_ROW
     reason = fused_casts.no_kernel_reason(x, linear.in_features, plan.cast, longest=longest)
-    return reason or next(_objections_to_plan(x, plan, from_norm=norm is not None), plan)
+    return reason or next(_unsupported_plan_reasons(x, plan, from_norm=norm is not None), plan)
 
 
-def _objections_to_layers(x: Tensor, linear: nn.Module, norm: nn.Module | None, halves: int) -> Iterator[str]:
+def _unsupported_layer_reasons(x: Tensor, linear: nn.Module, norm: nn.Module | None, halves: int) -> Iterator[str]:
     if not _is_itself(linear, _LINEARS) or not (norm is None or _is_itself(norm, _NORMS)):
         yield "one of the two layers was replaced, or has hooks or another forward, which see what stands between them"
         return
@@ -146,7 +146,7 @@ def _objections_to_layers(x: Tensor, linear: nn.Module, norm: nn.Module | None, 
         yield f"the layers refuse inputs {tuple(x.shape)}"
 
 
-def _objections_to_plan(x: Tensor, plan: _Plan, *, from_norm: bool) -> Iterator[str]:
+def _unsupported_plan_reasons(x: Tensor, plan: _Plan, *, from_norm: bool) -> Iterator[str]:
     recipe, spec, cast, handed_on = plan
     if cast.transpose and recipe.grad_weight.b != spec:
         yield f"recipe {recipe.name!r} casts the input in another way for grad_weight"
@@ -158,11 +158,11 @@ def _objections_to_plan(x: Tensor, plan: _Plan, *, from_norm: bool) -> Iterator[
 
 def _is_itself(layer: nn.Module, types: frozenset[type]) -> bool:
     """Return whether its calls can be skipped: no parametrization or sharding, no replaced forward, no hooks."""
-    own = vars(layer)
-    if type(layer) not in types or "forward" in own:
+    attributes = vars(layer)
+    if type(layer) not in types or "forward" in attributes:
         return False
-    before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
-    return not (before or after or own["_backward_pre_hooks"] or own["_backward_hooks"])
+    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    return not (before or after or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"])
 
 
 def _multiply(
@@ -173,7 +173,7 @@ def _multiply(
 ) -> Tensor:
     """``linear`` of the placeholder and the operands that ``make`` makes with the layer's scales.
 
-    ``again`` makes the transpose's operand in backward, of what is kept there; None if nothing is.
+    ``again`` recomputes the transpose's operand in backward; None if no tensors are saved for it.
     """
     assert isinstance(linear, Linear)
     recipe, spec, cast, handed_on = plan
@@ -186,7 +186,7 @@ def _multiply(
         placeholder, *written = make(now, amax, scale)
         result = ResultBuffers(*written).result(now, handed_on, scale)
         assert result.measurement is not None
-        if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
+        if inside_backward():  # activation checkpointing repeats the call, whose elements are counted already
             scaling.nonfinite = None
         with torch.no_grad():
             scaling.record(placeholder, result.measurement)
@@ -271,14 +271,14 @@ class _CastNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows, gain = _rows(x), gain.contiguous()
         bias = None if bias is None else bias.contiguous()
-        made, mean, rstd = fused_casts.cast_norm(
+        buffers, mean, rstd = fused_casts.cast_norm(
             rows, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale
         )
         ctx.save_for_backward(rows, gain, mean, rstd)
         ctx.norm, ctx.shape, ctx.bias_dtype = norm, x.shape, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*made)
-        return _placeholder(x.shape, handed_on, x.device), *made
+        ctx.mark_non_differentiable(*buffers)
+        return _placeholder(x.shape, handed_on, x.device), *buffers
 
     @staticmethod
     @once_differentiable
@@ -305,13 +305,13 @@ class _CastActivation(torch.autograd.Function):
         scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
         rows = _rows(x)
-        made = fused_casts.cast_activation(rows, function, cast, gated=gated, amax=amax, scale=scale)
+        buffers = fused_casts.cast_activation(rows, function, cast, gated=gated, amax=amax, scale=scale)
         ctx.save_for_backward(rows)
         ctx.function, ctx.gated, ctx.shape = function, gated, x.shape
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*made)
-        shape = torch.Size([*x.shape[:-1], made.codes.shape[1]])
-        return _placeholder(shape, x.dtype, x.device), *made
+        ctx.mark_non_differentiable(*buffers)
+        shape = torch.Size([*x.shape[:-1], buffers.codes.shape[1]])
+        return _placeholder(shape, x.dtype, x.device), *buffers
 
     @staticmethod
     @once_differentiable

@@ -79,14 +79,14 @@ class Linear(StatefulModule, torch.nn.Linear):
     input_scale: Tensor  # [] float32, of a static recipe; 0 until it is loaded
     amax_history: AmaxHistory | None
     last_recipe: Recipe | None  # of the last call in training
-    trained_recipe: Recipe | None  # of the last call that was to be differentiated; None: a switch goes unsaid
+    trained_recipe: Recipe | None  # of the last differentiable call; None: a switch is not logged
     weight_cache: WeightCache | None
     held: HeldWeight | None  # of an octavo.nn.fp8_weight.FP8WeightLinear, as are the next two
     weight_codes: torch.nn.Parameter
     weight_scale: Tensor
-    watch: LayerWatch | None = None  # set for the steps that the doctor looks at
+    watch: LayerWatch | None = None  # set for the steps that the doctor inspects
     shared_input: SharedInput | None = None  # of a converted model's layers
-    records_weight: bool = True  # False for the later micro-batches of a step that tells them apart
+    records_weight: bool = True  # False for a step's later micro-batches, where the model marks them
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         Args:
             recipe: the casts and GEMMs.
             scale_updates: when a delayed step ends; layers of one model share it. None: with the optimizer's step.
-            path: where the layer stands in its model.
+            path: the layer's path in its model.
         """
         # A copy: torch.compile(dynamic=True) fails on two layers that share the floats of one object.
         self.recipe = copy.deepcopy(recipe)
@@ -118,16 +118,16 @@ class Linear(StatefulModule, torch.nn.Linear):
             self.held, self.weight_cache, self.shared_input = None, None, None
             self.last_recipe, self.trained_recipe = None, None
             probe_cpu()
-        known = getattr(self, "amax_history", None)
-        if known is None or known.spec != recipe.history:
+        history = getattr(self, "amax_history", None)
+        if history is None or history.spec != recipe.history:
             self.keep_history(None)
             self._history_for(recipe, create=True)
         else:
-            known.updates, known.path = self.scale_updates, path
+            history.updates, history.path = self.scale_updates, path
         follow_optimizers(self)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
-        """[..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
+        """Map [..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
         recipe = self.recipe_now()
         if recipe.is_high_precision and self.held is None and not needs_widening(_autocast(input)):
             return F.linear(input, self.weight, self.bias)
@@ -142,7 +142,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     def _with_shared_operands(
         self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling
     ) -> tuple[Tensor, InputOperands | None]:
-        """``x``, which is ``source`` in autocast's dtype, and its operands if the model's layers share their casts."""
+        """``x`` (``source`` in autocast's dtype), and its operands if the model's layers share their casts."""
         if self.shared_input is None or self.watch is not None or torch.compiler.is_compiling():
             return x, None
         return x, self.shared_input.operands(source, x, recipe, scaling, learning=self.stored_weight.requires_grad)
@@ -172,9 +172,9 @@ class Linear(StatefulModule, torch.nn.Linear):
         return y
 
     def recipe_now(self) -> Recipe:
-        """The recipe of this call; where activation checkpointing repeats a call, that of the layer's last one.
+        """The recipe of this call; where activation checkpointing repeats a call, that of the layer's last call.
 
-        The repetition may run on a thread of autograd's own, which knows nothing of the block the first time stood in.
+        The repetition may run on one of autograd's threads, outside of the ``octavo.autocast`` block of the first run.
         """
         if inside_backward() and self.last_recipe is not None:
             return self.last_recipe
@@ -182,30 +182,30 @@ class Linear(StatefulModule, torch.nn.Linear):
         if torch.compiler.is_compiling():
             return recipe
         if recipe is not self.trained_recipe and self._is_learning:
-            self._tell_switch(recipe)
+            self._log_recipe_switch(recipe)
         if recipe is self.last_recipe:  # a module's attributes are slow to set
             return recipe
         if self.training or torch.is_grad_enabled():
             self.last_recipe = recipe
         return recipe
 
-    def _tell_switch(self, recipe: Recipe) -> None:
-        """Log once a model that a layer trains on with another recipe than before."""
-        before, self.trained_recipe = self.trained_recipe, recipe
-        if before is None or before == recipe or self.scale_updates.told_switch:
+    def _log_recipe_switch(self, recipe: Recipe) -> None:
+        """Log, once per model, that a layer continues training with another recipe."""
+        previous, self.trained_recipe = self.trained_recipe, recipe
+        if previous is None or previous == recipe or self.scale_updates.switch_logged:
             return
-        self.scale_updates.told_switch = True
+        self.scale_updates.switch_logged = True
         logging.getLogger("octavo").warning(
             "%s was trained with recipe %r and now runs %r: scales and rounding change in mid-training, and a delayed "
-            "recipe begins without a past; this is said once a model",
+            "recipe begins without a history; this is logged once a model",
             self.called,
-            before.name,
+            previous.name,
             recipe.name,
         )
 
     @property
     def stored_weight(self) -> Tensor:
-        """The parameter that holds the weight: its values [N, K], or their FP8 codes."""
+        """The parameter that stores the weight [N, K]: its values, or their FP8 codes."""
         return self.weight
 
     def held_weight(self) -> QuantizedTensor | None:
@@ -213,7 +213,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         return None
 
     def _operands(self, recipe: Recipe, scaling: LayerScaling) -> WeightOperands | None:
-        """The weight's operands where they outlive the call."""
+        """The weight's operands where they are stored or cached; None where the call casts the weight."""
         held = self.held_weight()
         if held is not None:
             if self.stored_weight.requires_grad:
@@ -248,7 +248,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         return scaling
 
     def _begin_forward(self, history: AmaxHistory) -> None:
-        """End the step before where that is seen only now."""
+        """Close the previous step where its end is detected only now."""
         region = autocast_region()
         if not torch.compiler.is_compiling():
             close_if_written(self, region)
@@ -262,11 +262,11 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     @property
     def called(self) -> str:
-        """The layer as messages name it."""
+        """Name of the layer in messages."""
         return f"layer {self.path!r}" if self.path else "this layer"
 
     def _follow_weight(self) -> None:
-        """Move the state to where the weight was put alone, as by ``load_state_dict(assign=True)``; after meta anew."""
+        """Move the state to the weight's device, as after ``load_state_dict(assign=True)``; from meta, create it."""
         device = self.stored_weight.device
         if self.nonfinite_counts.device == device or device.type == "meta":
             return
@@ -285,14 +285,14 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.input_scale
 
     def _watch_backward(self, y: Tensor) -> None:
-        """Let a history count backward passes, so that it can tell that nothing closes its steps."""
+        """Let the history count backward passes, so that it can warn if no step is ever closed."""
         if torch.compiler.is_compiling() or inside_backward():
             return
         if self.amax_history is not None and self.training and y.requires_grad:
             y.register_hook(self.amax_history.remind)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Nothing counted, no scale loaded."""
+        """Initial state: zero counts, no scale."""
         return {
             "nonfinite_counts": torch.zeros(len(ROLES), dtype=torch.int64, device=device),
             "input_scale": torch.zeros((), dtype=torch.float32, device=device),
@@ -323,33 +323,33 @@ class Linear(StatefulModule, torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse ``torch.jit.script``, which asks every module for what it shall compile instead."""
+        """Refuse ``torch.jit.script``, which calls this method on every module that it compiles."""
         raise BackendError(
             "torch.jit.script cannot compile octavo's layers; record the model with torch.export.export, or compile it "
             "in high precision after octavo.restore(model)"
         )
 
     def extra_repr(self) -> str:
-        """The shape and the name of the recipe in force: that of a surrounding ``octavo.autocast``, or its own."""
+        """The shape and the name of the recipe in force: that of a surrounding ``octavo.autocast``, or the layer's."""
         return f"{super().extra_repr()}, recipe={active_recipe(self.recipe).name}"
 
     def keep_history(self, history: AmaxHistory | None) -> None:
-        """Use a history from now on. It is no submodule: see :class:`octavo.scaling.amax_history.AmaxHistory`."""
+        """Use this history from now on. It is not a submodule: see :class:`octavo.scaling.amax_history.AmaxHistory`."""
         self.__dict__["amax_history"] = history
 
     def new_history(self, spec: History) -> AmaxHistory:
-        """An empty history as this layer would keep it."""
+        """Create an empty history for this layer."""
         return AmaxHistory(spec, updates=self.scale_updates, path=self.path, device=self.stored_weight.device)
 
     def _history_for(self, recipe: Recipe, *, create: bool) -> AmaxHistory | None:
         """This layer's history for a delayed ``recipe``; never shared by two specifications.
 
-        Evaluation makes none: without one its scales are dynamic.
+        Evaluation creates none: without one its scales are dynamic.
         """
         if recipe.history is None or (self.amax_history is None and not create):
             return None
         if self.amax_history is None:
-            if torch.compiler.is_compiling():  # a graph makes no modules; the first call runs without one
+            if torch.compiler.is_compiling():  # a graph cannot create modules; the first call runs eagerly
                 torch._dynamo.graph_break(msg=f"{self.called} has no amax history yet; run it once before compiling")  # noqa: SLF001
             self.keep_history(self.new_history(recipe.history))
         elif not self.amax_history.spec == recipe.history:  # noqa: SIM201 ("!=" is more than a tracer can compare)

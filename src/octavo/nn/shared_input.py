@@ -31,7 +31,7 @@ __all__ = ["SharedInput"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Cast:
+class _SharedCast:
     """A cast of an input.
 
     Attributes:
@@ -53,7 +53,7 @@ class SharedInput:
     """The last input of a model's layers and its operands; a copied or pickled model starts without."""
 
     def __init__(self) -> None:
-        self._last: _Cast | None = None
+        self._last: _SharedCast | None = None
 
     def operands(
         self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling, *, learning: bool
@@ -64,7 +64,7 @@ class SharedInput:
             source: a layer's input, [..., K].
             x: that in the dtype of ``torch.autocast``.
             recipe: the casts.
-            scaling: counts what is not finite.
+            scaling: counts non-finite elements.
             learning: whether the weight takes a gradient.
         """
         if not _is_shared(source, recipe):
@@ -82,12 +82,14 @@ class SharedInput:
             return InputOperands(last.operands.output, rows.t())
         return last.operands
 
-    def _cast(self, source: Tensor, rows: Tensor, recipe: Recipe, key: tuple[object, ...], *, learning: bool) -> _Cast:
+    def _cast(
+        self, source: Tensor, rows: Tensor, recipe: Recipe, key: tuple[object, ...], *, learning: bool
+    ) -> _SharedCast:
         nonfinite = torch.zeros((), dtype=torch.int64, device=rows.device)
         operands = cast_input(rows, recipe, OperandScaling(nonfinite=nonfinite), learning=learning)
         if recipe.grad_weight.b is None:
             operands = InputOperands(operands.output)
-        return _Cast(weakref.ref(source, self._forget), key, operands, nonfinite, learning)
+        return _SharedCast(weakref.ref(source, self._forget), key, operands, nonfinite, learning)
 
     def _forget(self, source: "weakref.ref[Tensor]") -> None:
         if self._last is not None and self._last.source is source:
@@ -102,8 +104,12 @@ class SharedInput:
 
 def _is_shared(source: Tensor, recipe: Recipe) -> bool:
     """Return whether layers of this recipe may share an input's cast."""
-    spec, wanted = recipe.output.a, recipe.grad_weight.b
-    if spec is None or recipe.is_delayed or any(each.scaling != Scaling.DYNAMIC for each in (spec, wanted or spec)):
+    spec, transposed_spec = recipe.output.a, recipe.grad_weight.b
+    if (
+        spec is None
+        or recipe.is_delayed
+        or any(each.scaling != Scaling.DYNAMIC for each in (spec, transposed_spec or spec))
+    ):
         return False
     if source.is_leaf or not (torch.is_grad_enabled() and source.requires_grad) or is_traced(source):
         return False

@@ -14,7 +14,7 @@ __all__ = ["CastSpec", "Scaling", "check_integer", "check_member", "is_number"]
 
 
 class Scaling(StrEnum):
-    """Where a scale comes from."""
+    """Source of a scale."""
 
     DYNAMIC = "dynamic"  # this tensor
     DELAYED = "delayed"  # finished steps
@@ -39,7 +39,7 @@ class CastSpec:
         scale_format: FP32, or E8M0 for one byte a scale.
         amax_floor: smaller amaxes count as this; 0 leaves every tensor a scale of its own.
         margin: binades left free above amax, 0 or more.
-        nonfinite: what an infinite element becomes.
+        nonfinite: result of an infinite element.
         rounding: to the nearest code, or, of gradients, to either neighbour by chance; its seeds are drawn from torch's
             default generator of the CPU.
     """

@@ -187,7 +187,7 @@ def cast_by_torch(
     Args:
         x: float16, bfloat16, float32 or float64, any shape the granularity allows.
         spec: how to cast.
-        amax: float32 in the scale's shape, to provide for instead of what is measured.
+        amax: float32 in the scale's shape, from which the scale is computed; None measures ``x``.
         scale: float32 in the scale's shape, used as it is.
         measurement: what :func:`octavo.numerics.measure` found in ``x`` at this granularity; None measures it here.
     """
@@ -249,14 +249,14 @@ def checked_spec(
         **options,
     )
     expected = spec.granularity.scale_shape(x.shape)
-    for name, given in (("amax", amax), ("scale", scale)):
-        if given is None:
+    for name, tensor in (("amax", amax), ("scale", scale)):
+        if tensor is None:
             continue
-        _check_given(name, given, zero_allowed=name == "amax")
-        if given.device != x.device:
-            raise ConfigError(f"the {name} is on {given.device} and the tensor on {x.device}; move it there first")
-        if given.shape != expected:
-            shapes = f"{tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(given.shape)}"
+        _check_scale_or_amax(name, tensor, zero_allowed=name == "amax")
+        if tensor.device != x.device:
+            raise ConfigError(f"the {name} is on {tensor.device} and the tensor on {x.device}; move it there first")
+        if tensor.shape != expected:
+            shapes = f"{tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(tensor.shape)}"
             raise ConfigError(f"{spec.granularity} of {shapes}")
     if scale is not None and scale_format == E8M0:
         _check_power_of_two(scale.detach().float())
@@ -267,26 +267,26 @@ _described: Callable[..., CastSpec] = lru_cache(maxsize=256)(CastSpec)
 
 
 def stored_scale(scale: Tensor, scale_format: Format) -> Tensor:
-    """A float32 scale as it is kept: itself, or E8M0 bytes."""
+    """A float32 scale in its storage format: unchanged, or as E8M0 bytes."""
     return e8m0_from_scale(scale) if scale_format == E8M0 else scale
 
 
 def _check_power_of_two(scale: Tensor) -> None:
-    held = scale_from_e8m0(e8m0_from_scale(scale))
-    if is_eager_cpu(scale) and not torch.equal(held, scale):
-        raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[held != scale][0].item()}")
+    stored = scale_from_e8m0(e8m0_from_scale(scale))
+    if is_eager_cpu(scale) and not torch.equal(stored, scale):
+        raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[stored != scale][0].item()}")
 
 
-def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:
-    """Refuse an amax or scale that no tensor has; its values are looked at where that costs nothing."""
-    if not isinstance(given, Tensor):
-        raise ConfigError(f"{name} must be a tensor in the scale's shape, not {given!r}; wrap it in torch.tensor()")
-    if not is_eager_cpu(given):
+def _check_scale_or_amax(name: str, tensor: object, *, zero_allowed: bool) -> None:
+    """Refuse an amax or scale that no tensor has; values are checked on an eager CPU tensor only."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} must be a tensor in the scale's shape, not {tensor!r}; wrap it in torch.tensor()")
+    if not is_eager_cpu(tensor):
         return
-    wrong = ~((given >= 0 if zero_allowed else given > 0) & given.isfinite())
+    wrong = ~((tensor >= 0 if zero_allowed else tensor > 0) & tensor.isfinite())
     if wrong.any():
         sign = "not negative" if zero_allowed else "positive"
-        raise ConfigError(f"every {name} must be finite and {sign}, not {given[wrong][0].item()}")
+        raise ConfigError(f"every {name} must be finite and {sign}, not {tensor[wrong][0].item()}")
 
 
 def rows_of_scales(q: QuantizedTensor) -> Tensor:

@@ -110,10 +110,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where what measurements find is gathered, in place; a None gathers nothing.
+    """Buffers that accumulate measurements in place; a None accumulates nothing.
 
     Attributes:
-        amax: float32 [], raised to the largest amax; one below 0 is that of nothing.
+        amax: float32 [], raised to the largest amax; below 0 where nothing was measured.
         overflowed: bool [], set by NaN or ±Inf.
         nonfinite: int64 [], raised by the number of NaN and ±Inf elements.
     """
@@ -124,18 +124,18 @@ class Record:
 
     @property
     def gathers(self) -> bool:
-        """Return whether it gathers anything."""
+        """Return whether any buffer is set."""
         return not (self.amax is self.overflowed is self.nonfinite is None)
 
-    def add(self, found: Measurement) -> None:
-        """Gather what was found in a tensor that is not empty."""
+    def add(self, measurement: Measurement) -> None:
+        """Accumulate the measurement of a non-empty tensor."""
         if self.amax is not None:
-            self.amax.copy_(torch.maximum(self.amax, found.amax.amax()))
-        if found.nonfinite is not None:
+            self.amax.copy_(torch.maximum(self.amax, measurement.amax.amax()))
+        if measurement.nonfinite is not None:
             if self.overflowed is not None:
-                self.overflowed.logical_or_(found.nonfinite > 0)
+                self.overflowed.logical_or_(measurement.nonfinite > 0)
             if self.nonfinite is not None:
-                self.nonfinite.add_(found.nonfinite)
+                self.nonfinite.add_(measurement.nonfinite)
 
 
 def measure(x: Tensor, granularity: Granularity) -> Measurement:
@@ -174,7 +174,7 @@ def encode_scale_from_amax(
         amax: non-negative and finite float32 of any shape, as :func:`amax` gives it.
         fmt: the format to fill.
         rounding: which numbers the scale may be.
-        amax_floor: smaller amaxes count as this; what is larger than :func:`smallest_scaled_amax` costs range.
+        amax_floor: smaller amaxes count as this; a floor above :func:`smallest_scaled_amax` costs range.
         margin: binades to leave free above amax; 0 or more.
 
     Raises:

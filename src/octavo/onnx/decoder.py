@@ -112,12 +112,12 @@ class CacheNames:
 
     @staticmethod
     def past(layers: int) -> Iterator[str]:
-        """Of the inputs."""
+        """Names of the inputs."""
         return (f"past_key_values.{layer}.{role}" for layer in range(layers) for role in ("key", "value"))
 
     @staticmethod
     def present(layers: int) -> Iterator[str]:
-        """Of the outputs."""
+        """Names of the outputs."""
         return (f"present.{layer}.{role}" for layer in range(layers) for role in ("key", "value"))
 
 
@@ -129,25 +129,26 @@ def attention_casts(decoder: GraphDecoder, tokens: Tensor, dtype: torch.dtype) -
     """
     amaxes = [[torch.zeros(()) for _ in OPERANDS] for _ in decoder.llama.model.layers]
     decoder.attention_casts = nn.ModuleList(
-        nn.ModuleList(_Look(found, operand) for operand in range(len(OPERANDS))) for found in amaxes
+        nn.ModuleList(_AmaxRecorder(layer_amaxes, operand) for operand in range(len(OPERANDS)))
+        for layer_amaxes in amaxes
     )
     decoder(tokens)
     decoder.attention_casts = None
-    made = []
-    for index, found in enumerate(amaxes):
-        found[OPERANDS.index("probabilities")] = torch.ones(())
-        encoded = [encode_scale_from_amax(amax, E4M3) for amax in found]
+    layers = []
+    for index, layer_amaxes in enumerate(amaxes):
+        layer_amaxes[OPERANDS.index("probabilities")] = torch.ones(())
+        encoded = [encode_scale_from_amax(amax, E4M3) for amax in layer_amaxes]
         names = [f"the {name} of layer {index}" for name in OPERANDS]
         casts = [
             StaticCast(encode, narrowed_scale(encode.reciprocal(), dtype, name))
             for encode, name in zip(encoded, names, strict=True)
         ]
-        made.append(nn.ModuleList(casts))
-    return nn.ModuleList(made)
+        layers.append(nn.ModuleList(casts))
+    return nn.ModuleList(layers)
 
 
-class _Look(nn.Module):
-    """Stands where a cast will stand, and notes the largest magnitude."""
+class _AmaxRecorder(nn.Module):
+    """Placeholder of a cast that records the largest magnitude of its input."""
 
     def __init__(self, amaxes: list[Tensor], operand: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Beside a graph, what TensorRT needs: commands for its versions 10 and 11, a script for its Python API.
+"""Files for TensorRT beside a graph: commands for its versions 10 and 11, a script for its Python API.
 
 | file              | content                                                                                    |
 |-------------------|--------------------------------------------------------------------------------------------|
@@ -52,7 +52,7 @@ class ShapeRange:
 def shape_ranges(
     graph: Graph, *, context: int | None, max_batch: int | None = None, max_length: int | None = None
 ) -> tuple[ShapeRange, ...]:
-    """Of the graph's inputs.
+    """Shapes of the graph's inputs.
 
     Args:
         graph: with the dimensions that may vary.

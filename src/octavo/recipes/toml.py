@@ -58,19 +58,19 @@ def to_toml(recipe: Recipe) -> str:
         raise ConfigError(f"to_toml writes a Recipe, not {recipe!r}; octavo.recipes.get makes one of a preset's name")
     import tomli_w  # here, so that "import octavo" needs torch alone
 
-    written: dict[str, Any] = {"name": recipe.name, "emulate_tensor_cores": recipe.emulate_tensor_cores}
+    table: dict[str, Any] = {"name": recipe.name, "emulate_tensor_cores": recipe.emulate_tensor_cores}
     if recipe.history is not None:
         if not isinstance(recipe.history.statistic, Statistic):
             raise ConfigError(
                 f"recipe {recipe.name!r} takes its amaxes by a function, {recipe.history.statistic!r}, which a file "
                 f"cannot hold; give its history one of the statistics {', '.join(Statistic)}"
             )
-        written["history"] = _plain(recipe.history)
+        table["history"] = _plain(recipe.history)
     for name in GEMMS:
         gemm: GemmSpec = getattr(recipe, name)
-        written[name] = {"accumulate": str(gemm.accumulate)}
-        written[name] |= {side: _plain(cast) for side, cast in (("a", gemm.a), ("b", gemm.b)) if cast is not None}
-    return tomli_w.dumps(written)
+        table[name] = {"accumulate": str(gemm.accumulate)}
+        table[name] |= {side: _plain(cast) for side, cast in (("a", gemm.a), ("b", gemm.b)) if cast is not None}
+    return tomli_w.dumps(table)
 
 
 def from_toml(text: str) -> Recipe:
@@ -82,21 +82,21 @@ def from_toml(text: str) -> Recipe:
     if not isinstance(text, str):
         raise ConfigError(f"a recipe is read from a TOML text, not from {text!r}; read the file first")
     try:
-        given = parse_toml(text)
+        table = parse_toml(text)
     except DataError as error:
         raise ConfigError(f"this recipe is not TOML: {error}") from error
-    _check_keys(given, {"name", "emulate_tensor_cores", "history", *GEMMS}, "a recipe")
-    missing = [key for key in ("name", *GEMMS) if key not in given]
+    _check_keys(table, {"name", "emulate_tensor_cores", "history", *GEMMS}, "a recipe")
+    missing = [key for key in ("name", *GEMMS) if key not in table]
     if missing:
         raise ConfigError(f"a recipe needs {', '.join(missing)}; octavo.recipes.to_toml writes a complete one")
-    history = given.get("history")
+    history = table.get("history")
     return Recipe(
-        name=given["name"],
-        output=_gemm(given["output"]),
-        grad_input=_gemm(given["grad_input"]),
-        grad_weight=_gemm(given["grad_weight"]),
+        name=table["name"],
+        output=_gemm(table["output"]),
+        grad_input=_gemm(table["grad_input"]),
+        grad_weight=_gemm(table["grad_weight"]),
         history=None if history is None else _history(history),
-        emulate_tensor_cores=given.get("emulate_tensor_cores", False),
+        emulate_tensor_cores=table.get("emulate_tensor_cores", False),
     )
 
 

@@ -35,13 +35,13 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class ScaleUpdates:
-    """When the steps of a model's delayed layers end; the layers share one of these.
+    """Ends of the steps of a model's delayed layers, which share one of these.
 
     Copies and pickles keep the first three attributes, so that a copied model waits for an optimizer of its own.
 
     Attributes:
         manual: with ``octavo.update_scales`` alone; otherwise see :mod:`octavo.scaling.scale_updates`.
-        reminded: whether the user has been told of a model whose steps are never closed.
+        reminded: whether the user has been warned of a model whose steps are never closed.
         group: the process group that takes the largest amax of its ranks; None is the default one, "rank" this rank
             alone.
         ran: whether a layer ran in training since the last step was closed.
@@ -51,10 +51,10 @@ class ScaleUpdates:
         optimizers: those that have stepped and hold parameters of these layers.
         optimizer_saved: whether that has happened since the last step.
         state_read: whether the scaling state was read since then.
-        reminded_of_state: whether the user has been told of a checkpoint without scaling state.
+        reminded_of_state: whether the user has been warned of a checkpoint without scaling state.
         optimizer_steps: how many an optimizer has taken that ended steps of these layers.
         closed_steps: how many have ended, whether or not a layer kept a history; ranks compare it.
-        told_switch: whether the user has been told that a layer goes on in another recipe.
+        switch_logged: whether a change of recipe in mid-training has been logged.
     """
 
     manual: bool = False
@@ -72,7 +72,7 @@ class ScaleUpdates:
     reminded_of_state: bool = field(default=False, init=False)
     optimizer_steps: int = field(default=0, init=False)
     closed_steps: int = field(default=0, init=False)
-    told_switch: bool = field(default=False, init=False)
+    switch_logged: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":
@@ -108,7 +108,7 @@ class AmaxHistory(StatefulModule):
 
     Attributes:
         window: [3, length] float32, newest first; -1 where nothing was recorded.
-        amax: [3] float32, what the current scales are made from; 0 before the first step is closed.
+        amax: [3] float32, from which the current scales are computed; 0 before the first step is closed.
         pending: [3] float32, the running step's maximum; -1 where nothing was recorded.
         overflowed: [3] bool, whether the running step saw NaN or ±Inf.
         steps: [3] int64, closed steps whose amax entered the window.

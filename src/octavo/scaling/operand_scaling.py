@@ -30,7 +30,7 @@ Operands = tuple[Operand, Operand]  # left and right, as a GEMM multiplies them
 
 @dataclass(slots=True)
 class OperandScaling:
-    """One role of one call: what its scale is made from, and where what is measured goes.
+    """Scaling of one role in one call: the source of its scale, and the buffers for its measurement.
 
     The first measurement is recorded, in place; a second cast of the same tensor counts nothing twice.
 
@@ -75,7 +75,7 @@ class LayerWatch(Protocol):
         operands: Operands,
         kept: tuple[Operand | None, Operand | None],
     ) -> None:
-        """Look at x [M, K], weight [N, K] (codes where it is held as such), and the output GEMM's operands.
+        """Inspect x [M, K], weight [N, K] (codes where it is stored so), and the output GEMM's operands.
 
         ``kept`` is what backward will multiply: of the weight for grad_input, of the input for grad_weight. Where a
         recipe casts a tensor the same way for both of its GEMMs, and its groups know no orientation, it is that cast.
@@ -85,7 +85,7 @@ class LayerWatch(Protocol):
     def backward(
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
     ) -> None:
-        """Look at grad_output [M, N] and the operands of grad_input's and grad_weight's GEMMs."""
+        """Inspect grad_output [M, N] and the operands of grad_input's and grad_weight's GEMMs."""
         ...
 
 
@@ -94,7 +94,7 @@ class LayerScaling:
     """Scaling state that one call of a layer reads and updates; a None is neither read nor updated.
 
     Attributes:
-        amaxes: float32 [3], what the roles' delayed scales are made from; 0 where there is no past.
+        amaxes: float32 [3], from which the roles' delayed scales are computed; 0 where there is no history.
         input_scale: float32 [], the decode scale of a static input.
         pending: float32 [3], raised to the amaxes of the three tensors.
         overflowed: bool [3], set where they hold NaN or ±Inf.

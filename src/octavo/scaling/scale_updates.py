@@ -1,4 +1,4 @@
-"""When the steps of delayed layers end: with an optimizer's step, on all ranks together.
+"""End of the steps of delayed layers: with an optimizer's step, on all ranks together.
 
 A step of delayed scaling is an optimizer's step, however many micro-batches it has. Three signs end it, in this order:
 
@@ -359,16 +359,16 @@ def _reduced(values: Tensor, described: list[str], group: Any) -> Tensor:
     crc = zlib.crc32("\n".join(described).encode())
     halves = torch.cat([values.new_full((1,), half) for half in (crc >> 16, crc & 0xFFFF)])  # exact in float32
     digest = torch.cat([halves, -halves])
-    first, rest = values.tensor_split([_FIRST_REDUCED - len(digest)])
+    first, remainder = values.tensor_split([_FIRST_REDUCED - len(digest)])
     padding = values.new_zeros(_FIRST_REDUCED - len(digest) - len(first))
     first = torch.cat([digest, first, padding])
     _all_reduce(first, described, group)
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()  # nothing can be read then
     if not capturing and not torch.equal(first[: len(digest)], digest):
         _refuse_difference(described, group)
-    if len(rest):
-        _all_reduce(rest, described, group)
-    return torch.cat([first[len(digest) : len(first) - len(padding)], rest])
+    if len(remainder):
+        _all_reduce(remainder, described, group)
+    return torch.cat([first[len(digest) : len(first) - len(padding)], remainder])
 
 
 def _all_reduce(values: Tensor, described: list[str], group: Any) -> None:

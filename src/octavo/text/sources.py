@@ -245,12 +245,12 @@ def _read_jsonl(path: Path, name: Path, text: str) -> Iterator[Document]:
         try:
             row = parse_json(line)
         except DataError as error:
-            raise DataError(f"line {number} of {str(path)!r} is not JSON: {error}; mend or remove it") from error
+            raise DataError(f"line {number} of {str(path)!r} is not JSON: {error}; fix or remove it") from error
         value = row.get(TEXT_COLUMN) if isinstance(row, dict) else None
         if not isinstance(value, str):
             raise DataError(f"line {number} of {str(path)!r} has no string {TEXT_COLUMN!r}; every line needs one")
         if not is_unicode(value):
-            raise DataError(f"line {number} of {str(path)!r} holds half of a surrogate pair; mend or remove it")
+            raise DataError(f"line {number} of {str(path)!r} holds half of a surrogate pair; fix or remove it")
         yield Document(f"{name.as_posix()}:{number}", value)
 
 
@@ -295,7 +295,7 @@ def _from_hub(name: str) -> list[Document]:
 
 
 def _hub_rows(name: str, loaded: "dict[str, object]") -> Iterator[Document]:
-    known = {theirs: ours for ours, theirs in HUB_SPLITS.items()}
+    splits = {theirs: ours for ours, theirs in HUB_SPLITS.items()}
     for split_name, rows in loaded.items():
         columns = getattr(rows, "column_names", [])
         if TEXT_COLUMN not in columns:
@@ -303,7 +303,7 @@ def _hub_rows(name: str, loaded: "dict[str, object]") -> Iterator[Document]:
                 f"{name!r} has no column {TEXT_COLUMN!r}, only {', '.join(columns)}; choose a data set of text"
             )
         # A data set without held-out rows is divided like any other text.
-        split = known.get(split_name) if len(loaded) > 1 else None
+        split = splits.get(split_name) if len(loaded) > 1 else None
         if split is None and len(loaded) > 1:
             continue
         texts = rows[TEXT_COLUMN]  # type: ignore[index] # a datasets.Dataset, which has no type information

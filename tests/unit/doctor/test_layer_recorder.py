@@ -14,7 +14,7 @@ from octavo.doctor.series import OPERANDS, CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers, spread
 from octavo.functional import cast_operand
 from octavo.nn.fp8_weight import hold_weight_as_codes
-from octavo.nn.fused import _objections_to_layers
+from octavo.nn.fused import _unsupported_layer_reasons
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import CastSpec
 from tests.unit.doctor.cast_oracle import numbers_of, scales_of, values_of
@@ -235,9 +235,9 @@ def test_autocast_does_not_round_what_is_wanted():
 def test_a_watched_layer_is_not_fused():
     """A fused layer's input is never written: there is nothing to compare its operands with."""
     layer, x = octavo.nn.Linear(K, N), torch.randn(M, K)
-    assert list(_objections_to_layers(x, layer, None, 1)) == []
+    assert list(_unsupported_layer_reasons(x, layer, None, 1)) == []
     watched(layer)
-    assert "the doctor looks" in next(_objections_to_layers(x, layer, None, 1))
+    assert "the doctor looks" in next(_unsupported_layer_reasons(x, layer, None, 1))
 
 
 def test_a_static_scale_is_judged_like_any_other():

@@ -67,7 +67,7 @@ class NativeBackend:
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
         """None for FP32 sums of E4M3 and E5M2 codes on a CPU, where the extension is there."""
-        return next(_objections(problem), None)
+        return next(_unsupported_reasons(problem), None)
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
@@ -81,8 +81,8 @@ class NativeBackend:
         return result
 
 
-def _objections(problem: MatmulProblem) -> Iterator[str]:
-    if (reason := _TORCH.unsupported_reason(problem)) is not None:  # what holds for any FP32 sums on a CPU
+def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
+    if (reason := _TORCH.unsupported_reason(problem)) is not None:  # the limits of any FP32 sums on a CPU
         yield reason
     if (absence := native_bindings.why_absent()) is not None:
         yield f"there are no native kernels: {absence}"

@@ -1,4 +1,4 @@
-"""FP8 products with nothing but torch's operations on a CPU, of widened codes.
+"""FP8 GEMM on a CPU by torch's operations, of widened codes.
 
 Every E4M3 and E5M2 code is exactly a bfloat16 value, and so is every product of two an FP32 value. The codes
 are widened to FP32 and multiplied by an ordinary GEMM whose operands may be rounded to bfloat16: that changes no
@@ -8,8 +8,8 @@ different number. Block scales are applied to the FP32 sum of each block of K; p
 widened codes instead, which is exact too and leaves one GEMM.
 
 Torch widens E4M3 at about 0.5 Gelem/s. A code shifted into place is a float16 with its exponent 8 too small, which
-takes four vectorised passes and is some seven times faster; NaN codes, the only ones that this misreads, are looked
-for and put back.
+takes four vectorised passes and is some seven times faster; NaN codes, the only ones that this misreads, are
+detected and restored.
 """
 
 import math
@@ -27,7 +27,7 @@ from octavo.numerics.quantized import rows_of_scales
 __all__ = ["CpuBackend", "high_precision_mm", "needs_widening", "probe_cpu", "widen"]
 
 _precision_lock = Lock()
-_found_precisions: list[str] = []
+_saved_precisions: list[str] = []
 
 
 class CpuBackend:
@@ -111,11 +111,11 @@ def needs_widening(a: Tensor) -> bool:
 
 
 _NARROW = (torch.bfloat16, torch.float16)
-_multiplied: dict[torch.dtype, bool] = {}  # filled once; a graph cannot be traced through the question, but reads this
+_multiplied: dict[torch.dtype, bool] = {}  # filled once; the probe cannot be traced into a graph, this dict can
 
 
 def probe_cpu() -> None:
-    """Ask the processor which dtypes it multiplies now, so that graphs traced later know."""
+    """Query which dtypes the processor multiplies, before graphs are traced that depend on it."""
     _multiplied[torch.bfloat16] = torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
     _multiplied[torch.float16] = torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001
 
@@ -132,19 +132,19 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
 def _bf16_operands_allowed() -> Iterator[None]:
     """Let FP32 GEMMs round their operands to bfloat16 where oneDNN has instructions for it; exact for FP8 codes.
 
-    The setting is the process's: of several threads inside, the last to leave puts back what the first one found.
+    The setting is the process's: of several threads inside, the last to leave restores the value from before the first.
     """
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _precision_lock:
-        _found_precisions.append(settings.fp32_precision)
+        _saved_precisions.append(settings.fp32_precision)
         settings.fp32_precision = "bf16"
     try:
         yield
     finally:
         with _precision_lock:
-            found = _found_precisions.pop()
-            if not _found_precisions:
-                settings.fp32_precision = found
+            previous = _saved_precisions.pop()
+            if not _saved_precisions:
+                settings.fp32_precision = previous
 
 
 def _fp32_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _widened_mm(  # noqa: PLR0917 (an operator's schema)
 
 
 def _sums_of_scaled_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, block: int) -> Tensor:
-    """Each block of K multiplied and scaled by itself, [M, N]."""
+    """Sum of the scaled GEMMs of the blocks of K: [M, N]."""
     total = a.new_zeros(a.shape[0], b.shape[0])
     a_scales, b_scales = a_scale.expand(-1, -(-a.shape[1] // block)), b_scale.expand(-1, -(-b.shape[1] // block))
     parts = zip(a.split(block, dim=1), b.split(block, dim=1), a_scales.unbind(1), b_scales.unbind(1), strict=True)
@@ -194,7 +194,7 @@ def _spread(scales: Tensor, codes: Tensor, block: int) -> Tensor:
 
 
 def _are_powers_of_two(*scales: Tensor) -> bool:
-    """By their mantissa bits; of normal numbers."""
+    """Return whether scales, all of them normal numbers, are powers of two, by their mantissa bits."""
     return not any(bool((scale.view(torch.int32) & 0x007F_FFFF).any()) for scale in scales)
 
 

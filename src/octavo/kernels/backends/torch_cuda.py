@@ -1,7 +1,7 @@
-"""FP8 products by cuBLAS, through ``torch._scaled_mm``: scales per tensor, per row and, on Hopper, per block.
+"""FP8 GEMM by cuBLAS, through ``torch._scaled_mm``: scales per tensor, per row and, on Hopper, per block.
 
-cuBLAS wants both operands with K contiguous and their sizes in multiples of 16. Others are copied with zero codes
-added, which take no part in the scales, and what comes of them is cut off again. It sums as the tensor cores do:
+cuBLAS requires both operands with K contiguous and sizes in multiples of 16. Others are copied and padded with zero
+codes, which do not affect the scales, and the padding of the result is cut off. It sums as the tensor cores do:
 octavo.numerics' accumulate.py has the two ways, and ``fast_accumulation`` chooses between them. Codes and scales must
 begin at a multiple of 16 bytes.
 
@@ -46,7 +46,7 @@ class CudaBackend:
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
         """None for the pairs of formats and scales that cuBLAS multiplies."""
-        return next(_objections(problem), None)
+        return next(_unsupported_reasons(problem), None)
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
@@ -65,7 +65,7 @@ class CudaBackend:
             scale_a=a_scale,
             scale_b=b_scale,
             bias=_extended(bias, extra) if bias is not None and added_there else None,
-            out_dtype=_written(problem, sums=bias is not None and not added_there),
+            out_dtype=_gemm_dtype(problem, sums=bias is not None and not added_there),
             use_fast_accum=problem.fast_accumulation or problem.accumulate is Accumulate.HOPPER_FAST,
         )
         if extra:
@@ -78,7 +78,7 @@ def _by_blocks(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, prob
         return _REFERENCE.scaled_mm(a, b, bias, problem)  # its operations have gradients
     multiply = torch.ops.octavo.cublas_block_mm if is_traced(a.data) or is_traced(b.data) else _block_mm
     squares = (problem.a_granularity == _BLOCKS[1], problem.b_granularity == _BLOCKS[1])
-    written = _wanted(problem, sums=problem.bias)
+    written = _needed_dtype(problem, sums=problem.bias)
     product = multiply(a.data, a.fp32_scale, squares[0], b.data, b.fp32_scale, squares[1], written)
     return _finished(product, bias, problem)
 
@@ -116,7 +116,7 @@ def _finished(product: Tensor, bias: Tensor | None, problem: MatmulProblem) -> T
     return product if product.is_contiguous() else product.contiguous()
 
 
-def _objections(problem: MatmulProblem) -> Iterator[str]:
+def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
     if problem.device != "cuda":
         yield f"it runs on CUDA, and the operands are on {problem.device}"
         return  # asking for the capability would start CUDA
@@ -124,7 +124,7 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
     if capability < (8, 9):
         yield f"FP8 tensor cores need compute capability 8.9, and this device has {capability[0]}.{capability[1]}"
     if block_widths(problem):
-        yield from _objections_to_blocks(problem, capability)
+        yield from _unsupported_block_reasons(problem, capability)
     if problem.accumulate is not Accumulate.FP32 and capability[0] != 9:
         yield f"only Hopper sums as Hopper does, and this device has compute capability {capability[0]}.{capability[1]}"
     if problem.a_dtype is torch.float8_e5m2 and problem.b_dtype is torch.float8_e5m2:
@@ -133,11 +133,13 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
         yield "FNUZ formats have no tensor core here"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
-    if capability >= (9, 0) and _written(problem, sums=problem.bias) is not _wanted(problem, sums=problem.bias):
+    if capability >= (9, 0) and _gemm_dtype(problem, sums=problem.bias) is not _needed_dtype(
+        problem, sums=problem.bias
+    ):
         yield f"with per-row scales it would round to bfloat16 before {problem.out_dtype} or a bias"
 
 
-def _objections_to_blocks(problem: MatmulProblem, capability: tuple[int, int]) -> Iterator[str]:
+def _unsupported_block_reasons(problem: MatmulProblem, capability: tuple[int, int]) -> Iterator[str]:
     groups = (problem.a_granularity, problem.b_granularity)
     if set(groups) - set(_BLOCKS) or groups[0] == groups[1] == _BLOCKS[1]:
         yield (
@@ -159,15 +161,15 @@ def _is_per_row(problem: MatmulProblem) -> bool:
     return PerRow() in (problem.a_granularity, problem.b_granularity)
 
 
-def _wanted(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
+def _needed_dtype(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
     """Dtype that the GEMM has to write, so that y is rounded once."""
     return torch.float32 if sums else problem.out_dtype
 
 
-def _written(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
+def _gemm_dtype(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
     """Dtype that the GEMM writes."""
     if not _is_per_row(problem) or (_CUDA >= _VECTORS_SINCE and torch.cuda.get_device_capability()[0] == 9):
-        return _wanted(problem, sums=sums)
+        return _needed_dtype(problem, sums=sums)
     return torch.bfloat16
 
 
@@ -175,7 +177,7 @@ def _takes_bias(bias: Tensor, problem: MatmulProblem) -> bool:
     """Return whether cuBLAS adds the bias; it has no gradient."""
     if (bias.requires_grad and torch.is_grad_enabled()) or bias.dtype is torch.float32:
         return False
-    return bias.dtype is problem.out_dtype is _written(problem, sums=False)
+    return bias.dtype is problem.out_dtype is _gemm_dtype(problem, sums=False)
 
 
 def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:

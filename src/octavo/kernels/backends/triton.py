@@ -61,7 +61,7 @@ class TritonBackend:
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
         """None for products of E4M3 and E5M2 on Hopper, unless scales change at other places along K."""
-        return next(_objections(problem), None)
+        return next(_unsupported_reasons(problem), None)
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
@@ -77,7 +77,7 @@ class TritonBackend:
         return result
 
 
-def _objections(problem: MatmulProblem) -> Iterator[str]:
+def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
     if problem.device != "cuda":
         yield f"it runs on CUDA, and the operands are on {problem.device}"
         return  # asking for the capability would start CUDA
@@ -93,12 +93,12 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
         yield f"its blocks of K are as wide in both operands, not {' and '.join(map(str, widths))}"
     if set(widths) - set(_WIDTHS):
         yield f"its blocks of K are {', '.join(map(str, _WIDTHS))} wide, not {widths[0]}"
-    yield from _objections_to_sums(problem.accumulate, widths)
+    yield from _unsupported_sum_reasons(problem.accumulate, widths)
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
 
 
-def _objections_to_sums(accumulate: Accumulate, widths: list[int]) -> Iterator[str]:
+def _unsupported_sum_reasons(accumulate: Accumulate, widths: list[int]) -> Iterator[str]:
     if accumulate is Accumulate.FP32:
         return
     major, minor = torch.cuda.get_device_capability()
@@ -126,9 +126,9 @@ def _triton_mm(  # noqa: PLR0917 (an operator's schema)
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    left = QuantizedTensor(a, a_scale, granularity_from_list(a_granularity), out_dtype)
-    right = QuantizedTensor(b, b_scale, granularity_from_list(b_granularity), out_dtype)
-    return _product(left, right, bias, out_dtype)
+    a_operand = QuantizedTensor(a, a_scale, granularity_from_list(a_granularity), out_dtype)
+    b_operand = QuantizedTensor(b, b_scale, granularity_from_list(b_granularity), out_dtype)
+    return _product(a_operand, b_operand, bias, out_dtype)
 
 
 torch.library.define(
