@@ -12,7 +12,7 @@ REHEARSED = "**A rehearsal on a CPU with tiny shapes: the times mean nothing, ne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
-    """What a report says around its tables.
+    """Sentences of a report around its tables.
 
     Attributes:
         title: of the Markdown.

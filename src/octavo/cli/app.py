@@ -48,7 +48,7 @@ DEBUG = "--debug"
 
 
 def sentence_of(error: OSError) -> str:
-    """What the operating system refused, as one sentence."""
+    """Describe in one sentence what the operating system refused."""
     reason = (error.strerror or str(error)).lower()
     place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
     advice = {

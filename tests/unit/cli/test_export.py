@@ -246,9 +246,9 @@ def test_a_graph_of_a_folder_in_fp8_with_everything(octavo, text, tmp_path):
     assert "14 of 15 linear layers in FP8; opset 23, fp32" in words
     assert "not converted: lm_head" in words
     assert "onnxruntime" in words
-    assert "the scales of keys and values that came with the model are not in the graph: its cache is in fp32" in words
+    assert "the graph does not use the model's scales of keys and values: its cache is in fp32" in words
     assert "tracing the graph" in result.stderr
-    weight = load_quantized(tmp_path / "fp8").model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    weight = load_quantized(tmp_path / "fp8").model.get_parameter("model.layers.0.mlp.up_proj.weight_codes")
     graph = onnx.load(tmp_path / "graph" / "model.onnx").graph
     codes = next(each for each in graph.initializer if each.name.endswith("layers.0.mlp.up_proj.codes"))
     assert codes.raw_data == weight.data.t().contiguous().view(torch.uint8).numpy().tobytes()

@@ -8,6 +8,7 @@ import torch
 from octavo import convert
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
+from octavo.nn.fp8_weight import FP8WeightLinear
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.variants import RECIPES, from_recipe, high_precision
 from octavo.quantization.sensitivity import Mix, units_of
@@ -45,10 +46,11 @@ def test_codes_stay():
     layer = torch.nn.Linear(4, 4).requires_grad_(False)
     model = torch.nn.Sequential(layer)
     convert(model, frozen="fp8")
-    before = layer.weight.detach().clone()
+    assert isinstance(layer, FP8WeightLinear)
+    before = layer.weight_codes.detach().clone()
     round_to_bf16(model)
-    assert layer.weight.dtype == torch.float8_e4m3fn
-    assert torch.equal(layer.weight.view(torch.uint8), before.view(torch.uint8))
+    assert layer.weight_codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(layer.weight_codes.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", *RECIPES.values()])

@@ -1,4 +1,4 @@
-"""Who is asked: octavo's engine in this process, or a server over HTTP.
+"""Targets of the measurement: octavo's engine in this process, or a server over HTTP.
 
 | api         | path                                  | asked of                                          |
 |-------------|---------------------------------------|---------------------------------------------------|
