@@ -83,10 +83,10 @@ def _unsupported_reasons(problem: CastProblem) -> Iterator[str]:
         yield "the tensor is empty"
     if problem.transformed:
         yield "it reads memory, which torch.func's tensors do not have"
-    yield from _objections_to_groups(problem)
+    yield from _unsupported_group_reasons(problem)
 
 
-def _objections_to_groups(problem: CastProblem) -> Iterator[str]:
+def _unsupported_group_reasons(problem: CastProblem) -> Iterator[str]:
     if problem.scale_given and not isinstance(problem.granularity, PerTensor):
         yield "an amax or a scale can be passed for the whole tensor only"
     if not _fits(problem.granularity):
