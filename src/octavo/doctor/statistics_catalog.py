@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from octavo.doctor.thresholds import Thresholds
 
-__all__ = ["STATISTIC_OF_CODE", "Kind", "Statistic", "Worst", "all_statistics"]
+__all__ = ["STATISTIC_OF_CODE", "Kind", "PageStatistic", "Worst", "all_statistics"]
 
 
 class Kind(StrEnum):
@@ -30,7 +30,7 @@ class Worst(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistic:
+class PageStatistic:
     """A statistic as a page names and colours it.
 
     Attributes:
@@ -133,7 +133,7 @@ STATISTIC_OF_CODE = {
 }
 
 
-def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple[Statistic, ...]:
+def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple[PageStatistic, ...]:
     """The catalog with its healthy ranges, in the menu's order.
 
     Args:
@@ -147,7 +147,9 @@ def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple
     ranges = _healthy_ranges(thresholds)
     rows = [*CATALOG, *map(_module_row, modules)]
     return tuple(
-        Statistic(table=table, field=field, title=title, kind=kind, meaning=meaning, worst=worst, low=low, high=high)
+        PageStatistic(
+            table=table, field=field, title=title, kind=kind, meaning=meaning, worst=worst, low=low, high=high
+        )
         for table, field, title, kind, worst, meaning in rows
         for low, high in [ranges.get(f"{table}.{field}", (None, None))]
     )

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.doctor.series import CastKey, ProductKey, Series
-from octavo.doctor.statistics_catalog import Kind, Statistic, Worst
+from octavo.doctor.statistics_catalog import Kind, PageStatistic, Worst
 
 __all__ = ["MOST_COLUMNS", "Columns", "columns_of", "encode", "layers_of", "sheets"]
 
@@ -54,7 +54,7 @@ class Columns:
         right = self.last[-1] - between[-1] if len(between) else 0.5
         return np.array([self.first[0] - max(left, 0.5), *between, self.last[-1] + max(right, 0.5)])
 
-    def worst(self, values: Floats, statistic: Statistic) -> Floats:
+    def worst(self, values: Floats, statistic: PageStatistic) -> Floats:
         """[T, C] looks to [B, C] cells; NaN only where a column has nothing else."""
         largest, smallest = np.fmax.reduceat(values, self.starts), np.fmin.reduceat(values, self.starts)
         match statistic.worst:
@@ -90,7 +90,7 @@ def layers_of(series: Series) -> list[str]:
     return list(dict.fromkeys([*ran, *others, *modules]))
 
 
-def sheets(series: Series, statistic: Statistic, columns: Columns) -> list[dict[str, Any]]:
+def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[dict[str, Any]]:
     """A statistic's maps, one a role or GEMM: {"name", "role", "rows", "span", "data"}, rows indexing ``layers_of``."""
     position = {path: index for index, path in enumerate(layers_of(series))}
     found = []
@@ -133,7 +133,7 @@ def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
     return {"log": logarithmic, "span": [low, high], "data": data}
 
 
-def _groups(series: Series, statistic: Statistic) -> list[tuple[str, str, dict[str, int]]]:
+def _groups(series: Series, statistic: PageStatistic) -> list[tuple[str, str, dict[str, int]]]:
     """(name, role, column of each path): what one map shows of a statistic."""
     match statistic.table:
         case "casts":

@@ -8,7 +8,7 @@ import pytest
 from octavo.doctor.findings import CAUSES
 from octavo.doctor.series import CastKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS
-from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, Kind, Statistic, Worst, all_statistics
+from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, Kind, PageStatistic, Worst, all_statistics
 from octavo.doctor.thresholds import Thresholds
 from octavo.reports.packing import MOST_COLUMNS, columns_of, encode, layers_of, sheets
 from tests.unit.reports.synthetic_run import paths, run
@@ -54,7 +54,7 @@ def test_a_column_keeps_its_worst_look(worst, kind):
     values = np.exp(rng.normal(size=(1003, 5))) if kind is Kind.RATIO else rng.normal(size=(1003, 5))
     values[rng.random(values.shape) < 0.3] = np.nan
     values[:3, 4] = np.nan
-    one = Statistic(table="casts", field="amax", title="", kind=kind, meaning="", worst=worst)
+    one = PageStatistic(table="casts", field="amax", title="", kind=kind, meaning="", worst=worst)
     found = columns_of(np.arange(1003.0)).worst(values, one)
     how_bad = {
         Worst.LARGEST: lambda x: x,
