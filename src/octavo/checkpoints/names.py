@@ -7,9 +7,10 @@
 | modelopt           | `weight_scale`     | `input_scale`        | `k_proj.k_scale`, `v_proj.v_scale` | []           |
 | octavo             | `weight_scale`     | `input_scale`        | `k_scale`, `v_scale`               | []           |
 
-Names follow the path of the layer, or of the attention for keys and values. **All are decode scales**: high precision ≈
-codes · scale, including `weight_scale_inv`, which DeepSeek named after the inverse of the encode factor. In all formats
-scales per row are [N, 1] and scales per block [ceil(N/128), ceil(K/128)].
+compressed-tensors is what vLLM and SGLang load; hf-fp8 is DeepSeek's, for transformers and vLLM; modelopt is for
+TensorRT-LLM. Names follow the path of the layer, or of the attention for keys and values. **All are decode scales**:
+high precision ≈ codes · scale, including `weight_scale_inv`, which DeepSeek named after the inverse of the encode
+factor. In all formats scales per row are [N, 1] and scales per block [ceil(N/128), ceil(K/128)].
 
 Scales are written in FP32, and read from BF16, FP16 or FP32, which are exact in FP32; a single scale may be [] or [1].
 """

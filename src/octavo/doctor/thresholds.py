@@ -105,8 +105,8 @@ class Thresholds:
     least_gain: float = _ours(0.1, "of the loss at the beginning: fine-tuning gains less, and a restart may cost that")
     lasting_rise: float = _ours(
         20.0,
-        "steps; its warm-up and, but at the unigram entropy, a tenth of the run, if longer: healthy spikes come back "
-        "sooner",
+        "steps, or the warm-up, or (except at the unigram entropy) a tenth of the run, whichever is longest: healthy "
+        "spikes recover sooner",
     )
     settled_loss: float = _ours(0.05, "of a level: drift of a settled loss from one half to the next")
     unigram_share: float = _ours(

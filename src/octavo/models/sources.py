@@ -4,7 +4,7 @@
 |--------------|------------------------------------------------------------|
 | GGUF         | a name that ends in .gguf                                  |
 | Hugging Face | a folder with a config.json, in high precision or in FP8   |
-| run          | a folder with a config.toml, metrics or checkpoints        |
+| run          | a folder with a run's configuration, metrics or tokenizer  |
 
 An existing path takes precedence over a name on the Hugging Face Hub. The network is used only with ``hub=True``
 (``--hub``), so that a mistyped path is not looked up there.
