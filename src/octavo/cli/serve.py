@@ -103,13 +103,9 @@ def serve(
     _check_options(context, engine)
     check_server_packages()
     if engine == TRITON:
+        ports, environment = (port, grpc_port, metrics_port), triton_env or default_environment()
         serve_repository(
-            Path(model),
-            ports=(port, grpc_port, metrics_port),
-            host=host,
-            insecure=insecure,
-            environment=triton_env or default_environment(),
-            ready_seconds=ready_seconds,
+            Path(model), ports=ports, host=host, insecure=insecure, environment=environment, ready_seconds=ready_seconds
         )
         return
     check_choice("cache_format", cache_format, CACHE_FORMATS)
