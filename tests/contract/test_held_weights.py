@@ -150,9 +150,33 @@ def test_an_unconverted_model_never_takes_codes_for_weights(assign):
     state, plain = nn.Sequential(layer).state_dict(), nn.Sequential(nn.Linear(48, 40))
     kept = plain.get_parameter("0.weight").detach().clone()
     for strict in (True, False):
-        with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: .* torch.Size\(\[0\]\) from checkpoint"):
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: .* torch.Size\(\[0, 4, 0\]\) from"):
             plain.load_state_dict(state, strict=strict, assign=assign)
     assert torch.equal(plain.get_parameter("0.weight"), kept)
+
+
+@pytest.mark.parametrize(("saved", "other"), [("mxfp8", "rowwise"), ("rowwise", "mxfp8")])
+def test_codes_and_scales_of_another_format_are_refused(saved, other):
+    """With 16 columns both have scales [N, 1]; copied, the exponent 127 would be read as the scale 127."""
+    models = [nn.Sequential(nn.Linear(16, 64)).requires_grad_(False) for _ in range(2)]
+    for model, recipe in zip(models, (saved, other), strict=True):
+        assert octavo.convert(model, recipe, frozen="fp8").held
+    state, before = models[0].state_dict(), models[1](torch.ones(1, 16))
+    assert state["0.weight"].shape != models[1].state_dict()["0.weight"].shape, "a checkpoint in shards sees it too"
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"0.weight_scale is torch.*stored with another recipe"):
+            models[1].load_state_dict(state, strict=strict)
+    assert torch.equal(models[1](torch.ones(1, 16)), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_that_was_cast_decodes_to_its_dtype(dtype):
+    _, layer = _held("rowwise")
+    model = nn.Sequential(layer).to(dtype)
+    x = torch.randn(2, 48, dtype=dtype)
+    assert nn.functional.linear(x, layer.weight, layer.bias).dtype is dtype
+    octavo.restore(model)
+    assert model(x).dtype is dtype
 
 
 def _project(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
@@ -187,9 +211,23 @@ def test_a_reader_that_was_not_found_reads_decoded_weights():
 def test_a_decoded_weight_cannot_be_written():
     """As merging an adapter does; the codes would stay as they are."""
     _, layer = _held("tensorwise")
-    for write in (lambda: layer.weight.add_(1.0), lambda: layer.weight.data.add_(1.0)):
+    writes = (
+        lambda: layer.weight.add_(1.0),
+        lambda: layer.weight.data.add_(1.0),
+        lambda: layer.weight[:, :4].zero_(),
+        lambda: layer.weight.T.add_(1.0),
+        lambda: layer.weight.chunk(2)[0].zero_(),
+        lambda: layer.weight.detach().fill_(0.0),
+        lambda: torch.add(layer.weight, 1.0, out=layer.weight),
+        lambda: nn.functional.relu(layer.weight, inplace=True),
+    )
+    for write in writes:
         with pytest.raises(ConfigError, match=r"written into its decoded values would be lost; call octavo\.restore"):
             write()
+    assert not layer.weight.requires_grad_(False).requires_grad
+    for unfreeze in (lambda: layer.weight.requires_grad_(True), lambda: setattr(layer.weight, "requires_grad", True)):
+        with pytest.raises(ConfigError, match=r"takes no gradient; octavo\.restore"):
+            unfreeze()
     with pytest.raises(KeyError, match="'weight' already exists"):
         layer.weight = nn.Parameter(torch.zeros(40, 48))
 

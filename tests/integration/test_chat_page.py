@@ -96,7 +96,7 @@ def test_a_key_is_asked_for_only_where_one_is_needed(page, start):
     page.locator("#key").wait_for()
     page.fill("#prompt", "Hi")
     page.keyboard.press("Enter")
-    page.locator(".error", has_text="wants its API key").wait_for()
+    page.locator(".error", has_text="needs its API key").wait_for()
     assert page.locator("#prompt").input_value() == "Hi"
     page.fill("#key", "a key")
     page.fill("#most", "4")

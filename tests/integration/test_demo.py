@@ -62,7 +62,7 @@ def test_it_says_that_fp8_is_emulated_here_and_shows_text(first):
 
 
 def test_the_quick_demo_says_that_it_proves_nothing(first):
-    assert "8 steps of one seed show that everything works and prove nothing" in " ".join(first.stdout.split())
+    assert "8 steps with one seed show that everything works but prove nothing" in " ".join(first.stdout.split())
 
 
 def test_the_folder_holds_what_the_last_lines_say(demo, first):

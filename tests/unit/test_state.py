@@ -427,10 +427,9 @@ def test_the_largest_amax_and_any_overflow_win(monkeypatch):
     calls = []
 
     def all_reduce(tensor, op, group):
-        if tensor.dtype is torch.int64:
-            return  # the first time ranks compare what they hold
         calls.append((op, group))
-        tensor.copy_(torch.maximum(tensor, other))
+        rows = tensor[4:].narrow(0, 0, other.numel())  # behind the digest
+        rows.copy_(torch.maximum(rows, other.flatten()))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     model(torch.full((1, 8), 3.0))

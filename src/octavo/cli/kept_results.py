@@ -29,10 +29,10 @@ def save_or_keep(
     try:
         save(out)
     except (OSError, ConfigError) as error:
-        reason = f"cannot use {str(out)!r}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        for place in (Path.cwd(), Path.home(), Path(tempfile.gettempdir())):
-            rescue_folder = place / f"octavo-{command}-{secrets.token_hex(4)}"
-            with suppress(OSError, OctavoError):
+        reason = f"cannot use {str(out)!r}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        for find_place in (Path.cwd, Path.home, tempfile.gettempdir):  # the first two may fail, as in a container
+            with suppress(OSError, RuntimeError, OctavoError):
+                rescue_folder = Path(find_place()) / f"octavo-{command}-{secrets.token_hex(4)}"
                 check_room(rescue_folder, nbytes)
                 save(rescue_folder)
                 return rescue_folder, ConfigError(

@@ -11,6 +11,8 @@ from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from octavo.errors import ConfigError
 from octavo.functional import cast_operand
@@ -23,20 +25,39 @@ __all__ = ["FP8WeightLinear", "hold_codes", "hold_weight_as_codes", "is_own_line
 
 
 class DecodedWeight(Tensor):
-    """Values of FP8 codes, decoded on each read: operations return plain tensors, and writes are refused."""
+    """Values of FP8 codes, decoded on each read: operations return plain tensors, and writes are refused.
+
+    Views are decoded weights too. What writes past torch's functions, such as through ``numpy()``, is not seen.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions that write, and run all others on the plain values."""
-        writes = func.__name__ in _WRITING or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
-        if (writes and func is not Tensor.requires_grad_) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        options = kwargs or {}
+        if func is Tensor.requires_grad_ or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+            if next(iter((*args[1:], *options.values())), True):
+                raise ConfigError("a weight stored as FP8 codes takes no gradient; octavo.restore(model) decodes it")
+            return args[0]
+        if _writes(func, options):
             raise ConfigError(
                 "this weight is stored as FP8 codes, and what is written into its decoded values would be lost; call "
                 "octavo.restore(model), which decodes it, before changing it, such as by merging an adapter"
             )
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            result = func(*args, **kwargs or {})
-        return result.as_subclass(cls) if func == Tensor.data.__get__ else result  # type: ignore[attr-defined]
+            result = func(*args, **options)
+            return tree_map_only(Tensor, lambda each: each.as_subclass(cls) if _is_view(each, args) else each, result)
+
+
+def _writes(func: Any, options: Mapping[str, Any]) -> bool:
+    name = func.__name__
+    in_place = name in _WRITING or (name.endswith("_") and not name.endswith("__")) or options.get("inplace") is True
+    return in_place or isinstance(options.get("out"), DecodedWeight) or func == Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _is_view(result: Tensor, args: Any) -> bool:
+    """Return whether a result shares memory with a decoded weight among the arguments."""
+    storages = {each.untyped_storage().data_ptr() for each in args if isinstance(each, DecodedWeight)}
+    return result.untyped_storage().data_ptr() in storages
 
 
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
@@ -57,6 +78,9 @@ class FP8WeightLinear(Linear):
         """The decoded weight [N, K]; see :class:`DecodedWeight`."""
         if CODES not in self._parameters:
             raise AttributeError("weight")
+        codes: Any = self.weight_codes
+        if is_traceable_wrapper_subclass(codes):  # sharded: its values are read where it is gathered
+            return torch.empty(self.weight_codes.shape, dtype=self.held.hp_dtype, device="meta")
         decoded = self.held_weight().dequantize()
         return decoded if torch.compiler.is_compiling() else decoded.as_subclass(DecodedWeight)
 
@@ -78,8 +102,9 @@ class FP8WeightLinear(Linear):
         self.register_parameter("bias", bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Follow the model's device; codes and scale keep their dtype."""
+        """Follow the model's device; codes and scale keep their dtype, and decode to the model's."""
         before = self.held_weight()
+        self.held = self.held._replace(hp_dtype=fn(torch.empty(0, dtype=self.held.hp_dtype)).dtype)
         super()._apply(fn, recurse)
         if self.weight_codes.dtype is not before.data.dtype:
             device = self.weight_codes.device
@@ -89,7 +114,13 @@ class FP8WeightLinear(Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight_scale.new_empty(0)
+        destination[f"{prefix}weight"] = self._no_weight
+
+    @property
+    def _no_weight(self) -> Tensor:
+        """Empty tensor whose shape names the formats, so that codes of other formats do not load by their size."""
+        formats = (self.weight_scale.element_size(), FP8_DTYPES.index(self.weight_codes.dtype))
+        return torch.empty((0, *formats), device=self.weight_codes.device)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         """Load codes, also those that an earlier octavo saved as ``weight``; refuse a weight in high precision."""
@@ -104,6 +135,14 @@ class FP8WeightLinear(Linear):
                 )
                 return
             tensors[f"{prefix}{CODES}"] = weight
+        for name in (CODES, "weight_scale"):
+            loaded, own = tensors.get(prefix + name), getattr(self, name)
+            if loaded is not None and loaded.dtype is not own.dtype:
+                rest[-1].append(
+                    f"{prefix}{name} is {loaded.dtype}, and this layer's is {own.dtype}: it was stored with another "
+                    "recipe; convert the model with that one"
+                )
+                return
         torch.nn.Module._load_from_state_dict(self, tensors, prefix, *rest)  # noqa: SLF001
 
 

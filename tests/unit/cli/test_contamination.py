@@ -39,7 +39,7 @@ def test_a_run_whose_text_is_gone_is_measured(octavo, setting, copied, tmp_path,
     copied.unlink()
     found = octavo("eval", tmp_path / "run", "--data", other, *more)
     assert found.exit_code == 0, found.output
-    assert "the text of the run's training is not there any more" in " ".join(found.stdout.split())
+    assert "the text of the run's training no longer exists" in " ".join(found.stdout.split())
     record = json.loads(octavo("eval", tmp_path / "run", "--data", other, *more, "--json").stdout)
     assert record["read_before"] == {"the run's training": None}
 

@@ -69,7 +69,7 @@ def test_a_busy_core_is_left_alone_where_the_process_may_run_on_two_of_64(demo):
 def test_no_more_threads_than_a_quota_pays_for(demo):
     assert demo(cores=64, busy=10, own=64, quota=2) == (
         2,
-        "2 of 64 cores may be used; training with 2 threads (set --threads to change)\n",
+        "2 of 64 cores are allowed; training with 2 threads (set --threads to change)\n",
     )
     assert demo("--force", cores=64, own=2, quota=2) == (2, "")
 

@@ -94,7 +94,7 @@ def test_a_run_trained_on_a_gpu_generates_on_the_cpu_and_says_so(octavo, finishe
         (["--temperature", "-1"], "temperature"),
         (["--top-k", "0"], "top_k"),
         (["--max-new-tokens", "-3"], "max_new_tokens"),
-        (["--prompt", ""], "the prompt '' has no token to continue from; give some text"),
+        (["--prompt", ""], "the prompt '' has no token to continue; give some text"),
         (["--prompt", "\udcff"], "not UTF-8"),
         (["--seed", "99999999999999999999999"], "seed must be"),
     ],
@@ -189,4 +189,4 @@ def test_generate_stops_at_the_end_token(octavo, tmp_path):
 def test_generate_says_that_a_prompt_is_empty(octavo, tmp_path):
     result = octavo("generate", small_gguf.write(tmp_path / "model.gguf"), "--prompt", "")
     assert result.exit_code == 2
-    assert "the prompt '' has no token to continue from; give some text" in result.stderr
+    assert "the prompt '' has no token to continue; give some text" in result.stderr

@@ -46,7 +46,7 @@ def test_a_run_is_exported_verified_and_explained(octavo, finished_run, tmp_path
     result = octavo("export", finished_run, "--format", "hf-fp8", "--out", out)
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
-    assert "verified by octavo in lockstep" in words
+    assert "verified by octavo: layer by layer" in words
     assert "16 of 16 greedy tokens are the same" in words
     for server in ("vLLM", "SGLang", "TensorRT-LLM", "transformers"):
         assert server in words

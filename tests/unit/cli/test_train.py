@@ -87,7 +87,7 @@ def test_a_schedule_changes_the_recipe_on_the_way(octavo, setting, tmp_path):
     assert [line for line in losses(tmp_path / "run") if line["kind"] == "precision"] == [
         {"kind": "precision", "step": 3, "recipe": "tensorwise"}
     ]
-    assert "step 3: the layers run tensorwise from here on" in result.stderr
+    assert "step 3: the layers run tensorwise from now on" in result.stderr
     assert octavo("eval", tmp_path / "run").exit_code == 0
 
 

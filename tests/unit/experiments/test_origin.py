@@ -46,7 +46,7 @@ def test_tokens_are_found_in_the_run_too(run):
 
 def test_missing_tokens_are_refused(run):
     shutil.rmtree(run.parent / "data")
-    with pytest.raises(DataError, match="are neither in its folder nor beside it"):
+    with pytest.raises(DataError, match="are neither in its folder nor next to it"):
         origin_of(run)
 
 

@@ -94,7 +94,7 @@ def test_a_step_whose_gradients_overflow_is_made_again(tmp_path, data, monkeypat
     assert failed == [{"kind": "overflow", "step": 3, "loss_scale": scale} for scale in (2.0**16, 2.0**15)]
     assert [line["loss_scale"] for line in lines if line["kind"] == "step"] == steps
     texts = [event.text for event in events if isinstance(event, Notice) and "overflow" in event.text]
-    assert texts == [f"step 3: a gradient overflowed; loss scale {scale} now" for scale in (32768, 16384)]
+    assert texts == [f"step 3: a gradient overflowed; the loss scale is now {scale}" for scale in (32768, 16384)]
     updates = [line for line in unscaled(tmp_path / "narrow") if line["kind"] != "overflow"]
     assert updates == unscaled(tmp_path / "plain")
     expected, state = (

@@ -101,7 +101,7 @@ def test_skip_and_overrides_hold_in_the_fp8_phase(tmp_path, data):
     assert watched[1][attention + "k_proj"] == watched[1][mlp + "down_proj"] == "tensorwise"
     assert watched[1][mlp + "up_proj"] == watched[1]["lm_head"] == "bf16"
     said = [event.text for event in events if isinstance(event, Notice)]
-    assert "step 3: the layers run tensorwise from here on" in said
+    assert "step 3: the layers run tensorwise from now on" in said
 
 
 def test_an_override_that_matches_nothing_is_refused_before_the_first_phase(tmp_path, data):
