@@ -5,6 +5,12 @@ from typing import Any
 
 from octavo import inference
 
+__all__ = list(inference.__all__)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def __getattr__(name: str) -> Any:
     """A public name of :mod:`octavo.inference`."""

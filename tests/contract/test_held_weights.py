@@ -238,6 +238,11 @@ def test_what_cannot_be_held_or_trained_is_refused():
     model = nn.Sequential(layer)
     with pytest.raises(ConfigError, match="the weight of layer '0' holds NaN or infinity"):
         octavo.convert(model, frozen="fp8")
+    both = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), layer)
+    with pytest.raises(ConfigError, match="the weight of layer '1' holds NaN or infinity"):
+        octavo.convert(both, frozen="fp8")
+    assert isinstance(both[0], Linear)
+    assert both[0].held is None, "all or none"
     _, held = _held("tensorwise")
     held.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"takes no gradient; octavo\.restore"):

@@ -93,6 +93,8 @@ def test_weights_that_are_handed_over_are_saved(tmp_path):
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     _held(model).save_pretrained(tmp_path / "m", state_dict=dict(weights))
     assert all(torch.equal(value, weights[key]) for key, value in _read(tmp_path / "m").items())
+    _held(_llama()).save_pretrained(tmp_path / "n", True, dict(weights))
+    assert all(torch.equal(value, weights[key]) for key, value in _read(tmp_path / "n").items())
 
 
 def test_a_converted_model_without_codes_saves_as_ever(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import check_storable, hold_weight_as_codes
 
 __all__ = ["allow_save_pretrained", "guard_save_pretrained", "hold_weights", "read_by_others"]
 
@@ -32,11 +32,11 @@ def hold_weights(
         Paths of the layers that now store codes; and of those that cannot, with the reason.
     """
     others_read = read_by_others(model)
-    stored_paths, reasons = [], {}
+    stored, reasons = dict[str, Linear](), {}
     for path in paths:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        if layer.weight.requires_grad or layer.held is not None:
+        if layer.held is not None or layer.weight.requires_grad:
             continue
         if path in others_read:
             reasons[path] = others_read[path]
@@ -45,11 +45,13 @@ def hold_weights(
         elif layer.weight.is_meta:
             reasons[path] = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
         else:
-            hold_weight_as_codes(layer, scale=(scales or {}).get(path))
-            stored_paths.append(path)
-    if stored_paths:
+            check_storable(layer)
+            stored[path] = layer
+    for path, layer in stored.items():  # all or, where one cannot be stored, none
+        hold_weight_as_codes(layer, scale=(scales or {}).get(path))
+    if stored:
         guard_save_pretrained(model)
-    return tuple(stored_paths), reasons
+    return tuple(stored), reasons
 
 
 def guard_save_pretrained(model: torch.nn.Module) -> None:
@@ -77,7 +79,7 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     """Call the model's ``save_pretrained`` if it writes no codes: with a ``state_dict`` without any, or adapters."""
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
     codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
-    state_dict = options.get("state_dict")
+    state_dict = options.get("state_dict", args[2] if len(args) > 2 else None)  # transformers' third parameter
     if state_dict is not None:
         codes = [name for name in codes if f"{name}_codes" in state_dict]
     if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters

@@ -21,7 +21,7 @@ from octavo.nn.linear import CODES, FP8_DTYPES, HeldWeight, Linear
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import Scaling
 
-__all__ = ["FP8WeightLinear", "hold_codes", "hold_weight_as_codes", "is_own_linear"]
+__all__ = ["FP8WeightLinear", "check_storable", "hold_codes", "hold_weight_as_codes", "is_own_linear"]
 
 
 class DecodedWeight(Tensor):
@@ -160,17 +160,11 @@ def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
         ConfigError: the weight is still trained, the recipe casts no weight, the weight holds NaN or infinity, or the
             scale has another shape.
     """
+    check_storable(layer)
     spec = layer.recipe.output.b
-    if layer.stored_weight.requires_grad:
-        raise ConfigError("only a frozen weight can be held as FP8 codes; call weight.requires_grad_(False) first")
-    if spec is None:
-        raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; hold one with an FP8 recipe")
+    assert spec is not None
     if layer.held is not None:
         return
-    if layer.weight.is_meta:
-        raise ConfigError(f"the weight of {layer.called} is on the meta device; load its values before holding it")
-    if not layer.weight.isfinite().all():
-        raise ConfigError(f"the weight of {layer.called} holds NaN or infinity; fix it before storing it as FP8 codes")
     if scale is None:
         codes = cast_operand(layer.weight, replace(spec, scaling=Scaling.DYNAMIC))
     else:
@@ -184,6 +178,20 @@ def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
         )
     assert isinstance(codes, QuantizedTensor)
     hold_codes(layer, codes)
+
+
+def check_storable(layer: Linear) -> None:
+    """Raise ConfigError where a layer's weight cannot be stored as FP8 codes; see :func:`hold_weight_as_codes`."""
+    if layer.stored_weight.requires_grad:
+        raise ConfigError("only a frozen weight can be held as FP8 codes; call weight.requires_grad_(False) first")
+    if layer.recipe.output.b is None:
+        raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; hold one with an FP8 recipe")
+    if layer.held is not None:
+        return
+    if layer.weight.is_meta:
+        raise ConfigError(f"the weight of {layer.called} is on the meta device; load its values before holding it")
+    if not layer.weight.isfinite().all():
+        raise ConfigError(f"the weight of {layer.called} holds NaN or infinity; fix it before storing it as FP8 codes")
 
 
 def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:

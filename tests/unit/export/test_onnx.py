@@ -9,6 +9,7 @@ from octavo import onnx
 
 def test_former_name_gives_the_same_objects_and_warns():
     former = importlib.import_module("octavo.export.onnx")
+    assert set(dir(former)) == set(onnx.__all__)
     for name in onnx.__all__:
         with pytest.warns(DeprecationWarning, match=r"octavo\.onnx"):
             assert getattr(former, name) is getattr(onnx, name)
