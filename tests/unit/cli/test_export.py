@@ -47,7 +47,7 @@ def test_a_run_is_exported_verified_and_explained(octavo, finished_run, tmp_path
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
     assert "verified by octavo: layer by layer" in words
-    assert "16 of 16 greedy tokens are the same" in words
+    assert "16 of 16 greedy tokens agree" in words
     for server in ("vLLM", "SGLang", "TensorRT-LLM", "transformers"):
         assert server in words
     record = json.loads((out / "config.json").read_text())
