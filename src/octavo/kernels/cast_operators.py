@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import octavo.kernels.native_bindings as native_bindings
+import octavo.kernels.triton_bindings as triton_bindings
 from octavo.formats import format_of
-from octavo.kernels import native_bindings, triton_bindings
 from octavo.kernels.backend import CastResult
 from octavo.kernels.tracing import inline_kernels, sources
 from octavo.kernels.triton.launching import allocate

@@ -6,9 +6,9 @@ The sums are those of :mod:`octavo.doctor.statistics`, which defines them by tor
 import torch
 from torch import Tensor
 
+import octavo.kernels.native_bindings as native_bindings
 from octavo.errors import BackendError
 from octavo.formats import Format
-from octavo.kernels import native_bindings
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import AMAX_FLOOR, smallest_scaled_amax

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+import octavo.kernels.native_bindings as native_bindings
+import octavo.kernels.triton_bindings as triton_bindings
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format
-from octavo.kernels import native_bindings, triton_bindings
 from octavo.kernels.dispatch import cast
 from octavo.kernels.tracing import is_traced, unaliased
 from octavo.numerics import (

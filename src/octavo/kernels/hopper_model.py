@@ -11,9 +11,9 @@ In a traced graph the native sums are one operator, ``octavo::hopper_sums``.
 import torch
 from torch import Tensor
 
+import octavo.kernels.native_bindings as native_bindings
+import octavo.kernels.native_gemm as native_gemm
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import native_bindings as cpu
-from octavo.kernels import native_gemm as products
 from octavo.kernels.backend import MatmulProblem, block_widths
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, PerBlock, QuantizedTensor, hopper_chains, hopper_sums
@@ -52,7 +52,7 @@ def _sums(
     a: Tensor, b: Tensor, accumulate: Accumulate, a_scale: Tensor | None = None, b_scale: Tensor | None = None
 ) -> Tensor:
     """Hopper's sums; where scales are given, each chain is multiplied by its two before it is added."""
-    if a.device.type != "cpu" or cpu.why_absent() is not None:
+    if a.device.type != "cpu" or native_bindings.why_absent() is not None:
         return _sums_by_torch(a, b, accumulate, a_scale, b_scale)
     traced = is_traced(a, b, a_scale, b_scale)
     add = torch.ops.octavo.hopper_sums if traced else _native_sums
@@ -78,7 +78,7 @@ def _column(scales: Tensor, block: int) -> Tensor:
 
 
 def _native_sums(a: Tensor, b: Tensor, accumulate: str, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
-    return products.hopper_sums(a, b, accumulate=Accumulate(accumulate), a_scale=a_scale, b_scale=b_scale)
+    return native_gemm.hopper_sums(a, b, accumulate=Accumulate(accumulate), a_scale=a_scale, b_scale=b_scale)
 
 
 def _shape_of_sums(a: Tensor, b: Tensor, *_: object) -> Tensor:

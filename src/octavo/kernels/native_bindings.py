@@ -44,7 +44,7 @@ if find_spec("octavo.kernels._native") is None:  # looks for the file only
     )
 else:
     try:
-        from octavo.kernels import _native
+        import octavo.kernels._native as _native
     except ImportError as error:
         _absence = f"octavo's CPU kernels are here and cannot be loaded: {error}"
     else:

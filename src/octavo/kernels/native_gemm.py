@@ -7,8 +7,8 @@ native/few_rows.h and native/hopper.h.
 import torch
 from torch import Tensor
 
+import octavo.kernels.native_bindings as native_bindings
 from octavo.errors import BackendError
-from octavo.kernels import native_bindings
 from octavo.numerics import Accumulate
 from octavo.numerics.accumulate import CHAIN
 

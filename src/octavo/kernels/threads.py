@@ -7,7 +7,7 @@ threads of torch's operations wait asleep in that time, so that the late one may
 threads nor any result changes.
 """
 
-from octavo.kernels import native_bindings
+import octavo.kernels.native_bindings as native_bindings
 
 __all__ = ["check_threads", "count_threads", "release_threads"]
 

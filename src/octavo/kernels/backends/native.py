@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo.kernels import native_bindings, native_gemm
+import octavo.kernels.native_bindings as native_bindings
+import octavo.kernels.native_gemm as native_gemm
 from octavo.kernels.backend import (
     CastProblem,
     CastResult,

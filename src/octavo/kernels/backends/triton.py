@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import octavo.kernels.triton_bindings as triton_bindings
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import triton_bindings
 from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, block_widths, product_shape
 from octavo.kernels.backends.reference import ReferenceBackend
 from octavo.kernels.cast_operators import traced_cast
