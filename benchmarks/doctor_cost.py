@@ -23,7 +23,7 @@ from benchmarks.measure import hardware, interleaved, markdown_table, publish, r
 from octavo.doctor import watch
 from octavo.doctor.capture_scheduler import DIAGNOSED_EVERY
 from octavo.models import Llama
-from octavo.state import update_scales
+from octavo.nn.scaling_state import update_scales
 from octavo.training.config import RunConfig, demo_config
 from octavo.training.evaluate import token_loss
 from octavo.training.loop import build_optimizer

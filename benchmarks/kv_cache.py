@@ -31,9 +31,9 @@ from octavo.language_model import KVTransform, LanguageModel, load_language_mode
 from octavo.models import Llama
 from octavo.numerics import ScaleRounding
 from octavo.quantization import text_windows
-from octavo.quantization.comparison.cache_formats import as_cached
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.kv_cache_round_trip import as_cached
 from octavo.quantization.comparison.variants import high_precision
 from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.evaluate import token_loss

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from octavo.bench.results import markdown_table, result_name, write_result
 from octavo.bench.timing import Ratio, interleaved, ratio
-from octavo.training.facts import processor_name
+from octavo.training.study_facts import processor_name
 
 __all__ = [
     "Ratio",

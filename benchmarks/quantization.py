@@ -29,9 +29,9 @@ from benchmarks.measure import bf16_note, hardware, markdown_table, publish, ver
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, load_qat, text_windows
-from octavo.quantization.comparison.cache_formats import key_means, vector_bytes
 from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.kv_cache_round_trip import key_means, vector_bytes
 from octavo.quantization.comparison.variant_names import line_up
 from octavo.quantization.comparison.variants import CACHE, CENTRED, STATIC, TUNED
 from octavo.text.sources import LIBRARY_SOURCES, TOPICS

@@ -18,8 +18,8 @@ from benchmarks.doctor_selftest.tables import confusion, markdown, summary, tabl
 from octavo.cli import options
 from octavo.cli.app import ErrorBoundary
 from octavo.cli.console import print_json, print_table, stderr, stdout
+from octavo.cli.output_files import check_target
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.targets import check_target
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.text.sources import BUILTIN

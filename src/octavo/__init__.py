@@ -7,8 +7,8 @@ from octavo.autocast import autocast
 from octavo.convert import convert, restore
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import fake_quantize, quantize, scaled_mm
+from octavo.nn.scaling_state import load_scaling_state, nonfinite_counts, scaling_state, update_scales
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize
-from octavo.state import load_scaling_state, nonfinite_counts, scaling_state, update_scales
 
 if _typing.TYPE_CHECKING:  # loaded on first use
     from octavo.export import load_quantized, save_quantized

@@ -16,9 +16,9 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, Format
 from octavo.nn import Linear
+from octavo.nn.scaling_state import rescale_gradient_history, update_scales
 from octavo.recipes import History, Statistic
 from octavo.scaling import GRAD_OUTPUT, INPUT, WEIGHT
-from octavo.state import rescale_gradient_history, update_scales
 from tests.contract.gemm_oracle import recorded_products
 from tests.recorded_state import end_step, recorded_state
 from tests.unit.scaling.test_amax_history import PlainRole, backoffs

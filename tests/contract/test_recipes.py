@@ -15,9 +15,9 @@ import octavo
 from octavo.formats import E5M2, E8M0
 from octavo.kernels import needs_widening
 from octavo.nn import Linear
+from octavo.nn.scaling_state import nonfinite_counts, update_scales
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor, ScaleRounding
 from octavo.recipes import Recipe
-from octavo.state import nonfinite_counts, update_scales
 from tests.contract.gemm_oracle import (
     Product,
     assert_product,

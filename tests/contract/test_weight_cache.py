@@ -10,7 +10,7 @@ import octavo
 from octavo import kernels
 from octavo.functional import WeightCache, saved_operands, weight_cache
 from octavo.nn import Linear
-from octavo.state import discard_step
+from octavo.nn.scaling_state import discard_step
 
 RECIPES = [name for name in octavo.recipes.names() if name not in ("bf16", "static")]
 

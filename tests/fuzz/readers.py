@@ -31,8 +31,8 @@ from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, 
 from octavo.parsing import parse_json, read_tensors
 from octavo.quantization import Mix, load_calibration, load_mix, load_qat, run_qat, save_mix, save_qat
 from octavo.recipes import from_toml, to_toml
+from octavo.server.error_responses import Refusal
 from octavo.server.fields import FieldError, JsonObject
-from octavo.server.refusals import Refusal
 from octavo.server.tensors import INFER, unpack
 from octavo.text.sources import load_documents
 from octavo.text.tokens import open_data

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import octavo
 from octavo.formats import FP8_FORMATS
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
-from octavo.state import nonfinite_counts, scaling_state, update_scales
+from octavo.nn.scaling_state import nonfinite_counts, scaling_state, update_scales
 from tests.contract.gemm_oracle import Product, assert_product, assert_row_sum, assert_same_operand, recorded_products
 from tests.contract.test_recipes import DTYPES, FP8_RECIPES, SHAPES, TABLE
 from tests.contract.test_recipes import _layer as layer_of

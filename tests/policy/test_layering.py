@@ -22,8 +22,6 @@ ROWS = (
     "autocast",
     "nn",
     "convert",
-    "state",
-    "integrations",
     "_lazy",
     "octavo",
     "models",
@@ -112,10 +110,10 @@ def test_imports_in_functions_and_under_type_checking_are_seen(tmp_path):
     path.write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from octavo.cli import app\n"
-        "def late():\n    from ..numerics import cast, amax\n    import octavo.state\n"
+        "def late():\n    from ..numerics import cast, amax\n    import octavo.autocast\n"
         "    importlib.import_module('octavo.convert')\n"
     )
-    names = ["cli", "cli.app", "numerics", "numerics.cast", "state", "convert", "nn", "nn.linear"]
+    names = ["cli", "cli.app", "numerics", "numerics.cast", "autocast", "convert", "nn", "nn.linear"]
     known = {f"octavo.{name}": path for name in names}
     found = imports("octavo.nn.linear", path, known)
-    assert found == {f"octavo.{name}" for name in ["cli.app", "numerics.cast", "numerics", "state", "convert"]}
+    assert found == {f"octavo.{name}" for name in ["cli.app", "numerics.cast", "numerics", "autocast", "convert"]}

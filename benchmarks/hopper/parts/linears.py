@@ -18,7 +18,7 @@ from benchmarks.hopper.steps import TrainingStep, leaf
 from benchmarks.hopper.tables import section_of
 from octavo.bench.results import Section, Verdict
 from octavo.nn import Linear
-from octavo.state import update_scales
+from octavo.nn.scaling_state import update_scales
 
 __all__ = ["FIRST_RECIPES", "RECIPES", "bars", "measure"]
 

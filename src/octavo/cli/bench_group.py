@@ -3,7 +3,7 @@
 import typer
 
 from octavo.cli.bench_serve import bench_serve
-from octavo.cli.moved import add_moved
+from octavo.cli.removed_commands import add_moved
 
 __all__ = ["bench"]
 

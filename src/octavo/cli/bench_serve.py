@@ -27,7 +27,7 @@ from octavo.errors import ConfigError
 from octavo.inference import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.nn.arguments import check_choice
 from octavo.reports.benchmark import benchmark_page
-from octavo.training.facts import processor_name
+from octavo.training.study_facts import processor_name
 
 __all__ = ["bench_serve"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.runs import text_to_train_on
+from octavo.cli.training_text import text_to_train_on
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models.sources import located

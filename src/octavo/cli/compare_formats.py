@@ -13,13 +13,13 @@ from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.contamination import Readers, default_split, readers_of, shares_read, warnings_of
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.runs import own_source, text_to_train_on
+from octavo.cli.training_text import own_source, text_to_train_on
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
-from octavo.quantization.comparison.cache_formats import key_means
 from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.kv_cache_round_trip import key_means
 from octavo.quantization.comparison.variant_names import check_formats, line_up
 from octavo.quantization.comparison.variants import (
     AS_IT_IS,

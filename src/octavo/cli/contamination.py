@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from octavo.cli.runs import own_source, text_to_train_on
+from octavo.cli.training_text import own_source, text_to_train_on
 from octavo.errors import DataError
 from octavo.quantization import load_calibration
 from octavo.quantization.qat.folder import MARK, text_of_qat

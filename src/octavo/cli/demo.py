@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from octavo.cli import options
-from octavo.cli.comparing import compare, print_study
 from octavo.cli.console import stdout
+from octavo.cli.study_run import compare, print_study
 from octavo.cli.thread_choice import threads_of
 from octavo.experiments.study import DEFAULT_RECIPES
 from octavo.training.config import demo_config

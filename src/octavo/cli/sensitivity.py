@@ -9,9 +9,9 @@ import typer
 
 from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stdout
-from octavo.cli.kept_results import save_or_keep
 from octavo.cli.progress import open_display, phases
-from octavo.cli.runs import text_to_train_on
+from octavo.cli.result_saving import save_or_keep
+from octavo.cli.training_text import text_to_train_on
 from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, check_room, replacing_folder, write_atomically
 from octavo.language_model import load_language_model

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli import options
-from octavo.cli.comparing import compare, print_study
+from octavo.cli.study_run import compare, print_study
 from octavo.cli.thread_choice import sets_threads, threads_of
 from octavo.experiments.study import DEFAULT_RECIPES
 

@@ -1,5 +1,12 @@
-"""APIs of other software, built from octavo: see docs/compat.md."""
+"""APIs and checkpoints of other software, built from octavo: see docs/compat.md and docs/delayed-scaling.md.
 
+- :class:`ScalingState`: scaling state for accelerate, ``torch.distributed.checkpoint`` and others that save an
+  object with ``state_dict`` and ``load_state_dict``.
+- ``octavo.compat.huggingface.ScalingStateCallback``: the same for transformers' ``Trainer``.
+- ``octavo.compat.lightning.ScalingStateCallback``: the same for Lightning's ``Trainer``.
+"""
+
+from octavo.compat.checkpointing import ScalingState
 from octavo.compat.dynamic_scaler import DynamicScaler
 
-__all__ = ["DynamicScaler"]
+__all__ = ["DynamicScaler", "ScalingState"]

@@ -2,7 +2,7 @@
 
 from octavo.convert.choice import HEAD_NAMES, choose_layers, heads_of
 from octavo.convert.conversion import convert, restore
-from octavo.convert.held_weights import guard_save_pretrained, hold_weights, read_by_others
+from octavo.convert.fp8_storage import guard_save_pretrained, hold_weights, read_by_others
 from octavo.convert.report import ConversionReport
 from octavo.convert.weight_readers import layers_not_run
 

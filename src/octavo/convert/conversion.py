@@ -12,7 +12,7 @@ import torch
 
 from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
-from octavo.convert.held_weights import allow_save_pretrained, hold_weights
+from octavo.convert.fp8_storage import allow_save_pretrained, hold_weights
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError

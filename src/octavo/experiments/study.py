@@ -27,8 +27,8 @@ from octavo.errors import ConfigError, DataError, NonFiniteLossError
 from octavo.files import write_atomically
 from octavo.models import Llama, generate
 from octavo.models.sources import has_run
+from octavo.nn.scaling_state import update_scales
 from octavo.parsing import read_object
-from octavo.state import update_scales
 from octavo.text.corpus import Split
 from octavo.text.sources import is_unicode
 from octavo.text.tokens import TokenData
@@ -36,7 +36,6 @@ from octavo.training.comparison import RunMeasures, Study, run_from_json
 from octavo.training.config import RunConfig, config_from_dict
 from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
-from octavo.training.facts import facts_of
 from octavo.training.gradient_noise import GradientNoise, GradientProbe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
 from octavo.training.loop import check_data, train
@@ -45,6 +44,7 @@ from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, load_run
 from octavo.training.signals import StoppedBySignal
+from octavo.training.study_facts import facts_of
 from octavo.training.threads import using_threads
 
 __all__ = [

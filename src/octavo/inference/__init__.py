@@ -2,11 +2,11 @@
 
 from octavo.inference.engine import Engine, EngineConfig
 from octavo.inference.engine_thread import Answer, EngineThread
+from octavo.inference.events import Event, FinishReason, Usage
 from octavo.inference.kv_cache import KVCacheBatch, PagedKVCache
 from octavo.inference.metrics import EngineMetrics, LatencyHistogram, Load
 from octavo.inference.model_runner import ModelRunner
 from octavo.inference.recipes import ServingRecipe
-from octavo.inference.requests import Event, FinishReason, Usage
 from octavo.inference.sampling import SamplingParams
 from octavo.inference.served_model import ServedModel, load_served_model
 from octavo.models import generate

@@ -26,10 +26,10 @@ import torch
 from octavo.errors import ClosedError, ConfigError, ContextLengthError, QueueFullError
 from octavo.formats import E4M3, Format
 from octavo.inference.block_pool import BlockPool
+from octavo.inference.events import Event, FinishReason
 from octavo.inference.metrics import EngineMetrics, Load
 from octavo.inference.model_runner import ModelRunner
 from octavo.inference.native_decoder import PAGE
-from octavo.inference.requests import Event, FinishReason
 from octavo.inference.sampling import SamplingParams
 from octavo.inference.sequence import EngineRequest
 from octavo.inference.text_stream import TextStream

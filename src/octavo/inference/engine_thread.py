@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from octavo.inference.engine import Engine
-from octavo.inference.requests import Event
+from octavo.inference.events import Event
 from octavo.inference.sampling import SamplingParams
 from octavo.kernels.threads import release_threads
 

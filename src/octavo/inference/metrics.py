@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from octavo.inference.requests import FinishReason
+from octavo.inference.events import FinishReason
 
 __all__ = ["EngineMetrics", "LatencyHistogram", "Load"]
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from torch import Tensor
 
 from octavo.inference.block_pool import BlockPool, page_keys
+from octavo.inference.events import Event, FinishReason, Usage
 from octavo.inference.native_decoder import PAGE
-from octavo.inference.requests import Event, FinishReason, Usage
 from octavo.inference.sampling import SampledToken, Sampler, SamplingParams, score_token
 from octavo.inference.text_stream import TextStream
 

@@ -413,7 +413,7 @@ def _remind_of_checkpoints(layers: Sequence[DelayedLayer]) -> None:
             warnings.warn(
                 "the optimizer's state was saved without the scaling state of its model, whose layers scale from "
                 "amaxes of past steps: training that resumes from it will not be the same; save "
-                "octavo.scaling_state(model) too, or see octavo.integrations for Trainer, Lightning and accelerate",
+                "octavo.scaling_state(model) too, or see octavo.compat for Trainer, Lightning and accelerate",
                 stacklevel=3,
             )
         updates.optimizer_saved = updates.state_read = False

@@ -13,13 +13,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from octavo.errors import OctavoError
 from octavo.server.chats import Chats
 from octavo.server.completions import Completions
+from octavo.server.error_responses import Refusal, answer_refusal
 from octavo.server.guard import Guard
 from octavo.server.kserve import KServe
 from octavo.server.metrics import Metrics
 from octavo.server.models import Models
 from octavo.server.openapi import openapi
 from octavo.server.operations import Operation, routes
-from octavo.server.refusals import Refusal, answer_refusal
 from octavo.server.service import Service
 
 __all__ = ["create_app"]

@@ -19,7 +19,7 @@ from typing import Any
 from octavo.errors import CheckpointError, ConfigError
 from octavo.parsing import parse_json
 from octavo.server import template_process
-from octavo.server.refusals import Refusal
+from octavo.server.error_responses import Refusal
 
 __all__ = ["ChatTemplate"]
 

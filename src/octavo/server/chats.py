@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from octavo.inference import Event
 from octavo.inference.sampling import MOST_LOGPROBS
-from octavo.server.answers import AnswerRequest, finish_reason, respond
+from octavo.server.error_responses import Refusal
 from octavo.server.fields import Boolean, Const, Field, Integer, JsonObject, ListOf, OneOf, String
 from octavo.server.operations import EVENTS, JSON, Operation, body_of
-from octavo.server.refusals import Refusal
+from octavo.server.responses import AnswerRequest, finish_reason, respond
 from octavo.server.sampling_fields import params_of, sampling_fields
 from octavo.server.service import Service
 

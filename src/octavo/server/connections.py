@@ -28,8 +28,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octavo.errors import ConfigError
+from octavo.server.error_responses import Refusal, refusal_body
 from octavo.server.limits import Limits
-from octavo.server.refusals import Refusal, refusal_body
 
 __all__ = ["QUEUE", "BoundedProtocol", "Capacity", "capacity_for", "limit_log", "uvicorn_config"]
 

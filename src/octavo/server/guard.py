@@ -19,9 +19,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.server.error_responses import CLOSE, Refusal, refusal_response
 from octavo.server.limits import Limits
 from octavo.server.origins import check_origin
-from octavo.server.refusals import CLOSE, Refusal, refusal_response
 
 __all__ = ["EXITS", "OPEN_PATHS", "Guard"]
 

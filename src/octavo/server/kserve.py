@@ -18,10 +18,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.server.answers import AnswerRequest, event_stream, merge_events, start_answers
+from octavo.server.error_responses import Refusal
 from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, answer_request, read_bodies, request_fields
 from octavo.server.operations import EVENTS, Operation, body_of, bytes_of
-from octavo.server.refusals import Refusal
+from octavo.server.responses import AnswerRequest, event_stream, merge_events, start_answers
 from octavo.server.service import Service, State
 from octavo.server.tensors import HEADER_LENGTH, INFER, pack, unpack
 

@@ -7,8 +7,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.server.answers import AnswerRequest
 from octavo.server.fields import Field, FieldError, Integer, JsonObject, String
+from octavo.server.responses import AnswerRequest
 from octavo.server.sampling_fields import params_of, sampling_fields
 from octavo.server.service import Service
 from octavo.server.tensors import KServeTensor

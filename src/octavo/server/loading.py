@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.connections import capacity_for, uvicorn_config
+from octavo.server.error_responses import CLOSE, Refusal, refusal_response
 from octavo.server.limits import Limits
-from octavo.server.refusals import CLOSE, Refusal, refusal_response
 
 __all__ = ["answer_not_ready"]
 

@@ -10,8 +10,8 @@ from starlette.routing import Route
 
 from octavo import parsing
 from octavo.errors import DataError
+from octavo.server.error_responses import Refusal
 from octavo.server.fields import JsonObject
-from octavo.server.refusals import Refusal
 
 __all__ = ["JSON", "Operation", "body_of", "bytes_of", "parse_json", "routes"]
 

@@ -18,7 +18,7 @@ import re
 
 from starlette.datastructures import Headers
 
-from octavo.server.refusals import CLOSE, Refusal
+from octavo.server.error_responses import CLOSE, Refusal
 
 __all__ = ["check_origin", "is_loopback"]
 

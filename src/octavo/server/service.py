@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from octavo.errors import CheckpointError, ConfigError
 from octavo.inference import Engine, EngineConfig, EngineThread, ServedModel
 from octavo.server.chat_template import ChatTemplate
-from octavo.server.lanes import Lanes
+from octavo.server.error_responses import CONTEXT, Refusal
 from octavo.server.limits import Limits
-from octavo.server.refusals import CONTEXT, Refusal
+from octavo.server.thread_pools import Lanes
 from octavo.server.token_bytes import bytes_per_token
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo.server.error_responses import Refusal
 from octavo.server.fields import Boolean, Field, FieldError, Integer, JsonObject, ListOf, String
 from octavo.server.operations import parse_json
-from octavo.server.refusals import Refusal
 
 __all__ = ["HEADER_LENGTH", "INFER", "InferRequest", "KServeTensor", "pack", "unpack"]
 

@@ -29,8 +29,8 @@ from octavo.checksums import file_digest, sealed, unsealed
 from octavo.doctor.metrics_lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
 from octavo.files import disk_errors, remove_if_empty, replacing_folder
+from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.parsing import read_json, read_tensors
-from octavo.state import load_scaling_state, scaling_state
 from octavo.training.loss_scaling import LossScaler
 
 __all__ = [

@@ -27,7 +27,7 @@ from octavo.doctor import StepNotes, Watcher, watch
 from octavo.doctor.capture import remove_captures
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
-from octavo.state import discard_step, rescale_gradient_history, update_scales
+from octavo.nn.scaling_state import discard_step, rescale_gradient_history, update_scales
 from octavo.text.tokens import TokenData
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint

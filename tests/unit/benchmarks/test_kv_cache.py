@@ -13,7 +13,7 @@ from octavo import E4M3, PerRow, quantize
 from octavo.formats import BF16
 from octavo.inference import ModelRunner
 from octavo.models import Llama
-from octavo.quantization.comparison.cache_formats import as_cached, cached, key_means
+from octavo.quantization.comparison.kv_cache_round_trip import as_cached, cached, key_means
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, language_model, windows
 
 

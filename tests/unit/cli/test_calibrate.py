@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.cli import runs
+from octavo.cli import training_text as runs
 from octavo.language_model import load_language_model
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.quantization import calibrate, coverage, load_calibration, text_windows

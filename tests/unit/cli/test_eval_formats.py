@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo import convert
-from octavo.cli import compare_formats, console, runs
+from octavo.cli import compare_formats, console, training_text
 from octavo.language_model import load_language_model
 from octavo.models.llama_folder import write_tokenizer
 from octavo.quantization import calibrate, text_windows
@@ -112,7 +112,7 @@ def test_static_is_calibrated_now_or_from_a_folder(octavo, gguf, tmp_path, monke
     """On text that the evaluation does not have; both are the contestant of those scales."""
     (sources := tmp_path / "sources").mkdir()
     (sources / "some.txt").write_text("some words that are read before\n" * 300)
-    monkeypatch.setattr(runs, "LIBRARY_SOURCES", str(sources))
+    monkeypatch.setattr(training_text, "LIBRARY_SOURCES", str(sources))
     model = load_language_model(gguf)
     batches = [window[None] for window in text_windows(model, sources, "train", count=2, length=16)]
     calibration = calibrate(model, batches)

@@ -4,7 +4,7 @@ import pytest
 
 from octavo import compat
 from octavo.compat.transformer_engine import common, pytorch
-from octavo.compat.transformer_engine.pytorch.not_served import NOT_SERVED
+from octavo.compat.transformer_engine.pytorch.unsupported import NOT_SERVED
 from octavo.errors import ConfigError
 
 MODULES = {

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.server import ChatTemplate
-from octavo.server.refusals import Refusal
+from octavo.server.error_responses import Refusal
 
 TALK = [
     {"role": "system", "content": "Be brief, <b>Ann</b>."},

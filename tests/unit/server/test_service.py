@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from octavo.inference import EngineConfig, ServedModel
 from octavo.server import Limits, Service, create_app
-from octavo.server.refusals import Refusal
+from octavo.server.error_responses import Refusal
 from tests.unit.server.conftest import PLACE
 
 

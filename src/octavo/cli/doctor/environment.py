@@ -15,7 +15,7 @@ from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.dispatch import BACKENDS
 from octavo.kernels.threads import count_threads
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor
-from octavo.training.facts import processor_name
+from octavo.training.study_facts import processor_name
 
 __all__ = ["PROBLEMS", "show_environment"]
 

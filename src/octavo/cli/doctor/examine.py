@@ -13,8 +13,8 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, stderr, stdout
 from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
+from octavo.cli.output_files import check_target
 from octavo.cli.progress import open_display
-from octavo.cli.targets import check_target
 from octavo.doctor import Captures, Finding, Severity, diagnose
 from octavo.doctor.histograms import histograms_of
 from octavo.doctor.losses import newest_gap

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from octavo.cli.doctor.bisect import bisect
 from octavo.cli.doctor.examine import examine
 from octavo.cli.doctor.preflight import preflight
-from octavo.cli.moved import add_moved
+from octavo.cli.removed_commands import add_moved
 
 __all__ = ["doctor"]
 

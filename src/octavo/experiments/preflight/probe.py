@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.experiments.origin import Origin
-from octavo.state import discard_step
+from octavo.nn.scaling_state import discard_step
 from octavo.training.evaluate import token_loss
 from octavo.training.loop import build_model
 from octavo.training.precision import resolve_device, surroundings

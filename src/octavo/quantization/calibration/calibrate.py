@@ -1,8 +1,8 @@
 """Static scales from representative data (``octavo.calibrate``).
 
 All methods need one pass over the batches: only the amax and a histogram of each input are stored
-(``octavo.quantization.calibration.magnitudes``), no activations. Both are exact, so the scales depend on neither the
-order nor the size of the batches. Padding is counted like other tokens: leave it out.
+(``octavo.quantization.calibration.magnitude_histogram``), no activations. Both are exact, so the scales depend on
+neither the order nor the size of the batches. Padding is counted like other tokens: leave it out.
 """
 
 import math
@@ -21,7 +21,7 @@ from octavo.language_model import LanguageModel
 from octavo.numerics import QuantizedTensor, sqnr_db
 from octavo.numerics.cast_spec import check_member
 from octavo.quantization.calibration.health import LayerHealth, health_of
-from octavo.quantization.calibration.magnitudes import MagnitudeCounts
+from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 from octavo.quantization.calibration.observers import Batch, Observation, module_of, observe
 from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, scale_from_magnitudes
 from octavo.quantization.calibration.result import (

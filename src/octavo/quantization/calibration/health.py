@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.doctor.thresholds import Thresholds
 from octavo.formats import Format
-from octavo.quantization.calibration.magnitudes import Magnitudes
+from octavo.quantization.calibration.magnitude_histogram import Magnitudes
 from octavo.quantization.calibration.ranges import decoded
 
 __all__ = ["FEW_SAMPLES", "MOVED", "LayerHealth", "health_of", "health_warnings"]
@@ -81,7 +81,7 @@ def health_of(
 
     Example:
         >>> from octavo.formats import E4M3
-        >>> from octavo.quantization.calibration.magnitudes import MagnitudeCounts
+        >>> from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
         >>> counts = MagnitudeCounts()
         >>> counts.add(torch.tensor([448.0, 2.0**-12, 0.0, 1.0]))
         >>> health = health_of("layer", counts.magnitudes(), torch.tensor(1.0), E4M3)

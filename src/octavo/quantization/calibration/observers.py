@@ -1,10 +1,10 @@
 """Statistics of the inputs of a model's linear layers, collected batch by batch.
 
-A forward pre-hook on each layer counts the magnitudes of its input (``octavo.quantization.calibration.magnitudes``)
-without storing it. A tensor that several layers read, such as the input of the query, key and value projections, is
-counted once. It is identified by object identity while it is alive: each layer hashes the serial numbers of its inputs,
-and layers with equal hashes at the end received the same tensors in every call. They form a *group* with the same
-statistics and the same scale.
+A forward pre-hook on each layer counts the magnitudes of its input without storing it (see
+``octavo.quantization.calibration.magnitude_histogram``). A tensor that several layers read, such as the input of the
+query, key and value projections, is counted once. It is identified by object identity while it is alive: each layer
+hashes the serial numbers of its inputs, and layers with equal hashes at the end received the same tensors in every
+call. They form a *group* with the same statistics and the same scale.
 
 The observed values are those that ``octavo.nn.Linear`` would cast: under ``torch.autocast``, in autocast's dtype.
 """
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.nn.linear import autocast_dtype
-from octavo.quantization.calibration.magnitudes import MagnitudeCounts
+from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 
 __all__ = [
     "Batch",

@@ -30,7 +30,7 @@ from octavo.formats import Format
 from octavo.kernels import quantize
 from octavo.numerics import PerRow, ScaleRounding, scale_from_amax
 from octavo.numerics.cast_spec import check_member
-from octavo.quantization.calibration.magnitudes import Magnitudes
+from octavo.quantization.calibration.magnitude_histogram import Magnitudes
 
 __all__ = ["PERCENTILE", "Method", "RangeRule", "candidates", "decoded", "scale_from_magnitudes"]
 
@@ -92,7 +92,7 @@ def scale_from_magnitudes(magnitudes: Magnitudes, rule: RangeRule, fmt: Format) 
 
     Example:
         >>> from octavo.formats import E4M3
-        >>> from octavo.quantization.calibration.magnitudes import MagnitudeCounts
+        >>> from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
         >>> counts = MagnitudeCounts()
         >>> counts.add(torch.tensor([1.0, -896.0]))
         >>> scale_from_magnitudes(counts.magnitudes(), RangeRule(), E4M3)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.state import scaling_state
+from octavo.nn.scaling_state import scaling_state
 
 __all__ = ["Storage", "file_tensors", "storage_of"]
 

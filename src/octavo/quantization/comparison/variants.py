@@ -35,8 +35,8 @@ from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import hold_weight_as_codes
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
-from octavo.quantization.comparison.cache_formats import cached
-from octavo.quantization.comparison.integers import ExactIntegerProducts, quantize_to_int8
+from octavo.quantization.comparison.int8_baseline import ExactIntegerProducts, quantize_to_int8
+from octavo.quantization.comparison.kv_cache_round_trip import cached
 from octavo.quantization.comparison.storage import Storage, storage_of
 from octavo.quantization.layers import check_has_layers
 

@@ -31,9 +31,9 @@ from octavo.files import disk_errors, replacing_folder
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
+from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.parsing import read_object, read_tensors
 from octavo.quantization.qat.run import QATResult, QATSettings
-from octavo.state import load_scaling_state, scaling_state
 
 __all__ = ["MARK", "bytes_of_qat", "load_qat", "save_qat", "text_of_qat"]
 

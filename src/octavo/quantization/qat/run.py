@@ -39,12 +39,12 @@ from octavo.curves import perplexity
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
+from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.quantization.calibration import calibrate, compensate_rounding
 from octavo.quantization.qat.linear import QATLinear, ScaleUpdate
 from octavo.quantization.qat.prepare import HIGH_PRECISION, NO_SCALE, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
 from octavo.recipes import Recipe
-from octavo.state import load_scaling_state, scaling_state
 from octavo.training.comparison import Gap, paired_gap
 
 __all__ = ["BASELINE", "CALIBRATION_WINDOWS", "Phase", "QATResult", "QATSettings", "run_qat"]

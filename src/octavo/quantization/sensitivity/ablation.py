@@ -20,7 +20,7 @@ from octavo.curves import perplexity_change
 from octavo.language_model import logits_of
 from octavo.quantization.comparison.scores import WindowScore, score_window
 from octavo.quantization.sensitivity.bf16_reference import ResumableForward
-from octavo.quantization.sensitivity.screen import Key
+from octavo.quantization.sensitivity.fisher_estimate import Key
 from octavo.quantization.sensitivity.units import Unit, applied, mixed
 from octavo.training.comparison import paired_gap
 

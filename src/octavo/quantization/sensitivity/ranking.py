@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.quantization.sensitivity.ablation import Increase
-from octavo.quantization.sensitivity.screen import Key
+from octavo.quantization.sensitivity.fisher_estimate import Key
 
 __all__ = ["RankAgreement", "agreement_of"]
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.quantization.sensitivity.ablation import Increase, compare, floor_of, measure
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
+from octavo.quantization.sensitivity.fisher_estimate import Key, estimate
 from octavo.quantization.sensitivity.mix import Mix
 from octavo.quantization.sensitivity.mix_selection import best_mix, fp8_products_share, predicted
 from octavo.quantization.sensitivity.ranking import RankAgreement, agreement_of
-from octavo.quantization.sensitivity.screen import Key, estimate
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, bytes_of, recipe_of, units_of
 
 __all__ = ["Budget", "Found", "Sensitivity", "measure_sensitivity"]

@@ -17,9 +17,9 @@ import numpy as np
 from octavo.inference import EngineConfig, Event, load_served_model
 from octavo.parsing import parse_json
 from octavo.server import Limits, Service
+from octavo.server.error_responses import Refusal, check_event, refusal_of
 from octavo.server.fields import FieldError
 from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, answer_request, read_bodies, request_fields
-from octavo.server.refusals import Refusal, check_event, refusal_of
 from octavo.server.tensors import KServeTensor
 
 __all__ = ["FOLDER", "TritonPythonModel"]

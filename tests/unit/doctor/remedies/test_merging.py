@@ -10,7 +10,7 @@ from octavo.doctor.remedies import applied, merging, remedies_for
 from octavo.doctor.remedies.context import FINENESS
 from octavo.training.config import TrainingConfig, config_from_dict
 from tests.unit.doctor.one_layer import found
-from tests.unit.doctor.remedies.test_knowledge import run_of
+from tests.unit.doctor.remedies.test_selection import run_of
 
 
 def merged(training, *changes):

@@ -5,7 +5,7 @@ import octavo
 from octavo.formats import E4M3
 from octavo.numerics import flushed_energy, saturation_fraction, sqnr_db, underflow_fraction
 from octavo.quantization.calibration.health import LayerHealth, health_of, health_warnings
-from octavo.quantization.calibration.magnitudes import MagnitudeCounts
+from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 
 
 def magnitudes(x):

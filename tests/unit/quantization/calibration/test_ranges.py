@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.formats import E4M3
 from octavo.numerics import ScaleRounding, scale_from_amax
 from octavo.numerics.scaling import smallest_scaled_amax
-from octavo.quantization.calibration.magnitudes import MagnitudeCounts
+from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 from octavo.quantization.calibration.ranges import Method, RangeRule, scale_from_magnitudes
 
 BIN = 2.0**-6  # a bin is this wide, relative to its value

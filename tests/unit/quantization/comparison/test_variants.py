@@ -11,7 +11,7 @@ import torch
 import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
-from octavo.quantization.comparison.cache_formats import key_means
+from octavo.quantization.comparison.kv_cache_round_trip import key_means
 from octavo.quantization.comparison.variant_names import FORMATS, check_formats, line_up
 from octavo.quantization.comparison.variants import (
     CACHE,

@@ -12,8 +12,8 @@ import octavo
 from octavo.quantization.comparison.scores import WindowScore
 from octavo.quantization.sensitivity.ablation import compare, floor_of, increase_of, measure
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
+from octavo.quantization.sensitivity.fisher_estimate import estimate
 from octavo.quantization.sensitivity.mix import Mix
-from octavo.quantization.sensitivity.screen import estimate
 from octavo.quantization.sensitivity.units import decoded_table, units_of
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 

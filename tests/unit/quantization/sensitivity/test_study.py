@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from octavo.errors import ConfigError
 from octavo.quantization import Budget, Mix, measure_sensitivity
-from octavo.quantization.sensitivity import screen, study
+from octavo.quantization.sensitivity import fisher_estimate, study
 from octavo.quantization.sensitivity.ablation import Increase
 from octavo.quantization.sensitivity.study import _costs, _pairs_to_measure
 from octavo.quantization.sensitivity.summary import FORMAT, asked, headline, notes, record, worst_first
@@ -135,7 +135,7 @@ def test_a_budget_that_cannot_be_met_says_so(sensitive, budget, said):
 def test_a_sum_that_misleads_is_repaired(sensitive, monkeypatch):
     """Estimates a hundredth of the truth: the first mix costs too much, a later one does not."""
     model, chosen_on, verified_on = sensitive
-    true_estimate = screen.estimate
+    true_estimate = fisher_estimate.estimate
 
     def hundredth(*args, **options):
         units, found = true_estimate(*args, **options)

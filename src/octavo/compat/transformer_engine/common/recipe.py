@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from octavo import formats, recipes
 from octavo.compat.transformer_engine.common.algorithms import Algorithms
-from octavo.compat.transformer_engine.common.refused import refused
+from octavo.compat.transformer_engine.common.placeholder import refused
 from octavo.errors import ConfigError
 from octavo.numerics import ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec

@@ -11,7 +11,6 @@ from octavo.compat.transformer_engine.pytorch.availability import (
     is_nvfp4_available,
 )
 from octavo.compat.transformer_engine.pytorch.linear import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
-from octavo.compat.transformer_engine.pytorch.not_served import __getattr__ as __getattr__
 from octavo.compat.transformer_engine.pytorch.precision import (
     autocast,
     checkpoint,
@@ -20,6 +19,7 @@ from octavo.compat.transformer_engine.pytorch.precision import (
     quantized_model_init,
 )
 from octavo.compat.transformer_engine.pytorch.transformer import TransformerLayer
+from octavo.compat.transformer_engine.pytorch.unsupported import __getattr__ as __getattr__
 
 __all__ = [
     "DotProductAttention",

@@ -19,8 +19,8 @@ from octavo.compat.transformer_engine.pytorch.arguments import (
     visibility,
     window_of,
 )
+from octavo.compat.transformer_engine.pytorch.checkpoint_names import ParameterRow, attention_rows, read_names
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
-from octavo.compat.transformer_engine.pytorch.state import ParameterRow, attention_rows, read_names
 from octavo.errors import ConfigError
 from octavo.nn.attention import attend
 

@@ -28,9 +28,9 @@ from octavo import nn as octavo_nn
 from octavo.autocast import active_recipe
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import CheckpointError
+from octavo.nn.scaling_state import load_scaling_state
 from octavo.recipes import Recipe
 from octavo.scaling import EMPTY, ROLES
-from octavo.state import load_scaling_state
 
 __all__ = ["read_extra_state", "without_extra_state"]
 

@@ -14,8 +14,8 @@ from octavo.compat.transformer_engine.pytorch.arguments import (
     initialize,
     normalization_name,
 )
+from octavo.compat.transformer_engine.pytorch.checkpoint_names import linear_rows, mlp_rows, read_names
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
-from octavo.compat.transformer_engine.pytorch.state import linear_rows, mlp_rows, read_names
 from octavo.errors import ConfigError
 
 __all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"]

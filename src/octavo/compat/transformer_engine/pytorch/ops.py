@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.compat.transformer_engine.common.refused import refused
+from octavo.compat.transformer_engine.common.placeholder import refused
 from octavo.compat.transformer_engine.pytorch import linear as modules
 from octavo.compat.transformer_engine.pytorch.arguments import check_others
-from octavo.compat.transformer_engine.pytorch.state import ParameterRow, read_names
+from octavo.compat.transformer_engine.pytorch.checkpoint_names import ParameterRow, read_names
 
 __all__ = ["BasicLinear", "Bias", "Identity", "Linear", "Sequential"]
 

@@ -23,8 +23,8 @@ from octavo.compat.transformer_engine.pytorch.attention import (
     rotations_of,
     rows_of,
 )
+from octavo.compat.transformer_engine.pytorch.checkpoint_names import mlp_rows, read_names
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
-from octavo.compat.transformer_engine.pytorch.state import mlp_rows, read_names
 from octavo.errors import ConfigError
 
 __all__ = ["TransformerLayer"]

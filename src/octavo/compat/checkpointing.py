@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import CheckpointError
+from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.recipes import Recipe
-from octavo.state import load_scaling_state, scaling_state
 
 __all__ = ["ScalingState"]
 

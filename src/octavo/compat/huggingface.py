@@ -13,9 +13,9 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.parsing import parse_tensors
 from octavo.recipes import Recipe
-from octavo.state import load_scaling_state, scaling_state
 
 __all__ = ["ScalingStateCallback"]
 

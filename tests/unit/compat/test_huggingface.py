@@ -8,7 +8,7 @@ import octavo
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
-from octavo.integrations.huggingface import ScalingStateCallback  # noqa: E402 (needs transformers)
+from octavo.compat.huggingface import ScalingStateCallback  # noqa: E402 (needs transformers)
 
 
 class Texts(torch.utils.data.Dataset):

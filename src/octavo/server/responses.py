@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from octavo.errors import ConfigError, ContextLengthError
 from octavo.inference import Event, FinishReason, SamplingParams, Usage
+from octavo.server.error_responses import CONTEXT, Refusal, check_event, refusal_body
 from octavo.server.guard import EXITS
 from octavo.server.operations import EVENTS
-from octavo.server.refusals import CONTEXT, Refusal, check_event, refusal_body
 from octavo.server.service import Service
 
 __all__ = [

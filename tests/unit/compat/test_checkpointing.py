@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import octavo
+from octavo.compat import ScalingState
 from octavo.errors import CheckpointError
-from octavo.integrations import ScalingState
 
 BATCHES = [torch.randn(5, 8, generator=torch.Generator().manual_seed(seed)) * 1.5**seed for seed in range(8)]
 FIRST, SECOND = BATCHES[:5], BATCHES[5:]
@@ -129,7 +129,7 @@ def test_a_checkpoint_without_it_is_told_of_once():
         optimizer.state_dict()
         _train(model, optimizer, FIRST[:1])
     optimizer.state_dict()
-    with pytest.warns(UserWarning, match=r"saved without the scaling state.*octavo.integrations") as told:
+    with pytest.warns(UserWarning, match=r"saved without the scaling state.*octavo.compat") as told:
         _train(model, optimizer, FIRST[:2])
     assert len(told) == 1
     optimizer.state_dict()

@@ -5,7 +5,7 @@ They can be imported from the package and raise an error when called.
 
 from typing import Any
 
-from octavo.compat.transformer_engine.common.refused import refused
+from octavo.compat.transformer_engine.common.placeholder import refused
 
 __all__ = ["NOT_SERVED", "__getattr__"]
 

@@ -13,7 +13,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.functional import cast_operand
 from octavo.numerics import QuantizedTensor
 from octavo.quantization import compensate_rounding, prepare_qat
-from octavo.quantization.calibration.compensation import DAMPING, rounded_by_data
+from octavo.quantization.calibration.compensated_rounding import DAMPING, rounded_by_data
 from octavo.recipes import CastSpec
 from tests.unit.quantization.tiny_model import tiny_language_model, windows
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from octavo.cli.runs import own_source, text_to_train_on
+from octavo.cli.training_text import own_source, text_to_train_on
 from octavo.errors import ConfigError
 from octavo.text.corpus import Split, library_documents, split_of, topic_documents
 from octavo.text.sources import LIBRARY_SOURCES

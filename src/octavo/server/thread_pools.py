@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from octavo.server.refusals import Refusal
+from octavo.server.error_responses import Refusal
 
 __all__ = ["Lane", "Lanes"]
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 from octavo.errors import ConfigError
-from octavo.quantization.comparison.integers import K_CHUNK, ExactIntegerProducts, quantize_to_int8
+from octavo.quantization.comparison.int8_baseline import K_CHUNK, ExactIntegerProducts, quantize_to_int8
 
 LARGEST = 2 * K_CHUNK + 3
 

@@ -8,8 +8,8 @@ import importlib.util
 import warnings
 from typing import Any
 
+from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.recipes import Recipe
-from octavo.state import load_scaling_state, scaling_state
 
 __all__ = ["ScalingStateCallback"]
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
-from octavo.server import ChatTemplate, Limits, Service, create_app, lanes
-from octavo.server.refusals import Refusal
+from octavo.server import ChatTemplate, Limits, Service, create_app, thread_pools
+from octavo.server.error_responses import Refusal
 from tests.unit.server.conftest import PLACE
 from tests.unit.server.test_guard import BODY, Peer, scope, sent
 
@@ -73,7 +73,7 @@ def test_who_hangs_up_keeps_the_place_until_tokenising_ends(new_service, encodin
 
 
 def test_short_prompts_do_not_wait_for_long_ones(new_service, encoding, monkeypatch):
-    monkeypatch.setattr(lanes, "SHORT", 100)
+    monkeypatch.setattr(thread_pools, "SHORT", 100)
     begun, go = encoding
     app = create_app(new_service())
     long, short = [Peer(sent(prompt=LONG)) for _ in range(4)], Peer(sent())
@@ -92,8 +92,8 @@ def test_short_prompts_do_not_wait_for_long_ones(new_service, encoding, monkeypa
 
 @pytest.mark.parametrize(("setting", "status"), [(("WAITING", 400), 429), (("WAIT_S", 0.05), 503)])
 def test_what_waits_is_bounded(new_service, encoding, monkeypatch, setting, status):
-    monkeypatch.setattr(lanes, *setting)
-    monkeypatch.setattr(lanes, "SHORT", 100)
+    monkeypatch.setattr(thread_pools, *setting)
+    monkeypatch.setattr(thread_pools, "SHORT", 100)
     _, go = encoding
     app = create_app(new_service())
     first, second = Peer(sent(prompt=LONG)), Peer(sent(prompt=LONG))
@@ -113,7 +113,7 @@ def test_what_waits_is_bounded(new_service, encoding, monkeypatch, setting, stat
 def test_health_says_that_tokenising_is_stuck(new_service, encoding, monkeypatch):
     begun, go = encoding
     service, asker = new_service(), Peer(sent(prompt=LONG))
-    monkeypatch.setattr(lanes, "STUCK_S", 0.0)
+    monkeypatch.setattr(thread_pools, "STUCK_S", 0.0)
 
     async def ask():
         task = asyncio.create_task(create_app(service)(scope(), asker.receive, asker.send))
@@ -149,4 +149,4 @@ def test_an_error_of_the_work_is_the_request_s():
         raise Refusal(400, "no")
 
     with pytest.raises(Refusal, match="no"):
-        asyncio.run(lanes.Lane("work", 1).run(fail, size=1))
+        asyncio.run(thread_pools.Lane("work", 1).run(fail, size=1))

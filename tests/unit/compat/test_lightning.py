@@ -17,7 +17,7 @@ if NAME is None:
     pytest.skip("Lightning is not installed", allow_module_level=True)
 lightning: Any = importlib.import_module(NAME)
 
-from octavo.integrations.lightning import ScalingStateCallback  # noqa: E402 (needs Lightning)
+from octavo.compat.lightning import ScalingStateCallback  # noqa: E402 (needs Lightning)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, of loaders, loggers and its dependencies
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.quantization.calibration.magnitudes import BINS, MagnitudeCounts, values_of_bins
+from octavo.quantization.calibration.magnitude_histogram import BINS, MagnitudeCounts, values_of_bins
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
-from octavo.quantization.sensitivity import screen
+from octavo.quantization.sensitivity import fisher_estimate
 from octavo.quantization.sensitivity.ablation import floor_of, measure
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
-from octavo.quantization.sensitivity.screen import estimate
+from octavo.quantization.sensitivity.fisher_estimate import estimate
 from octavo.quantization.sensitivity.units import applied, units_of
 from tests.unit.quantization.sensitivity.small_models import LENGTH, WORDS, small_llama, windows_of
 
@@ -110,7 +110,7 @@ def test_the_estimate_says_what_the_truth_says():
 
 
 def test_from_one_nat_on_it_grows_linearly():
-    half_square = screen._half_square(torch.tensor([-0.5, 1.0, 15.0, -3.0]))
+    half_square = fisher_estimate._half_square(torch.tensor([-0.5, 1.0, 15.0, -3.0]))
     assert half_square.tolist() == [0.125, 0.5, 14.5, 2.5]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.inference import PagedKVCache
-from octavo.quantization.comparison.cache_formats import as_cached, cached, key_means, vector_bytes
+from octavo.quantization.comparison.kv_cache_round_trip import as_cached, cached, key_means, vector_bytes
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, SHAPE, language_model, windows
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from octavo.cli.targets import check_target
+from octavo.cli.output_files import check_target
 from octavo.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import octavo
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import CheckpointError, ConfigError
+from octavo.nn.scaling_state import discard_step, rescale_gradient_history
 from octavo.scaling import EMPTY, ROLES
-from octavo.state import discard_step, rescale_gradient_history
 from tests.recorded_state import end_step, recorded_state
 
 
