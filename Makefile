@@ -1,8 +1,9 @@
-# octavo's four chores. `make demo` and `make test` are the ones to know; both make .venv first if it is missing.
+# octavo's five chores. `make demo` and `make test` are the ones to know; both make .venv first if it is missing.
 #
 #   make venv    .venv with the versions of requirements.lock, and octavo itself from this checkout
 #   make demo    train a small language model in FP32, BF16 and FP8 and compare the three
 #   make test    format, lint, types, tests: stops at the first that fails
+#   make docs    the documentation as a site in build/site; a broken link is an error
 #   make fmt     let ruff format the code and mend what it can
 #   make clean   remove .venv, caches and build leftovers (runs/ stays)
 #
@@ -12,7 +13,7 @@ PYTHON ?= python3
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test fmt clean
+.PHONY: venv demo test docs fmt clean
 
 venv: $(STAMP)
 
@@ -26,6 +27,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@scripts/check.sh
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+	@echo "docs: build/site/index.html"
 
 fmt: $(STAMP)
 	@.venv/bin/ruff check --fix-only --quiet .

@@ -23,7 +23,9 @@ __all__ = [
 ]
 
 ROLES = ("input", "weight", "grad_output")
-INPUT, WEIGHT, GRAD_OUTPUT = range(3)
+INPUT = 0
+WEIGHT = 1
+GRAD_OUTPUT = 2
 Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
 Operands = tuple[Operand, Operand]  # left and right, as a GEMM multiplies them
 

@@ -1,0 +1,151 @@
+"""Check HTML pages in Chromium: width, contrast, console, first paint and size, on a desk and a phone, light and dark.
+
+    python scripts/check_pages.py build/site [runs/demo/report.html …] [--only PART]
+
+Pages of a folder are served over HTTP on this machine, as the search of the site needs. Prints a row for each page with
+the worst value of its four views, and exits with 1 if one misses a limit:
+
+| check        | limit                                                                  |
+| ------------ | ---------------------------------------------------------------------- |
+| overflow     | no page is wider than its window                                       |
+| contrast     | axe-core's rule "color-contrast": 4.5 for text, 3 for large text        |
+| console      | no message                                                             |
+| first paint  | under 1 s                                                              |
+| size         | under 1.5 MB, with what the page loads, without what pages share       |
+"""
+
+import argparse
+import functools
+import http.server
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chromium import CHROMIUM, FLAGS
+
+VIEWS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
+LARGEST_MB = 1.5
+LONGEST_PAINT_S = 1.0
+SHARED = ("plotly.min.js", "/assets/", "search_index.json")
+PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 0"
+OVERFLOW = "document.documentElement.scrollWidth - window.innerWidth"
+
+
+@dataclass(slots=True)
+class PageCheck:
+    """Measurements of one page, the worst of its views."""
+
+    name: str
+    overflow_px: int = 0
+    paint_s: float = 0.0
+    size_mb: float = 0.0
+    contrast: list[str] = field(default_factory=list)
+    console: list[str] = field(default_factory=list)
+
+    def faults(self, *, timed: bool = True) -> list[str]:
+        """Return a sentence for each missed limit."""
+        faults = [f"{self.name}: {self.overflow_px} px wider than the window"] * (self.overflow_px > 0)
+        faults += [f"{self.name}: paints after {self.paint_s:.2f} s"] * (timed and self.paint_s > LONGEST_PAINT_S)
+        faults += [f"{self.name}: {self.size_mb:.2f} MB"] * (self.size_mb > LARGEST_MB)
+        faults += [f"{self.name}: contrast: {text}" for text in self.contrast]
+        return faults + [f"{self.name}: console: {text}" for text in self.console]
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Address of an HTTP server over ``folder``, for the duration of the block."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def check_page(browser: Any, url: str, name: str, views: Sequence[tuple[int, str]] = tuple(VIEWS)) -> PageCheck:
+    """Open a page in each view and measure it."""
+    check = PageCheck(name)
+    for width, scheme in views:
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda message: check.console.append(message.text[:160]))
+        page.on("pageerror", lambda error: check.console.append(str(error)[:160]))
+        requests: list[Any] = []
+        page.on("requestfinished", requests.append)
+        page.goto(url)
+        page.wait_for_load_state("networkidle")
+        check.overflow_px = max(check.overflow_px, page.evaluate(OVERFLOW))
+        check.paint_s = max(check.paint_s, page.evaluate(PAINT) / 1000)
+        check.size_mb = max(check.size_mb, sum(map(_own_bytes, requests)) / 1e6)
+        check.contrast += [f"{scheme}: {text}" for text in _contrast(page)]
+        page.close()
+    return check
+
+
+def _own_bytes(request: Any) -> int:
+    """Bytes of a response, 0 for files that pages share."""
+    return 0 if any(part in request.url for part in SHARED) else int(request.sizes()["responseBodySize"])
+
+
+def _contrast(page: Any) -> list[str]:
+    """Elements whose text has too little contrast, each with axe-core's sentence."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page, options={"runOnly": ["color-contrast"]}).response["violations"]
+    return [
+        f"{node['target'][0][-60:]} {node['any'][0]['message'][37:140]}" for rule in found for node in rule["nodes"]
+    ]
+
+
+def pages_of(path: Path) -> tuple[Path, list[str]]:
+    """Folder to serve and the pages in it, relative, for a folder or one file."""
+    if path.is_dir():
+        return path, sorted(str(page.relative_to(path)) for page in path.rglob("*.html") if page.name != "404.html")
+    return path.parent, [path.name]
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Chromium, driven by Playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def main() -> None:
+    """Check the pages that the command line names and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path, help="folders of pages, or pages")
+    parser.add_argument("--only", default="", help="check pages whose name contains this")
+    arguments = parser.parse_args()
+    faults: list[str] = []
+    print(f"{'page':60} {'overflow':>8} {'contrast':>8} {'console':>8} {'paint, s':>8} {'size, MB':>8}")
+    with chromium() as browser:
+        for path in arguments.paths:
+            folder, names = pages_of(path)
+            with served(folder) as address:
+                for name in (name for name in names if arguments.only in name):
+                    page = check_page(browser, f"{address}/{name}", name)
+                    counts = f"{page.overflow_px:8} {len(page.contrast):8} {len(page.console):8}"
+                    print(f"{name[:60]:60} {counts} {page.paint_s:8.2f} {page.size_mb:8.2f}", flush=True)
+                    faults += page.faults()
+    print(*faults, sep="\n")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
