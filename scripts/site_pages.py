@@ -51,7 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Point links to result files at the site's pages of them, and turn links to other files outside docs/ into text."""
+    """Point links to result files at the site's pages of them, and links to other files outside docs/ to their text."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def link(match: re.Match[str]) -> str:

@@ -11,7 +11,8 @@ from octavo.cli.app import app
 from tests.policy.source_tree import ROOT
 
 README = ROOT / "README.md"
-PAGES = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").glob("**/*.md")])
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
@@ -39,27 +40,27 @@ def makefile_targets():
     return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def file_map(readme):
-    """Paths in README's drawn tree: the block that starts with ``src/octavo/``, indented by two spaces a level."""
-    blocks = [block for _, block in fences(readme, "", "text") if block.lstrip().startswith("src/octavo/")]
-    assert len(blocks) == 1, "README has no file map: a block whose first line is src/octavo/"
+def file_map(page):
+    """Paths in the drawn tree: the block that starts with ``src/octavo/``, indented by two spaces a level."""
+    blocks = [block for _, block in fences(page, "", "text") if block.lstrip().startswith("src/octavo/")]
+    assert len(blocks) == 1, "no file map: a block whose first line is src/octavo/"
     folders: list[str] = []
     paths: list[str] = []
     for line in filter(str.strip, blocks[0].splitlines()):
         depth = (len(line) - len(line.lstrip())) // 2
         names = DRAWN.findall(line)[0].split()
-        assert names, f"README's file map: no path at the start of {line!r}"
+        assert names, f"file map: no path at the start of {line!r}"
         paths += ["".join(folders[:depth]) + name for name in names]
         folders[depth:] = names[-1:] if names[-1].endswith("/") else []
     return paths
 
 
-def test_readme_file_map_exists():
-    paths = file_map(README.read_text())
+def test_file_map_exists():
+    paths = file_map(ARCHITECTURE.read_text())
     assert not [path for path in paths if not (ROOT / path).exists()]
     rows = {p.name for p in (ROOT / "src/octavo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     drawn = {path.removeprefix("src/octavo/").rstrip("/") for path in paths if path.startswith("src/octavo/")}
-    assert not rows - drawn - {"__main__.py"}, "in src/octavo but not in README's file map"
+    assert not rows - drawn - {"__main__.py"}, "in src/octavo but not in ARCHITECTURE.md's file map"
 
 
 @pytest.mark.parametrize("name", BY_NAME)
