@@ -31,7 +31,7 @@ from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, 
 from octavo.parsing import parse_json, read_tensors
 from octavo.quantization import Mix, load_calibration, load_mix, load_qat, run_qat, save_mix, save_qat
 from octavo.recipes import from_toml, to_toml
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from octavo.server.fields import FieldError, JsonObject
 from octavo.server.tensors import INFER, unpack
 from octavo.text.sources import load_documents
@@ -185,7 +185,7 @@ def _refusals() -> Iterator[None]:
     """Let the server's two ways to refuse a request leave as octavo's own."""
     try:
         yield
-    except (Refusal, FieldError) as error:
+    except (ResponseError, FieldError) as error:
         raise DataError(str(error)) from error
 
 

@@ -20,7 +20,7 @@ from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, Section, result_name, write_result
 from octavo.bench.serving import Target, Workload, measured
 from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
-from octavo.cli.console import stderr, stdout
+from octavo.cli.console import print_lines, stdout
 from octavo.cli.options import read_api_key
 from octavo.cli.progress import Display, open_display
 from octavo.errors import ConfigError
@@ -198,4 +198,4 @@ def _show(report: Report, *, as_json: bool) -> None:
 def _write(report: Report, folder: Path) -> None:
     texts = {".json": report.to_json(), ".md": markdown(report), ".html": benchmark_page(report)}
     path = write_result(folder, result_name(THEME, report.facts["device"], report.measured), texts)
-    stderr().print(f"written: {path}{', '.join(texts)}", markup=False, soft_wrap=True)
+    print_lines(f"written: {path}{', '.join(texts)}", to_stderr=True)

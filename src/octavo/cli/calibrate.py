@@ -9,7 +9,7 @@ import typer
 from torch import Tensor
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.training_text import text_to_train_on
 from octavo.errors import ConfigError
@@ -186,10 +186,12 @@ def _print(calibration: Calibration, check_coverage: Sequence[LayerCoverage] | N
     shown = "" if len(rows) <= ROWS else f", the {ROWS} of lowest SQNR among {len(rows)} inputs"
     columns = ["input of", "amax", "scale", "SQNR dB", "to zero", "clipped", "amax/rms", "moved", "weight dB"]
     print_table(f"Inputs and their scales{shown}", columns, rows[:ROWS])
-    lines = [_clipping_note(calibration), *(f"warning: {sentence}" for sentence in calibration.warnings())]
-    lines += _coverage_lines(check_coverage)
-    lines.append(f"{out}: scales of {len(calibration.input_scales)} layers; read it with octavo.load_calibration")
-    stdout().print("\n".join(filter(None, lines)), markup=False, soft_wrap=True)
+    print_lines(
+        *_clipping_notes(calibration),
+        *(f"warning: {sentence}" for sentence in calibration.warnings()),
+        *_coverage_lines(check_coverage),
+        f"{out}: scales of {len(calibration.input_scales)} layers; read it with octavo.load_calibration",
+    )
 
 
 def _rows(calibration: Calibration) -> list[list[str]]:
@@ -215,15 +217,14 @@ def _cells(layer: LayerHealth, others: int) -> list[str]:
     ]
 
 
-def _clipping_note(calibration: Calibration) -> str:
-    """Sentence about the elements that the method clips; empty if there are none."""
+def _clipping_notes(calibration: Calibration) -> Iterator[str]:
+    """Sentence about the elements that the method clips, if there are any."""
     worst = max(calibration.health, key=lambda each: each.clipped_fraction or 0.0)
-    if not worst.clipped_fraction:
-        return ""
-    return (
-        f"{calibration.rule.method} clips up to {_percent(worst.clipped_fraction)} of an input's elements, with "
-        f"{_percent(worst.clipped_energy)} of its energy ({worst.path})"
-    )
+    if worst.clipped_fraction:
+        yield (
+            f"{calibration.rule.method} clips up to {_percent(worst.clipped_fraction)} of an input's elements, with "
+            f"{_percent(worst.clipped_energy)} of its energy ({worst.path})"
+        )
 
 
 def _coverage_lines(check_coverage: Sequence[LayerCoverage] | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ import typer
 
 from octavo.cli import options
 from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, EvaluationRequest, compare_formats, evaluate_model
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.contamination import readers_of, shares_read, warnings_of
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
@@ -134,5 +134,4 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
         (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
     ]
     print_table("Evaluation", ["", ""], rows)
-    for warning in warnings_of(shares, data_source, data_split):
-        stdout().print(warning, markup=False, soft_wrap=True)
+    print_lines(*warnings_of(shares, data_source, data_split))

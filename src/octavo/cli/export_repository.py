@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.export_checkpoint import size_of, verdict
 from octavo.cli.export_graph import graph_options, load_graph_source
 from octavo.cli.export_job import Job
@@ -66,9 +66,8 @@ def _print(repository: "Repository") -> None:
         ("onnx", f"onnxruntime: {layers}", number(graph.file_bytes)),
     ]
     print_table(str(repository.folder), ["models", "runs", "bytes"], rows, left=2)
-    lines = [
+    print_lines(
         f"the checkpoint: {verdict(engine)}",
         f"for servers with other backends: {', '.join(repository.others)}; see README.md there",
         f"octavo triton setup, then: octavo serve {repository.folder} --engine triton",
-    ]
-    stdout().print("\n".join(lines), markup=False, soft_wrap=True)
+    )

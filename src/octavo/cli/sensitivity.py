@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import print_json, print_table, stdout
+from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
@@ -188,7 +188,7 @@ def _show(found: Sensitivity, kept: dict[str, Any], folder: Path | None, *, as_j
         return
     _print(found)
     if folder is not None:
-        stdout().print(f"\nIn {folder}: {', '.join(_files(found))}", markup=False, soft_wrap=True)
+        print_lines(f"\nIn {folder}: {', '.join(_files(found))}")
 
 
 def _print(found: Sensitivity) -> None:
@@ -201,8 +201,7 @@ def _print(found: Sensitivity) -> None:
     mixes = [] if found.best is None else [found.best]
     head = ["mix", "bytes / BF16", "FP8 products", "perplexity", "nats", "KL"]
     print_table("Verified on other text", head, [_mix(one) for one in (*mixes, *found.front, *found.presets)])
-    for sentence in (f"{headline(found)}.", *notes(found)):
-        stdout().print(sentence, markup=False, soft_wrap=True)
+    print_lines(*(f"{headline(found)}.", *notes(found)))
 
 
 def _layer(found: Sensitivity, unit: Unit) -> list[str]:

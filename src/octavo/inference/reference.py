@@ -40,7 +40,8 @@ class ReferenceDecoder:
 
     def __init__(self, config: LlamaConfig, decoder: DecoderTensors, embed: Callable[[Tensor], Tensor]) -> None:
         self._decoder = decoder
-        self._model = _model_without_weights(config)
+        with torch.device("meta"):
+            self._model: Any = Llama(config)
         body, saturation = self._model.model, decoder.saturation
         body.embed_tokens, self._model.lm_head = _Embedding(embed), _Linear(decoder.head, saturation)
         body.cos, body.sin, body.norm.weight = decoder.cos, decoder.sin, _fixed(decoder.norm)
@@ -70,11 +71,6 @@ class ReferenceDecoder:
         hidden = self._model.model(tokens[None], _PagedAttention(self._decoder, cache, start))[0]
         logits: Tensor = self._model.lm_head(hidden if every else hidden[-1:])
         return logits
-
-
-def _model_without_weights(config: LlamaConfig) -> Any:
-    with torch.device("meta"):
-        return Llama(config)
 
 
 class _PagedAttention:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from octavo.inference import Event
 from octavo.inference.sampling import MOST_LOGPROBS, SampledToken
 from octavo.inference.text_stream import TextStream
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from octavo.server.fields import Boolean, Field, FieldKind, Integer, JsonObject, ListOf, OneOf, String
 from octavo.server.operations import EVENTS, JSON, Operation, body_of
 from octavo.server.responses import AnswerRequest, finish_reason, respond
@@ -53,7 +53,7 @@ class Completions:
         service.check_model(body["model"])
         prompts = _prompts(body[PROMPT])
         if len(prompts) * body["n"] > service.choices:
-            raise Refusal(
+            raise ResponseError(
                 400,
                 f"{len(prompts)} prompts with {body['n']} answers each exceed the limit of {service.choices} answers "
                 "per request; send several requests",
@@ -148,7 +148,7 @@ class CompletionForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(FieldKind):
     """Prompt as token ids, with the length limit and errors of a text prompt."""
 
     service: Service
@@ -159,7 +159,7 @@ class Tokens:
         return ListOf(kind=token, most=self.service.prompt_tokens)
 
     def fit(self, value: Any) -> int:
-        """See :class:`~octavo.server.fields.Kind`."""
+        """See :class:`~octavo.server.fields.FieldKind`."""
         return self._ids.fit(value)
 
     def read(self, value: Any, place: str) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.server import ChatTemplate
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 
 TALK = [
     {"role": "system", "content": "Be brief, <b>Ann</b>."},
@@ -102,7 +102,7 @@ def test_templates_write_what_transformers_writes(template, byte_tokenizer, form
 )
 def test_a_template_that_does_not_end_is_stopped_and_the_next_one_is_written(template, source, says):
     hostile = template("{% if messages[0].content == 'x' %}" + source + "{% else %}fine{% endif %}", seconds=0.3)
-    with pytest.raises(Refusal, match=says) as refused:
+    with pytest.raises(ResponseError, match=says) as refused:
         hostile.render([{"role": "user", "content": "x"}])
     assert refused.value.status == 500
     assert hostile.render(TALK) == "fine"
@@ -129,7 +129,7 @@ def test_a_template_that_is_being_rendered_can_be_closed(template):
     own, refused = template(LONG, seconds=20), []
 
     def render():
-        with pytest.raises(Refusal, match="ended with status -9") as error:
+        with pytest.raises(ResponseError, match="ended with status -9") as error:
             own.render(TALK)
         refused.append(error.value.status)
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from octavo.inference import EngineConfig, ServedModel
 from octavo.server import Limits, Service, create_app
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from tests.unit.server.conftest import PLACE
 
 
@@ -28,7 +28,7 @@ def test_others_go_on_while_a_long_prompt_is_encoded(service, byte_tokenizer):
 
     thread = threading.Thread(target=tick)
     thread.start()
-    with pytest.raises(Refusal, match="the prompt has 3000000 tokens, and at most 320 are accepted"):
+    with pytest.raises(ResponseError, match="the prompt has 3000000 tokens, and at most 320 are accepted"):
         service.encode("x" * 3_000_000, field="prompt")
     over.set()
     thread.join()

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from octavo.server import ChatTemplate, Limits, Service, create_app, thread_pools
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from tests.unit.server.conftest import PLACE
 from tests.unit.server.test_guard import BODY, Peer, scope, sent
 
@@ -146,7 +146,7 @@ def test_a_template_that_does_not_end_ends_its_request_and_others_are_answered(n
 
 def test_an_error_of_the_work_is_the_request_s():
     def fail():
-        raise Refusal(400, "no")
+        raise ResponseError(400, "no")
 
-    with pytest.raises(Refusal, match="no"):
-        asyncio.run(thread_pools.Lane("work", 1).run(fail, size=1))
+    with pytest.raises(ResponseError, match="no"):
+        asyncio.run(thread_pools.BoundedThreadPool("work", 1).run(fail, size=1))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import open_display
 from octavo.experiments import Bisection, origin_of
 from octavo.experiments import bisect as find_layers
@@ -40,7 +40,7 @@ def bisect(
     if bisection.parts:
         columns = ["in BF16", "share of the gap", "nats", "±"]
         print_table("What accounts for the gap to BF16", columns, _rows(bisection))
-    stdout().print("\n".join(_sentences(bisection)), markup=False, soft_wrap=True)
+    print_lines(*_sentences(bisection))
 
 
 def _record(bisection: Bisection) -> dict[str, Any]:

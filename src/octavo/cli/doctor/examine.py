@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, stderr, stdout
+from octavo.cli.console import number, print_json, print_lines
 from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.output_files import check_target
@@ -67,7 +67,7 @@ def examine(
     else:
         print_findings(findings)
         print_remedies(findings)
-        stdout().print("\n".join(_summary(run, reference, findings)), markup=False, soft_wrap=True)
+        print_lines(*_summary(run, reference, findings))
     if page is not None:
         _write_page(run, reference, findings, page)
     if fixed is not None and config is not None:
@@ -148,7 +148,7 @@ def _write_fixed(config: RunConfig, findings: list[Finding], fixed: Path, run_di
         save_config(fixed_config, fixed)
         command = ["octavo", "train", "--config", str(fixed), "--out", str(_free_folder(run_dir))]
         line = f"{fixed} has the remedies; train with: {shlex.join(command)}"
-    stderr().print(line, markup=False, soft_wrap=True)
+    print_lines(line, to_stderr=True)
 
 
 def _free_folder(run_dir: Path) -> Path:
@@ -166,7 +166,7 @@ def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Fi
         histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES), series=run.series),
     )
     write_atomically(page, content)
-    stderr().print(f"page: {page}", markup=False, soft_wrap=True)
+    print_lines(f"page: {page}", to_stderr=True)
 
 
 def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import print_json, print_table, stdout
+from octavo.cli.console import print_json, print_lines, print_table
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import Display, open_display, phases
 from octavo.doctor import Finding
@@ -91,7 +91,7 @@ def _print(checks: list[Check], findings: list[Finding]) -> None:
     print_findings(findings)
     print_remedies(findings)
     conclusion = "nothing fails: the run can start" if not exit_code_of(findings) else "not ready: fix what fails first"
-    stdout().print(conclusion, markup=False, soft_wrap=True)
+    print_lines(conclusion)
 
 
 def _verdict(check: Check) -> str:
