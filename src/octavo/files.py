@@ -216,8 +216,8 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
         if error.errno not in TAKEN:
             raise
         raise ConfigError(
-            f"{str(folder)!r} is taken: something was put there before this was whole, and is left as it is; name "
-            "a new folder"
+            f"{str(folder)!r} is taken: something else was written there in the meantime and is unchanged; name a new "
+            "folder"
         ) from error
     sync(folder.parent)
 

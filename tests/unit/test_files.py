@@ -123,7 +123,7 @@ def test_a_link_stays_one(tmp_path):
 def test_a_folder_of_others_is_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="out' is taken: something was put there before this was whole"):
+    with pytest.raises(ConfigError, match="out' is taken: something else was written there in the meantime"):
         fill(tmp_path / "out", "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
 

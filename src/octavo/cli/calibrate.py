@@ -1,6 +1,6 @@
 """``octavo calibrate``: static FP8 scales for a model, from sample text or from its delayed-scaling run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,11 +84,14 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """Find static FP8 scales for a model's linear layers and write them to a folder."""
-    text_options = {"--data": source, "--split": split, "--samples": samples, "--seed": seed}
+    text_options: dict[str, object] = {"--data": source, "--split": split, "--samples": samples, "--seed": seed}
     _check_method(method, percentile, granularity, weights)
     if from_run is not None:
         text_options |= {"--method": method if method != Method.MAX else None, "--context": None if check else context}
-        _refuse_with_run(text_options | {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None})
+        text_options |= {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None}
+        options.refuse_given(
+            text_options, "--from-run takes amaxes from the run and cannot be combined with {}; leave one of them out"
+        )
     target_device = options.device_of(device)
     check_own_folder(out)
     if hub:
@@ -126,14 +129,6 @@ def _check_method(method: str, percentile: float | None, granularity: str, weigh
     check_choices(method=method, percentile=share, granularity=granularity, weight_method=weights)
     if percentile is not None and method != Method.PERCENTILE:
         raise ConfigError(f"--percentile {percentile} needs --method percentile; add that, or leave --percentile out")
-
-
-def _refuse_with_run(given: Mapping[str, object]) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"--from-run takes amaxes from the run and cannot be combined with {option}; leave one of them out"
-            )
 
 
 def _check_text(source: str, calibrated: TextWindows) -> TextWindows:

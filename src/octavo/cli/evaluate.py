@@ -1,6 +1,5 @@
 """``octavo eval``: a model's loss on text, as trained or in several formats."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -79,22 +78,16 @@ def evaluate(
     if formats is not None:
         compare_formats(request, [name.strip() for name in formats.split(",")], as_json=as_json)
         return
-    _refuse(comparison_options, "needs --compare; add that, or leave it out")
+    options.refuse_given(comparison_options, "{} needs --compare; add that, or leave it out")
     if kind_of(model) is not SourceKind.RUN:
         evaluate_model(request, as_json=as_json)
         return
-    _refuse(
+    options.refuse_given(
         {"--windows": windows, "--context": context},
-        "does not apply to a run evaluated as it was trained; add --compare, or leave it out",
+        "{} does not apply to a run evaluated as it was trained; add --compare, or leave it out",
     )
     run = load_run(model, device=None if device is None else place)
     _evaluate_run(run, Path(model), source, split, as_json=as_json)
-
-
-def _refuse(options_given: Mapping[str, object], reason: str) -> None:
-    for option, value in options_given.items():
-        if value is not None:
-            raise ConfigError(f"{option} {reason}")
 
 
 def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str | None, *, as_json: bool) -> None:

@@ -46,4 +46,4 @@ def test_a_cpu_is_said_to_emulate(monkeypatch):
     """The model's device says it, and not what else the machine has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "no FP8 instructions" in latency.emulation_note(torch.device("cpu"))
-    assert latency.emulation_note(torch.device("cuda")) == "Times are of this GPU."
+    assert latency.emulation_note(torch.device("cuda")) == "These are times of this GPU."

@@ -52,7 +52,8 @@ def examine(
 ) -> None:
     """Read a run's statistics and print what is wrong, worst first, with remedies."""
     if env:
-        _refuse_with_env({"run": run_dir, "--against": against, "--apply": fixed, "--html": page})
+        run_options = {"run": run_dir, "--against": against, "--apply": fixed, "--html": page}
+        options.refuse_given(run_options, "--env cannot be combined with {}; leave one of them out")
         show_environment(as_json=as_json)
         return
     if run_dir is None:
@@ -73,12 +74,6 @@ def examine(
     if fixed is not None and config is not None:
         _write_fixed(config, findings, fixed, run_dir)
     raise typer.Exit(exit_code_of(findings))
-
-
-def _refuse_with_env(options_given: Mapping[str, Path | None]) -> None:
-    for name, value in options_given.items():
-        if value is not None:
-            raise ConfigError(f"--env cannot be combined with {name}; leave one of them out")
 
 
 def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path]) -> None:

@@ -80,8 +80,8 @@ def test_kserve_s_events():
     [
         ("no such model", 404, "answered 404: no such model"),
         (stream(), 200, "answered without a token"),
-        ("data: <html>\n\n", 200, "no JSON object: '<html>'"),
-        ("data: [1]\n\n", 200, "no JSON object"),
+        ("data: <html>\n\n", 200, "not a JSON object: '<html>'"),
+        ("data: [1]\n\n", 200, "not a JSON object"),
         (stream({"error": {"message": "it broke"}}), 200, "ended with an error: .*it broke"),
     ],
 )
