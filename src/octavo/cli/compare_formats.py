@@ -36,7 +36,7 @@ from octavo.text.sources import TOPICS
 from octavo.training.config import Device
 from octavo.training.memory import extra_memory_bytes
 
-__all__ = ["EvaluationRequest", "compare_formats", "evaluate_model"]
+__all__ = ["EvaluationRequest", "compare_formats", "evaluate_model", "print_evaluation"]
 
 WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 4, 128
 
@@ -86,11 +86,18 @@ def evaluate_model(request: EvaluationRequest, *, as_json: bool) -> None:
         "nats": entry.scores.nats,
         "perplexity": entry.scores.perplexity,
     }
+    print_evaluation(record, as_json=as_json)
+
+
+def print_evaluation(record: dict[str, Any], *, as_json: bool) -> None:
+    """Print the record of one evaluation, with warnings about text that was read before."""
     if as_json:
         print_json(record)
         return
     shares = record.pop("read_before", {})
-    rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in record.items()]
+    rows = [
+        (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
+    ]
     print_table("Evaluation", ["", ""], rows)
     print_lines(*warnings_of(shares, record["data"], record["split"]))
 

@@ -1,14 +1,21 @@
 """``octavo eval``: a model's loss on text, as trained or in several formats."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from octavo.cli import options
-from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, EvaluationRequest, compare_formats, evaluate_model
-from octavo.cli.console import number, print_json, print_lines, print_table
-from octavo.cli.contamination import readers_of, shares_read, warnings_of
+from octavo.cli.compare_formats import (
+    LENGTH,
+    SAMPLES,
+    WINDOWS,
+    EvaluationRequest,
+    compare_formats,
+    evaluate_model,
+    print_evaluation,
+)
+from octavo.cli.contamination import readers_of, shares_read
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
@@ -109,7 +116,7 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
                 surroundings=run.surroundings,
             )
     data_source, data_split = data.manifest["source"], data.manifest["split"]
-    record = {
+    record: dict[str, Any] = {
         "run": str(run_dir),
         "recipe": run.config.training.recipe,
         "step": run.step,
@@ -119,12 +126,5 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
         "nats": evaluation.nats,
         "perplexity": evaluation.perplexity,
     }
-    shares = shares_read(readers_of(run_dir), data_source, data_split)
-    if as_json:
-        print_json(record | {"read_before": shares})
-        return
-    rows = [
-        (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
-    ]
-    print_table("Evaluation", ["", ""], rows)
-    print_lines(*warnings_of(shares, data_source, data_split))
+    record["read_before"] = shares_read(readers_of(run_dir), data_source, data_split)
+    print_evaluation(record, as_json=as_json)

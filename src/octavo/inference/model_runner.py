@@ -20,7 +20,6 @@ from octavo.inference.native_decoder import (
     MAX_HEAD_DIM,
     CacheTensors,
     DecoderLayerTensors,
-    DecoderShape,
     DecoderTensors,
     NativeDecoder,
 )
@@ -317,18 +316,11 @@ def _key_means(config: LlamaConfig, means: Mapping[int, Tensor] | None) -> list[
 
 
 def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> DecoderTensors:
-    config, body = model.config, model.model
-    shape = DecoderShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        norm_eps=config.rms_norm_eps,
-    )
+    body = model.model
     layers = [_layer(layer, recipe, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
     head = decoder_weight(recipe, model.lm_head, is_head=True)
-    return DecoderTensors(shape, layers, _copied(body.cos), _copied(body.sin), _copied(body.norm.weight), head)
+    angles_and_norm = map(_copied, (body.cos, body.sin, body.norm.weight))
+    return DecoderTensors(model.config, layers, *angles_and_norm, head)
 
 
 def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> DecoderLayerTensors:

@@ -84,7 +84,7 @@ class _PagedAttention:
         position = torch.arange(self.length, end, device=queries.device)
         self._cache.store(layer, position, keys[0] - self._decoder.layers[layer].key_mean, values[0])
         stored = self._cache.read(layer, end)
-        return attend(queries[0], *stored, position, self._decoder.shape.attention_scale)[None]
+        return attend(queries[0], *stored, position, self._decoder.attention_scale)[None]
 
 
 class _Embedding(nn.Module):

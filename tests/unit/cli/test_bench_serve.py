@@ -38,7 +38,7 @@ def sections(raw):
     return {section["title"]: section for section in raw["parts"][0]["sections"]}
 
 
-def test_recipes_side_by_side(octavo, folder, tmp_path):
+def test_recipes_are_compared(octavo, folder, tmp_path):
     pytest.importorskip("plotly", reason="plotly is not installed")
     out = tmp_path / "results"
     done = octavo("bench", "serve", folder, "--batch", "1,2", "--json", "--out", out, *SMALL)
@@ -104,7 +104,7 @@ def test_a_server_over_http(octavo, folder):
         (["--url", "http://x", "--url", "http://x"], "repeats one"),
         (["--url", "http://x", "--name", "a", "--name", "b"], "--name is given 2 times for 1 --url"),
         (["--url", "http://127.0.0.1:9"], "did not answer"),
-        (["--url", "http://[::1"], "'http://[::1' is no address of a server"),
+        (["--url", "http://[::1"], "'http://[::1' is not the address of a server"),
         (
             ["--url", "http://127.0.0.1:9", "--api-key-file", __file__],
             "holds no key; write the key into it as one line of ASCII",

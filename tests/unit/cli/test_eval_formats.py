@@ -30,7 +30,7 @@ def gguf(tmp_path_factory):
     return small_gguf.write(tmp_path_factory.mktemp("model") / "model.gguf")
 
 
-def test_the_loss_of_a_file(octavo, gguf):
+def test_loss_of_a_gguf_file(octavo, gguf):
     """Of the topics, in FP32, from torch alone."""
     record = json.loads(octavo("eval", gguf, *FEW, "--json").stdout)
     model = load_language_model(gguf)
@@ -232,7 +232,7 @@ def tuned_run(tmp_path_factory, finished_run, text):
     return folder
 
 
-def test_a_tuned_folder_is_a_model_and_a_contestant(octavo, finished_run, tuned_run):
+def test_tuned_folder_is_a_model_and_a_format(octavo, finished_run, tuned_run):
     """It holds a metrics.jsonl, as a run's folder does."""
     for arguments in ((), ("--compare", "fp8-dynamic")):
         result = octavo("eval", tuned_run, *arguments, *FEW, "--json")
@@ -288,7 +288,7 @@ def test_options_that_a_run_as_it_was_trained_does_not_take(octavo, finished_run
         assert "add --compare" in result.stderr
 
 
-def test_progress_and_results_do_not_mix(octavo, gguf):
+def test_progress_goes_to_stderr_only(octavo, gguf):
     result = octavo("eval", gguf, "--compare", "bf16", *FEW, "--json")
     assert "evaluate" in result.stderr
     assert json.loads(result.stdout)["reference"] == "bf16"

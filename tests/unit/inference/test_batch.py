@@ -29,7 +29,7 @@ def model():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_is_what_every_sequence_gives_alone(model, level):
+def test_step_matches_each_sequence_alone(model, level):
     runner, prompts = ModelRunner(model, level=level), ([1, 2, 3], [4], list(range(40)))
     batch, alone = runner.new_batch(3, fmt=FP32), [runner.new_cache(fmt=FP32) for _ in prompts]
     for prompt, sequence, cache in zip(prompts, batch.sequences, alone, strict=True):
@@ -57,7 +57,7 @@ def test_a_batch_has_the_bytes_of_its_caches():
         KVCacheBatch(2, 3, 16, sequences=0, max_positions=130)
 
 
-def test_what_does_not_fit_is_refused_and_the_batch_stays(model):
+def test_bad_input_raises_and_keeps_the_batch(model):
     runner = ModelRunner(model)
     batch = runner.new_batch(2, max_positions=64)
     runner(torch.arange(50), batch.sequences[0])

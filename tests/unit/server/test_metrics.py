@@ -21,7 +21,7 @@ def samples(client):
     return {(own.name, *sorted(own.labels.items())): own.value for family in families for own in family.samples}
 
 
-def test_counters_are_the_engine_s_and_count_once(client, service):
+def test_metrics_match_engine_counters(client, service):
     before = samples(client)
     assert before[("octavo_requests_submitted_total",)] == 0
     body = {"model": "tiny", "prompt": "x" * 70, "max_tokens": 5, "n": 2, "seed": 1}
@@ -47,7 +47,7 @@ def test_counters_are_the_engine_s_and_count_once(client, service):
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-static"])
-def test_what_static_scales_clip_is_counted(byte_tokenizer, recipe):
+def test_saturated_elements_are_counted(byte_tokenizer, recipe):
     """A model calibrated on one token clips others; 4 inputs of a layer are cast, for every token once."""
     config = LlamaConfig(
         vocab_size=256,

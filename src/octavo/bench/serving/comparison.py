@@ -25,7 +25,7 @@ from octavo.errors import ConfigError
 from octavo.inference import ServingRecipe
 from octavo.nn.arguments import check_whole
 
-__all__ = ["Run", "Target", "Workload", "load_name", "measured"]
+__all__ = ["LoadMeasurement", "Target", "Workload", "load_name", "measured"]
 
 BF16 = ServingRecipe.BF16
 PREFILL, DECODE, OPEN = "prefill", "decode", "open loop"
@@ -127,7 +127,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadMeasurement:
     """One load on one target, in all rounds.
 
     Attributes:
@@ -162,7 +162,7 @@ class Run:
         return [float(value) for value in np.percentile(latencies, PERCENTILES)] if latencies else []
 
 
-Runs = Mapping[str, Run]  # by target
+Runs = Mapping[str, LoadMeasurement]  # by target
 
 
 async def measured(
@@ -179,7 +179,7 @@ async def measured(
         advance: called before each run with (runs done, what runs); there are ``work.runs(len(targets))``.
     """
     loads = [*work.closed_loads, OPEN]
-    runs_by_load = {load: {name: Run() for name in targets} for load in loads}
+    runs_by_load = {load: {name: LoadMeasurement() for name in targets} for load in loads}
     done, rate = 0, work.rate
     for turn in range(work.rounds + 1):  # the first warms up
         for load in loads:

@@ -68,7 +68,7 @@ async def connected(url: str, *, key: str | None, timeout_s: float) -> "AsyncIte
     try:
         new_client = httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout_s)
     except httpx2.InvalidURL as error:
-        raise ConfigError(f"--url {url!r} is no address of a server ({error}); write http://HOST:PORT") from error
+        raise ConfigError(f"--url {url!r} is not the address of a server ({error}); write http://HOST:PORT") from error
     async with new_client as client:
         yield client
 
