@@ -319,8 +319,8 @@ def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> De
     body = model.model
     layers = [_layer(layer, recipe, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
     head = decoder_weight(recipe, model.lm_head, is_head=True)
-    angles_and_norm = map(_copied, (body.cos, body.sin, body.norm.weight))
-    return DecoderTensors(model.config, layers, *angles_and_norm, head)
+    cos, sin, norm = map(_copied, (body.cos, body.sin, body.norm.weight))
+    return DecoderTensors(model.config, layers, cos, sin, norm, head)
 
 
 def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> DecoderLayerTensors:

@@ -10,7 +10,7 @@ Subtracting a vector m from all keys of a head, such as their mean, changes only
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ class ReferenceDecoder:
     def __init__(self, config: LlamaConfig, decoder: DecoderTensors, embed: Callable[[Tensor], Tensor]) -> None:
         self._decoder = decoder
         with torch.device("meta"):
-            self._model: Any = Llama(config)
+            self._model = cast("Any", Llama(config))  # whose layers are replaced by modules of other classes
         body, saturation = self._model.model, decoder.saturation
         body.embed_tokens, self._model.lm_head = _Embedding(embed), _Linear(decoder.head, saturation)
         body.cos, body.sin, body.norm.weight = decoder.cos, decoder.sin, _fixed(decoder.norm)

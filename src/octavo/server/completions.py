@@ -115,18 +115,14 @@ class CompletionForm:
             return None
         tokens = [SampledToken(request.prompt_ids[0]), *event.prompt] if echoed else []
         tokens += [] if event.token is None else [SampledToken(event.token, event.logprob, event.top)]
-        texts = [self._service.text_of(each.token) for each in tokens]
-        offsets = [self._offset(index, each.token) for each in tokens]
-        return (
-            {
-                "tokens": texts,
-                "token_logprobs": [each.logprob for each in tokens],
-                "top_logprobs": [self._likeliest(each) for each in tokens],
-                "text_offset": offsets,
-            }
-            if tokens
-            else None
-        )
+        if not tokens:
+            return None
+        return {
+            "tokens": [self._service.text_of(each.token) for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [self._likeliest(each) for each in tokens],
+            "text_offset": [self._offset(index, each.token) for each in tokens],
+        }
 
     def _offset(self, index: int, token: int) -> int:
         """Offset of a token's text in the answer; all tokens of one character have the character's offset."""
