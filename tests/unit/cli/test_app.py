@@ -80,7 +80,7 @@ def failing(monkeypatch):
         (ConfigError("steps must be 1, not 0"), "steps must be 1, not 0"),
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/x"),
-            "runs/x: no space left on device; free some space or choose another disk; what was whole",
+            "runs/x: no space left on device; free some space or choose another disk; existing files",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "runs/x"), "permission denied; choose a path"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "use a.txt: no such file"),
