@@ -13,10 +13,10 @@ from octavo.doctor.histograms import Histogram
 from octavo.doctor.series import Series
 from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, all_statistics
 from octavo.doctor.thresholds import Thresholds
+from octavo.reports import findings as wording
 from octavo.reports import packing
 from octavo.reports.doctor_figures import COLOURS, gap_figure, loss_figure
 from octavo.reports.figures import new_figure
-from octavo.reports.findings import SHOWN_AT_ONCE, card_of, counted, counts, headline
 from octavo.reports.rendering import check_report_extra, render
 
 __all__ = ["doctor_page"]
@@ -55,16 +55,14 @@ def doctor_page(
     check_report_extra("report.html")
     ordered = worst_first(list(findings))
     data = _data(series, ordered, histograms, thresholds or Thresholds())
-    places = zip(ordered, data["findings"], strict=True)
     names = ("run", "reference")[: 1 + (reference is not None)]
     return render(
         "doctor",
         title=title,
-        headline=headline(ordered, len(series.casts.steps), len(_cast_paths(series))),
-        standfirst=f"{_scope(series)} {counts(ordered)}",
-        cards=[card_of(one, index, is_shown=place is not None) for index, (one, place) in enumerate(places)],
-        shown_at_once=SHOWN_AT_ONCE,
-        more=counted(len(ordered) - SHOWN_AT_ONCE, "more finding"),
+        headline=wording.headline(ordered, len(series.casts.steps), len(_cast_paths(series))),
+        standfirst=f"{_scope(series)} {wording.counts(ordered)}",
+        cards=[(index, *pair) for index, pair in enumerate(zip(ordered, data["findings"], strict=True))],
+        words=wording,
         loss_legend=[(name, COLOURS[name]) for name in names],
         loss=loss_figure(series, reference) if _has_loss(series) else None,
         gap=None if reference is None else gap_figure(series, reference),

@@ -83,11 +83,11 @@ def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
 
 def layers_of(series: Series) -> list[str]:
     """All rows of the maps: layers in the order of execution, then the rest."""
-    ran = _that_ran(series)
-    known = set(ran)
-    others = [_place(name, known) for name in series.parameters.keys]
+    executed = _executed_layers(series)
+    layers = set(executed)
+    others = [_place(name, layers) for name in series.parameters.keys]
     modules = [key for name, table in series.modules.items() if name != BY_CAST for key in table.keys]
-    return list(dict.fromkeys([*ran, *others, *modules]))
+    return list(dict.fromkeys([*executed, *others, *modules]))
 
 
 def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[dict[str, Any]]:
@@ -134,41 +134,30 @@ def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
 
 
 def _groups(series: Series, statistic: PageStatistic) -> list[tuple[str, str, dict[str, int]]]:
-    """(name, role, column of each path): what one map shows of a statistic."""
-    match statistic.table:
-        case "casts":
-            return _cast_groups(series.casts.keys)
-        case "products":
-            return _product_groups(series.products.keys)
-        case "parameters":
-            known = set(_that_ran(series))
-            return [("", "", {_place(name, known): index for index, name in enumerate(series.parameters.keys)})]
-        case _ if statistic.field == BY_CAST:
-            return _cast_groups([CastKey(*key.rsplit(" ", 2)) for key in series.modules[BY_CAST].keys])
-        case _:
-            return [("", "", {path: index for index, path in enumerate(series.modules[statistic.field].keys)})]
+    """Maps of a statistic: (name, role, column of each path)."""
+    if statistic.table == "parameters":
+        layers = set(_executed_layers(series))
+        return [("", "", {_place(name, layers): index for index, name in enumerate(series.parameters.keys)})]
+    if statistic.table != "modules":
+        return _groups_by_role(getattr(series, statistic.table).keys)
+    keys = series.modules[statistic.field].keys
+    if statistic.field == BY_CAST:
+        return _groups_by_role([CastKey(*key.rsplit(" ", 2)) for key in keys])
+    return [("", "", {path: index for index, path in enumerate(keys)})]
 
 
-def _that_ran(series: Series) -> list[str]:
-    return [key.path for key in series.casts.keys] + [key.path for key in series.products.keys]
+def _executed_layers(series: Series) -> list[str]:
+    return [key.path for key in (*series.casts.keys, *series.products.keys)]
 
 
-def _cast_groups(keys: Sequence[CastKey]) -> list[tuple[str, str, dict[str, int]]]:
-    """By role; what a layer casts a second time stands apart, since most layers do not."""
+def _groups_by_role(keys: Sequence[CastKey | ProductKey]) -> list[tuple[str, str, dict[str, int]]]:
+    """Groups of casts by role or of GEMMs; a layer's second cast of a role is separate, since most layers have none."""
     groups: dict[tuple[str, str], dict[str, int]] = {}
     for index, key in enumerate(keys):
-        name = key.role
-        if key.path in groups.get((name, key.role), {}):
-            name = f"{key.role}, again for {key.gemm}"
-        groups.setdefault((name, key.role), {})[key.path] = index
+        path, role, *_ = key
+        is_second = path in groups.get((role, role), {})
+        groups.setdefault((f"{role}, again for {key.gemm}" if is_second else role, role), {})[path] = index
     return [(name, role, places) for (name, role), places in groups.items()]
-
-
-def _product_groups(keys: Sequence[ProductKey]) -> list[tuple[str, str, dict[str, int]]]:
-    groups: dict[str, dict[str, int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key.gemm, {})[key.path] = index
-    return [(gemm, gemm, places) for gemm, places in groups.items()]
 
 
 def _place(name: str, layers: set[str]) -> str:
