@@ -33,21 +33,21 @@ class RemedyBar:
     kind: str = ""
 
 
-def headline(findings: Sequence[Finding], looks: int, layers: int) -> str:
-    """The worst finding in a sentence, or that there is none.
+def headline(findings: Sequence[Finding], samples: int, layers: int) -> str:
+    """The worst finding in a sentence, or a statement that the run is healthy.
 
     Example:
-        >>> headline([], looks=100, layers=29)
-        'Healthy: 100 looks at 29 layers found nothing.'
-        >>> headline([], looks=0, layers=0)
+        >>> headline([], samples=100, layers=29)
+        'Healthy: 100 samples of 29 layers found nothing.'
+        >>> headline([], samples=0, layers=0)
         'Nothing was measured in this run.'
     """
     if not findings:
-        if not looks:
+        if not samples:
             return "Nothing was measured in this run."
         if not layers:
-            return f"Nothing to judge yet: no layer has cast to FP8 at {counted(looks, 'look')}."
-        return f"Healthy: {counted(looks, 'look')} at {counted(layers, 'layer')} found nothing."
+            return f"Nothing to judge yet: no layer has cast to FP8 in {counted(samples, 'sample')}."
+        return f"Healthy: {counted(samples, 'sample')} of {counted(layers, 'layer')} found nothing."
     worst = findings[0]
     where = f" in {worst.path}" if worst.path else ""
     role = f" ({worst.role})" if worst.role else ""
@@ -56,7 +56,7 @@ def headline(findings: Sequence[Finding], looks: int, layers: int) -> str:
 
 
 def counts(findings: Sequence[Finding]) -> str:
-    """How many of each severity.
+    """Number of findings of each severity, in words.
 
     Example:
         >>> counts([])
@@ -70,8 +70,8 @@ def counted(count: int, name: str) -> str:
     """A count with its noun.
 
     Example:
-        >>> counted(1, "look"), counted(2000, "look")
-        ('1 look', '2,000 looks')
+        >>> counted(1, "sample"), counted(2000, "sample")
+        ('1 sample', '2,000 samples')
     """
     return f"{count:,} {name}" + ("" if count == 1 else "s")
 

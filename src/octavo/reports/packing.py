@@ -1,7 +1,7 @@
-"""Pack the numbers of every layer at every step as small as a page can carry them.
+"""Packing of every layer's numbers at every step into 16-bit codes for a page.
 
-The step axis is cut into at most 400 columns of consecutive looks, and a cell keeps the worst of its looks, so that one
-bad step in a million is still there to be seen. A cell is 16 bits:
+The step axis is divided into at most 400 columns of consecutive samples, and a cell keeps the worst of its samples, so
+that one bad step in a million remains visible. A cell is 16 bits:
 
     code     linear numbers                      logarithmic numbers (positive over many binades)
     65535    missing                             missing
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.doctor.series import CastKey, ProductKey, Series
-from octavo.doctor.statistics_catalog import Kind, PageStatistic, Worst
+from octavo.doctor.statistics_catalog import PageStatistic, StatisticKind, Worst
 
 __all__ = ["MOST_COLUMNS", "Columns", "columns_of", "encode", "layers_of", "sheets"]
 
@@ -34,10 +34,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How looks are gathered.
+    """Columns of consecutive samples.
 
     Attributes:
-        starts: [B] index of each column's first look.
+        starts: [B] index of each column's first sample.
         first: [B] its first step.
         last: [B] its last step.
     """
@@ -48,14 +48,14 @@ class Columns:
 
     @property
     def edges(self) -> Floats:
-        """[B + 1] where columns meet on the step axis: half-way between looks."""
+        """Boundaries of the columns on the step axis, half-way between samples: [B + 1]."""
         between = (self.last[:-1] + self.first[1:]) / 2
         left = between[0] - self.first[0] if len(between) else 0.5
         right = self.last[-1] - between[-1] if len(between) else 0.5
         return np.array([self.first[0] - max(left, 0.5), *between, self.last[-1] + max(right, 0.5)])
 
     def worst(self, values: Floats, statistic: PageStatistic) -> Floats:
-        """[T, C] looks to [B, C] cells; NaN only where a column has nothing else."""
+        """Reduce samples [T, C] to cells [B, C]; NaN only in a column of nothing but NaN."""
         largest, smallest = np.fmax.reduceat(values, self.starts), np.fmin.reduceat(values, self.starts)
         match statistic.worst:
             case Worst.LARGEST:
@@ -64,7 +64,7 @@ class Columns:
                 return smallest
             case Worst.FARTHEST:
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    high, low = (np.log(x) if statistic.kind is Kind.RATIO else x for x in (largest, smallest))
+                    high, low = (np.log(x) if statistic.kind is StatisticKind.RATIO else x for x in (largest, smallest))
                 return np.where(np.abs(low) > np.abs(high), smallest, largest)
 
 
@@ -82,7 +82,7 @@ def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
 
 
 def layers_of(series: Series) -> list[str]:
-    """All rows of the maps: layers in the order of execution, then the rest."""
+    """Rows of the maps: layers in the order of execution, then parameters and modules."""
     executed = _executed_layers(series)
     layers = set(executed)
     others = [_place(name, layers) for name in series.parameters.keys]
@@ -91,9 +91,9 @@ def layers_of(series: Series) -> list[str]:
 
 
 def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[dict[str, Any]]:
-    """A statistic's maps, one a role or GEMM: {"name", "role", "rows", "span", "data"}, rows indexing ``layers_of``."""
+    """Maps of a statistic by role or GEMM: {"name", "role", "rows", …}, see :func:`encode`; rows index ``layers_of``."""
     position = {path: index for index, path in enumerate(layers_of(series))}
-    found = []
+    maps = []
     for name, role, places in _groups(series, statistic):
         table = series.modules[statistic.field] if statistic.table == "modules" else getattr(series, statistic.table)
         cells = columns.worst(table.of(statistic.field)[:, list(places.values())], statistic).T
@@ -102,17 +102,17 @@ def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[d
         rows = [position[path] for path in places]
         order = sorted(range(len(rows)), key=rows.__getitem__)
         packed = encode(cells[order], is_logarithmic(statistic.kind))
-        found.append({"name": name, "role": role, "rows": [rows[index] for index in order], **packed})
-    return found
+        maps.append({"name": name, "role": role, "rows": [rows[index] for index in order], **packed})
+    return maps
 
 
-def is_logarithmic(kind: Kind) -> bool:
-    """Whether numbers of a kind keep their relative precision, rather than their absolute one."""
-    return kind not in (Kind.SIGNED, Kind.DECIBEL, Kind.NUMBER)
+def is_logarithmic(kind: StatisticKind) -> bool:
+    """True if numbers of a kind keep their relative precision rather than their absolute one."""
+    return kind not in (StatisticKind.SIGNED, StatisticKind.DECIBEL, StatisticKind.NUMBER)
 
 
 def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
-    """Cells [R, B] as {"log", "span": [low, high], "data": base64 of little-endian 16-bit codes, row by row}.
+    """Encode cells [R, B] as {"log", "span": [low, high], "data": base64 of little-endian 16-bit codes, row by row}.
 
     Example:
         >>> encode(np.array([[1.0, 2.0, np.nan]]), False)
@@ -161,6 +161,6 @@ def _groups_by_role(keys: Sequence[CastKey | ProductKey]) -> list[tuple[str, str
 
 
 def _place(name: str, layers: set[str]) -> str:
-    """A parameter's row: its layer's where it has one."""
+    """Row of a parameter: its layer's, if it has one."""
     path = name.removesuffix(".weight") if name != "weight" else ""
     return path if path in layers else name

@@ -1,4 +1,4 @@
-"""The sensitivity study's page: the mix, what smaller and larger ones cost, which layers cost it, and every number."""
+"""The sensitivity study's page: the chosen mix, other mixes by size, the cost of each layer, and all numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -97,7 +97,7 @@ def _role_colours(study: Sensitivity) -> dict[str, str]:
 
 
 def _place(unit: Unit) -> str:
-    """Where a unit stands along the model; short, so that the labels of many blocks fit."""
+    """Short label of a unit's position in the model, so that the labels of many blocks fit."""
     if unit.depth is not None:
         return str(unit.depth)
     return "table" if unit.is_table else "head" if unit.is_head else plain(unit.role)

@@ -19,7 +19,7 @@ def checkpoint_check(origin: Origin, run_dir: Path | None) -> tuple[Check, Origi
     Its files must be whole, its configuration and text those of the run, its scaling state complete.
 
     Returns:
-        The check, and the origin with what was loaded.
+        The check, and the origin at the loaded checkpoint.
     """
     if run_dir is None:
         return Check(name=NAME, said="a new run: nothing to continue"), origin

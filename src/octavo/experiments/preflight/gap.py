@@ -1,4 +1,4 @@
-"""The gap to BF16: a short run and the same one in BF16, under several seeds."""
+"""Check of the loss gap to BF16: a short run and the same run in BF16, under several seeds."""
 
 import math
 import statistics
@@ -23,10 +23,9 @@ def gap_check(
     orders: int,
     on_run: Callable[[int], None] = lambda _: None,
 ) -> Check:
-    """Train both for ``steps`` updates under ``orders`` seeds, and compare them (:mod:`octavo.experiments.paired`).
+    """Train both for ``steps`` updates under ``orders`` seeds and compare them (:mod:`octavo.experiments.paired`).
 
-    A gap is one wherever it shows; that there is none says nothing in a warm-up, whose small rates move no recipe's
-    weights far from another's.
+    In a warm-up the absence of a gap proves nothing: its small rates keep the weights of all recipes close together.
 
     Raises:
         ConfigError: a number is out of range.

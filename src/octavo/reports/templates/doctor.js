@@ -1,4 +1,4 @@
-// The doctor's page: decodes what packing.py packed and keeps figures, menus and links on one selection.
+// The doctor's page: decodes the numbers of packing.py and keeps figures, menus and links on one selection.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const by = (id) => document.getElementById(id);
@@ -161,7 +161,7 @@ function rowLabels(rows, pixels) {
   return { axis: { tickvals: shown, ticktext: text, tickfont: { size, family: MONOSPACE } }, width: 10 + 0.62 * size * longest };
 }
 
-// Columns are equally wide, whatever the steps between looks, which plotly draws many times faster than uneven ones.
+// Columns are equally wide, whatever the steps between samples: plotly draws them many times faster than uneven ones.
 function stepTicks() {
   const every = Math.max(1, Math.ceil(columns / Math.max(3, by("heat").clientWidth / 110)));
   const tickvals = [];
@@ -299,7 +299,7 @@ function drawPanel(panel, what) {
     shapes: panelShapes(what, traces) }), config);
 }
 
-// A curve that is zero throughout lies at the bottom, not in the middle of nowhere.
+// A curve of zeros lies at the bottom: plotly would center it.
 function heightOf(what, traces) {
   const isFlat = what.kind !== "signed" && traces.every((trace) => trace.y.every((value) => !value));
   if (what.kind === "ratio") {
@@ -473,7 +473,7 @@ function drawHistogram(one) {
 
 // ---- begin -----------------------------------------------------------------------------------------------------------------
 
-// What stands below the map is drawn when the rest is on the screen.
+// Figures below the map are drawn after the rest is on the screen.
 const waiting = [];
 
 function drawWaiting() {
