@@ -91,7 +91,7 @@ def layers_of(series: Series) -> list[str]:
 
 
 def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[dict[str, Any]]:
-    """Maps of a statistic by role or GEMM: {"name", "role", "rows", …}, see :func:`encode`; rows index ``layers_of``."""
+    """Maps of a statistic by role or GEMM: "name", "role", "rows" (of ``layers_of``), and the keys of ``encode``."""
     position = {path: index for index, path in enumerate(layers_of(series))}
     maps = []
     for name, role, places in _groups(series, statistic):
