@@ -1,4 +1,4 @@
-"""The watcher in loops of all kinds: it sees what ran, and changes nothing."""
+"""The watcher in all kinds of training loops: its samples, and that it changes nothing."""
 
 import copy
 import math
@@ -37,7 +37,7 @@ def mlp(recipe="tensorwise", **options):
 
 
 def train(model, optimizer, watcher, *, steps=3, micro=1, around=None):
-    """Losses of a few steps, each step's batch the same whoever watches."""
+    """Losses of a few steps, each step's batch the same with and without a watcher."""
     losses = []
     for number in range(1, steps + 1):
         generator = torch.Generator().manual_seed(number)
@@ -82,7 +82,7 @@ def llama_steps(recipe, *, watched, around):
 
 @pytest.mark.parametrize("around", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recipe", TRAINED)
-def test_whoever_watches_changes_no_bit(recipe, around):
+def test_watching_changes_no_bit(recipe, around):
     """Logits, gradients, weights, scaling state and the random generator, of watched steps and of those between."""
     plain, seen = (llama_steps(recipe, watched=watched, around=around) for watched in (False, True))
     assert len(plain) == len(seen) > 40
@@ -90,7 +90,7 @@ def test_whoever_watches_changes_no_bit(recipe, around):
         assert torch.equal(one.view(torch.uint8) if one.ndim else one, other.view(torch.uint8) if other.ndim else other)
 
 
-def test_the_first_step_and_every_interval_are_looked_at():
+def test_the_first_step_and_every_interval_are_sampled():
     model = mlp()
     watcher = watch(model, interval=4)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), watcher, steps=9)
@@ -104,7 +104,7 @@ def test_the_first_step_and_every_interval_are_looked_at():
     assert (watcher.samples[-1].step, watcher.number) == (23, 23)
 
 
-def test_only_the_newest_samples_are_held_and_each_is_handed_on():
+def test_the_newest_samples_are_stored_and_each_is_passed_on():
     seen: list[Sample] = []
     model = mlp()
     watcher = watch(model, interval=1, keep=2, on_sample=seen.append)
@@ -113,7 +113,7 @@ def test_only_the_newest_samples_are_held_and_each_is_handed_on():
     assert [sample.step for sample in seen] == [1, 2, 3, 4, 5]
 
 
-def test_what_a_sample_holds():
+def test_contents_of_a_sample():
     model = mlp("delayed")
     optimizer = torch.optim.AdamW(model.parameters())
     watcher = watch(model, optimizer, interval=1)
@@ -161,7 +161,7 @@ def test_micro_batches_leave_the_last_ones_numbers():
     assert number_of(watcher.samples[-1], ("0", "input", "output"), "amax") == 2.0
 
 
-def test_a_number_that_is_none_in_any_micro_batch_is_seen():
+def test_nonfinite_elements_of_every_micro_batch_are_counted():
     model = mlp()
     watcher = watch(model, interval=3)
     broken = torch.ones(4, 16)
@@ -178,7 +178,7 @@ def test_a_number_that_is_none_in_any_micro_batch_is_seen():
 
 
 @pytest.mark.parametrize("interval", [1, 10])
-def test_a_loop_that_does_not_stop_is_told_nothing_false(interval):
+def test_a_loop_that_continues_after_nan_gets_a_true_origin(interval):
     """NaN in one weight's gradient at step 13: from step 14 on everything is NaN, the first layer's weight too."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -242,7 +242,9 @@ def test_a_gradient_that_is_not_finite_and_taken_is_no_overflow():
     with skipping.step() as notes:
         loss = notes.loss = skipping.model(torch.ones(4, 16)).square().mean()
         (loss * math.inf).backward()
-    assert [one.code for one in skipping.findings()] == ["nonfinite"], "nobody saw whether it was taken"
+    assert [one.code for one in skipping.findings()] == ["nonfinite"], (
+        "without an optimizer the step may have been taken"
+    )
 
 
 def watching(model):
@@ -280,7 +282,7 @@ class Outer(torch.nn.Module):
         return self.inner(x)
 
 
-def test_a_compiled_model_is_looked_at_eagerly_and_stays_compiled():
+def test_a_compiled_model_is_sampled_eagerly_and_stays_compiled():
     plain, model = Outer(mlp()), Outer(mlp())
     seen = []
 
@@ -295,7 +297,7 @@ def test_a_compiled_model_is_looked_at_eagerly_and_stays_compiled():
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
     watchers = [watch(m, o, interval=2) for m, o in zip((plain, model), optimizers, strict=True)]
     losses = [train(m, o, w, steps=4) for m, o, w in zip((plain, model), optimizers, watchers, strict=True)]
-    assert seen, "steps 3 and, between looks, others run compiled"
+    assert seen, "steps between samples run compiled"
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
     for one, other in zip(*(w.samples for w in watchers), strict=True):
         assert one.casts.keys() == other.casts.keys()
@@ -326,7 +328,7 @@ def test_activation_checkpointing(reentrant):
         torch.testing.assert_close(torch.from_numpy(numbers), torch.from_numpy(other), equal_nan=True)
 
 
-def test_another_recipe_inside_autocast_is_what_is_seen():
+def test_another_recipe_inside_autocast_is_measured():
     model = mlp("tensorwise")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watcher = watch(model, optimizer, interval=1)
@@ -340,7 +342,7 @@ def test_another_recipe_inside_autocast_is_what_is_seen():
     assert not watcher.samples[-1].casts
 
 
-def test_layers_that_are_not_reached_are_not_there():
+def test_layers_that_do_not_run_have_no_casts():
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(8, 8), "left": torch.nn.Linear(8, 8)})
     octavo.convert(model, "delayed", convert_head=True)
     watcher = watch(model, interval=1)
@@ -434,13 +436,13 @@ def test_a_step_inside_autocast_is_sampled_alike(native, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"interval": 0}, {"interval": 2.5}, {"interval": True}, {"keep": 1}], ids=str)
-def test_numbers_out_of_range_are_refused(options):
+def test_numbers_out_of_range_are_rejected(options):
     (name,) = options
     with pytest.raises(ConfigError, match=f"watch's {name} must be a whole number of at least"):
         watch(mlp(), **options)
 
 
-def test_models_without_anything_to_look_at_are_refused():
+def test_models_without_octavo_layers_or_weights_are_rejected():
     with pytest.raises(ConfigError, match=r"no layer of this model is octavo's; call octavo.convert"):
         watch(torch.nn.Linear(4, 4))
     with torch.device("meta"):
@@ -453,7 +455,7 @@ def test_models_without_anything_to_look_at_are_refused():
     assert isinstance(watch(model), Watcher)
 
 
-def test_what_is_saved_within_a_look_knows_nothing_of_it():
+def test_a_state_dict_saved_in_a_sampled_step_is_that_of_an_unwatched_model():
     model, never_watched = mlp("delayed"), mlp("delayed")
     watcher = watch(model, interval=1)
     with watcher.step():

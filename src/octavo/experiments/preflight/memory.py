@@ -26,12 +26,12 @@ def memory_check(probe: Probe) -> Check:
     saved = saved_bytes(probe)
     logits = 2 * probe.inputs.numel() * probe.model.config.vocab_size * torch.float32.itemsize
     needed, available = state + saved + logits, memory_bytes(probe.device)
-    said = (
+    summary = (
         f"about {needed / MIB:,.0f} of {available / MIB:,.0f} MiB: {state / MIB:,.0f} for parameters and optimizer, "
         f"{saved / MIB:,.0f} kept for backward, {logits / MIB:,.0f} for the logits' gradient"
     )
     if needed <= available:
-        return Check(name=NAME, said=said)
+        return Check(name=NAME, said=summary)
     finding = Finding(
         code="memory",
         severity=Severity.FAIL,
@@ -39,7 +39,7 @@ def memory_check(probe: Probe) -> Check:
         cause=f"a step needs about {needed / MIB:,.0f} MiB, and {probe.device.type!r} has {available / MIB:,.0f}",
         weight=needed / available,
     )
-    return Check(name=NAME, said=said, findings=(finding,))
+    return Check(name=NAME, said=summary, findings=(finding,))
 
 
 def saved_bytes(probe: Probe) -> int:

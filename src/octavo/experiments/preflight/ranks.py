@@ -23,8 +23,8 @@ def ranks_check(probe: Probe, *, step: int) -> Check:
         tensors = {**dict(probe.model.named_parameters()), "loss": probe.loss()}
     different = _different({name: digest(tensor) for name, tensor in tensors.items()}, probe.device)
     if not different:
-        said = f"{ranks} ranks have the same {len(tensors) - 1} parameters and the same loss"
-        return Check(name=NAME, said=said)
+        summary = f"{ranks} ranks have the same {len(tensors) - 1} parameters and the same loss"
+        return Check(name=NAME, said=summary)
     first = different[0]
     what = "the loss of the same micro-batch" if first == "loss" else f"parameter {first!r}"
     finding = Finding(

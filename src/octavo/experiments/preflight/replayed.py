@@ -43,8 +43,8 @@ def replay_check(probe: Probe, limits: Thresholds, *, step: int) -> Check:
     one, other = replayed(probe), replayed(probe)
     difference = first_difference(one, other)
     if difference is None:
-        said = f"loss {one.loss:.6g} and {len(one.gradients)} gradients are the same, bit for bit"
-        return Check(name=NAME, said=said)
+        summary = f"loss {one.loss:.6g} and {len(one.gradients)} gradients are the same, bit for bit"
+        return Check(name=NAME, said=summary)
     what, path = difference
     relative = _relative_difference(one.gradients, other.gradients)
     finding = Finding(

@@ -35,8 +35,8 @@ def shapes_check(probe: Probe, limits: Thresholds, *, step: int) -> Check:
     findings = tuple(replace(one, first_step=step, last_step=step) for one in slow_layers(facts, limits))
     ratios = time_ratios(probe)
     here = ", ".join(f"{k} to {n}: {ratio:.2f}" for (k, n), ratio in ratios.items())
-    said = f"FP8's time over BF16's on this {probe.device.type}, forward and backward: {here}"
-    return Check(name=NAME, said=said, findings=findings)
+    summary = f"FP8's time over BF16's on this {probe.device.type}, forward and backward: {here}"
+    return Check(name=NAME, said=summary, findings=findings)
 
 
 def time_ratios(probe: Probe) -> dict[tuple[int, int], float]:
