@@ -44,8 +44,9 @@ def gap_check(
     counted, warmup = origin.first_step + steps // 2, origin.config.training.warmup_steps
     if severity is None and counted < warmup:
         summary = (
-            f"no estimate: the updates that count begin at {counted + 1}, in the warm-up of {warmup}, where recipes are "
-            f"still alike; name a run that is past it, or take --steps {2 * (warmup - origin.first_step)} ({summary})"
+            f"no estimate: the updates that count begin at {counted + 1}, in the warm-up of {warmup}, where recipes "
+            f"are still alike; name a run that is past it, or take "
+            f"--steps {2 * (warmup - origin.first_step)} ({summary})"
         )
         return Check(name=NAME, said=summary, is_known=False)
     if severity is None:
