@@ -30,6 +30,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ def score(trial: Trial, ran: Trial, role: str | None = None) -> float:
 
 def _without_nonfinite(capture: Capture, device: torch.device) -> Capture:
     """The capture on its device, without tokens and output features that hold NaN or ±Inf."""
-    tensors = {name: tensor.to(device) for name, tensor in capture.tensors.items()}
+    tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in capture.tensors.items()}
     x, weight, grad_output = tensors["input"], tensors["weight"], tensors["grad_output"]
     outputs = weight.isfinite().all(dim=1)
     rows = x.isfinite().all(dim=1) & grad_output[:, outputs].isfinite().all(dim=1)
