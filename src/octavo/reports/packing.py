@@ -147,7 +147,7 @@ def _groups(series: Series, statistic: PageStatistic) -> list[tuple[str, str, di
 
 
 def _executed_layers(series: Series) -> list[str]:
-    return [key.path for key in (*series.casts.keys, *series.products.keys)]
+    return [key.path for key in series.casts.keys] + [key.path for key in series.products.keys]
 
 
 def _groups_by_role(keys: Sequence[CastKey | ProductKey]) -> list[tuple[str, str, dict[str, int]]]:
