@@ -1,4 +1,4 @@
-"""Contents of an FP8 checkpoint: quantised layers, all other tensors, and scales of keys and values."""
+"""Contents of an FP8 checkpoint: quantized layers, all other tensors, and scales of keys and values."""
 
 import re
 from collections.abc import Iterator, Mapping

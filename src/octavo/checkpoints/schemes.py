@@ -1,4 +1,4 @@
-"""Quantisation schemes of linear layers that checkpoint formats can describe and servers can run.
+"""Quantization schemes of linear layers that checkpoint formats can describe and servers can run.
 
 | a scale of the weight for each | inputs                                | known as                         |
 |--------------------------------|---------------------------------------|----------------------------------|

@@ -1,4 +1,4 @@
-"""Quantisation of trained models: calibration, quantisation-aware training, layer sensitivity and text windows."""
+"""Quantization of trained models: calibration, quantization-aware training, layer sensitivity and text windows."""
 
 from octavo.quantization.calibration import (
     Calibration,

@@ -160,7 +160,7 @@ class LayerCoverage:
         ratio: ``amax`` over the largest magnitude that the scale represents; above 1, values are clipped.
         saturation_fraction: share of the elements that are clipped.
         calibrated_fraction: the same share of the calibration data, which the method clipped deliberately.
-        sqnr_db: signal-to-quantisation-noise ratio of the other data; None without noise. A few huge elements can be a
+        sqnr_db: signal-to-quantization-noise ratio of the other data; None without noise. A few huge elements can be a
             small share of the elements and most of the noise.
         calibrated_sqnr_db: the same for the calibration data.
     """
@@ -227,7 +227,7 @@ def coverage(
 def weights_of(
     layers: dict[str, nn.Linear], recipe: Recipe, method: WeightMethod
 ) -> dict[str, tuple[QuantizedTensor, float | None]]:
-    """Quantise each layer's weight; returns it with its SQNR in dB, None without noise.
+    """Quantize each layer's weight; returns it with its SQNR in dB, None without noise.
 
     Raises:
         ConfigError: a weight contains NaN or ±Inf; the message names the layer.

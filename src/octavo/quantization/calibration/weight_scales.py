@@ -29,7 +29,7 @@ class WeightMethod(StrEnum):
 
 @torch.no_grad()
 def quantized_weight(weight: Tensor, spec: CastSpec, method: WeightMethod) -> QuantizedTensor:
-    """Quantise a weight.
+    """Quantize a weight.
 
     Args:
         weight: [N, K], in high precision.

@@ -9,7 +9,7 @@
 | fp8-rowwise     | E4M3, a power-of-two scale a row (recipe rowwise)     | the same, a scale a token           |
 | fp8-blockwise   | E4M3, a power-of-two scale for 128x128 (blockwise)    | the same for 1x128                  |
 | fp8-static      | E4M3 with a calibration's scales                      | E4M3, its frozen scale a tensor     |
-| fp8-qat         | E4M3 after quantisation-aware training                | as in training                      |
+| fp8-qat         | E4M3 after quantization-aware training                | as in training                      |
 | fp8-kv          | BF16; keys and values through octavo's FP8 cache      | BF16                                |
 | fp8-kv-centred  | BF16; the same, with a calibration's mean keys        | BF16                                |
 
@@ -148,7 +148,7 @@ def with_scales(model: LanguageModel, calibration: StaticScales) -> FormatVarian
 
 
 def tuned(model: LanguageModel) -> FormatVariant:
-    """Copy of a model after quantisation-aware training ("fp8-qat")."""
+    """Copy of a model after quantization-aware training ("fp8-qat")."""
     return _quantized_variant(_frozen_copy(model), TUNED, _quantize_then_round)
 
 
@@ -165,7 +165,7 @@ def int8(model: LanguageModel) -> FormatVariant:
 
 
 def _quantized_variant(copied: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> FormatVariant:
-    """Quantise a copy in place and finish it as a variant."""
+    """Quantize a copy in place and finish it as a variant."""
     quantize(copied.model)
     paths = _quantized_paths(copied)
     check_has_layers(copied.model, paths)
@@ -182,7 +182,7 @@ def _quantized_paths(model: LanguageModel) -> tuple[str, ...]:
 
 
 def _quantize_then_round(model: nn.Module) -> None:
-    """Quantise the trained weights before rounding the other parameters to BF16, so that the codes do not change."""
+    """Quantize the trained weights before rounding the other parameters to BF16, so that the codes do not change."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
             hold_weight_as_codes(layer)

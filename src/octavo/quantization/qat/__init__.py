@@ -1,4 +1,4 @@
-"""Quantisation-aware training: prepare and convert a model, fine-tune it, and compare it with baselines."""
+"""Quantization-aware training: prepare and convert a model, fine-tune it, and compare it with baselines."""
 
 from octavo.quantization.qat.distillation import distillation_loss
 from octavo.quantization.qat.folder import load_qat, save_qat

@@ -1,6 +1,6 @@
-"""Quantisation-aware training: ``prepare_qat``, train, ``convert_qat``.
+"""Quantization-aware training: ``prepare_qat``, train, ``convert_qat``.
 
-Weights quantised after training were not trained for the rounding error. In a prepared model the linear layers already
+Weights quantized after training were not trained for the rounding error. In a prepared model the linear layers already
 compute the converted model's outputs, bit for bit, so training optimises the rounded model. Gradients pass straight
 through the rounding (``octavo.quantization.qat.straight_through``); the master weights stay in high precision.
 
@@ -52,7 +52,7 @@ def prepare_qat(
     keep_last_blocks: int = 0,
     overrides: Mapping[str, str | Recipe] | None = None,
 ) -> ConversionReport:
-    """Prepare a model for quantisation-aware training with ``recipe``, in place.
+    """Prepare a model for quantization-aware training with ``recipe``, in place.
 
     The projections of ``nn.MultiheadAttention`` are prepared as ``in_proj`` and ``out_proj``; the keys of the
     ``state_dict`` do not change. Layers that are already static, such as those of a calibrated model, keep their
@@ -144,7 +144,7 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
     """
     prepared = dict(_prepared(model))
     if not prepared:
-        raise ConfigError("this model has no layer in quantisation-aware training; call octavo.prepare_qat first")
+        raise ConfigError("this model has no layer in quantization-aware training; call octavo.prepare_qat first")
     finished = {path: layer.finish() for path, layer in prepared.items()}
     unreached = [path for path, layer in finished.items() if layer.recipe.has_static_input and not layer.input_scale]
     for path in unreached:
@@ -222,7 +222,7 @@ def _check_arguments(model: torch.nn.Module, scales: str, decay: float) -> Scale
     if not 0 < decay <= 1:
         raise ConfigError(f"decay must be above 0 and at most 1, not {decay}")
     for path, _ in _prepared(model):
-        raise ConfigError(f"layer {path!r} is already in quantisation-aware training; call octavo.convert_qat first")
+        raise ConfigError(f"layer {path!r} is already in quantization-aware training; call octavo.convert_qat first")
     return ScaleUpdate(scales)
 
 
@@ -233,7 +233,7 @@ def _override_recipes(overrides: object) -> Iterator[Recipe]:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise ConfigError unless the recipe supports quantisation-aware training."""
+    """Raise ConfigError unless the recipe supports quantization-aware training."""
     if recipe.output.b is None:
         raise ConfigError(f"recipe {recipe.name!r} casts no weight; use 'static', or a recipe with dynamic scales")
     _check_not_delayed(recipe)

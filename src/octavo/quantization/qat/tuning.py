@@ -1,11 +1,11 @@
 """Fine-tuning of a language model on windows of text for a few hundred steps.
 
 An update computes the next-token loss of a batch of windows, clips the gradient norm and applies AdamW with linear
-warm-up and cosine decay. BF16 models and models in quantisation-aware training are tuned on the same batches in the
+warm-up and cosine decay. BF16 models and models in quantization-aware training are tuned on the same batches in the
 same order, so that they can be compared. Tracked and learned scales are frozen for the last share of the steps: the
 weights adapt to the scales of the converted model.
 
-The first steps may run in high precision, without casts in layers in quantisation-aware training. A fine-tune that is
+The first steps may run in high precision, without casts in layers in quantization-aware training. A fine-tune that is
 needed anyway then costs no more than usual, and casts begin once the learning rate is small.
 
 A nonfinite loss or gradient norm stops the run before the weights are updated, and the step is replayed to name the

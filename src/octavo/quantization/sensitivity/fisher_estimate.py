@@ -24,7 +24,7 @@ probability of the word: the diagonal of the softmax's Fisher matrix, which need
 Cost: one forward and backward pass, and one forward pass of each layer for each choice. Input, output and gradient of
 every layer are stored for one window.
 
-Source: the diagonal of the Fisher matrix as a measure of quantisation error is that of FIT (arXiv 2210.08502) and of
+Source: the diagonal of the Fisher matrix as a measure of quantization error is that of FIT (arXiv 2210.08502) and of
 LLM compression by "sensitivity" (SqueezeLLM, arXiv 2306.07629, equation 3), applied there to weights, here to outputs.
 """
 

@@ -250,7 +250,7 @@ def test_a_format_that_changes_no_layer_is_refused(name):
     shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
     model = replace(language_model(), model=transformers.GPT2LMHeadModel(config).eval())
-    with pytest.raises(ConfigError, match="nothing to quantise; its weights are in Conv1D"):
+    with pytest.raises(ConfigError, match="nothing to quantize; its weights are in Conv1D"):
         line_up(model, [name], tuned_model=model)
 
 
