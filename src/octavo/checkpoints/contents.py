@@ -63,7 +63,7 @@ def contents_of(
     kv_scales: Mapping[int, KVScales] | None = None,
     tables: Mapping[str, CodedTable] | None = None,
 ) -> Contents:
-    """Collect the contents of a converted model; held codes are kept, other weights are cast by their recipes.
+    """Collect the contents of a converted model; stored codes are kept, other weights are cast by their recipes.
 
     ``tables`` must decode to the model's embeddings.
 

@@ -101,9 +101,9 @@ class ConversionReport:
             self.shares.sentence(),
         ]
         if self.held:
-            lines.append(f"{len(self.held)} hold their weight as FP8 codes")
+            lines.append(f"{len(self.held)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
-        lines += [f"  {path}: its weight is not held: {reason}" for path, reason in _grouped(self.not_held)]
+        lines += [f"  {path}: its weight is not stored as codes: {reason}" for path, reason in _grouped(self.not_held)]
         stay = self.skipped | self.parameters
         lines += [f"  {path}: {reason}" for path, reason in _grouped(stay, self.shares.by_path)]
         return "\n".join(lines + [f"note: {path} {note}" for path, note in _grouped(self.notes)])

@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo import recipes
 from octavo.checkpoints import FORMATS, CodedTable, is_quantized, load_quantized
 from octavo.checkpoints.contents import nothing_in_fp8
-from octavo.convert import choose_layers, convert, hold_weights
+from octavo.convert import choose_layers, convert, store_weights_as_codes
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
@@ -87,7 +87,7 @@ class ExportSource:
     """Converted model, ready to be written.
 
     Attributes:
-        language_model: converted, with weights held as codes.
+        language_model: converted, with weights stored as codes.
         kv_scales: scales of keys and of values, by decoder layer.
         tables: embeddings stored as rows of codes, by path.
         calibration: the applied calibration.
@@ -117,7 +117,7 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
     """
     place, folder = resolve_device(device), located(model)
     if (folder / MARK).is_file():
-        return _hold_codes(_load_qat_folder(folder, request, place))
+        return _store_codes(_load_qat_folder(folder, request, place))
     if kind_of(folder) is SourceKind.HUGGING_FACE and is_quantized(folder):
         return _load_fp8_folder(folder, request, place)
     loaded = load_language_model(folder, device=device)
@@ -133,7 +133,7 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
     if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
         raise ConfigError(nothing_in_fp8(loaded.model))
     convert(loaded.model, recipe, skip=request.skip, convert_head=request.convert_head)
-    return _hold_codes(loaded)
+    return _store_codes(loaded)
 
 
 def _recipe(name: str, *, power_of_two: bool) -> Recipe:
@@ -182,7 +182,7 @@ def _apply_mix(loaded: LanguageModel, path: Path, fmt: str) -> ExportSource:
         )
     tables = mix.coded_tables(loaded.model)
     mix.apply(loaded.model, cache_weights=False)
-    return replace(_hold_codes(loaded), tables=tables)
+    return replace(_store_codes(loaded), tables=tables)
 
 
 def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: Request) -> ExportSource:
@@ -195,9 +195,9 @@ def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: 
     return _apply_calibration(loaded, calibration_from_run(folder, power_of_two=request.power_of_two), request)
 
 
-def _hold_codes(loaded: LanguageModel) -> ExportSource:
-    """Hold the weights as codes, so that nothing is cast twice."""
+def _store_codes(loaded: LanguageModel) -> ExportSource:
+    """Store the weights as codes, so that nothing is cast twice."""
     loaded.model.requires_grad_(False)
     layers = {path: layer for path, layer in loaded.model.named_modules() if isinstance(layer, Linear)}
-    hold_weights(loaded.model, [path for path, layer in layers.items() if not layer.recipe.is_high_precision])
+    store_weights_as_codes(loaded.model, [path for path, layer in layers.items() if not layer.recipe.is_high_precision])
     return ExportSource(language_model=loaded)

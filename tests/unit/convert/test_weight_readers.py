@@ -1,4 +1,4 @@
-"""Layers whose owner multiplies by their weight itself: left alone, named, and never held as codes."""
+"""Layers whose owner multiplies by their weight itself: left alone, named, and never stored as codes."""
 
 import re
 import warnings

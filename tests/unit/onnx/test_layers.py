@@ -8,7 +8,7 @@ from octavo.errors import ConfigError
 from octavo.export.lockstep import relative_error
 from octavo.formats import E4M3
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.onnx.layers import graph_linear, narrowed_scale, unit_scale
 from tests.recorded_state import end_step
 
@@ -58,7 +58,7 @@ def test_a_delayed_layer_with_a_past_has_its_scale():
 
 def test_the_weight_is_held_codes_untouched():
     source = layer("static", weight_granularity="row").requires_grad_(False)
-    hold_weight_as_codes(source, scale=torch.rand(N, 1) + 0.01)
+    store_weight_as_codes(source, scale=torch.rand(N, 1) + 0.01)
     made, _ = graph_linear(source, torch.float32, "a")
     assert torch.equal(made.codes.t().view(torch.uint8), source.weight_codes.view(torch.uint8))
     assert torch.equal(made.scale, source.weight_scale.flatten())

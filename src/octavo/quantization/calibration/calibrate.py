@@ -28,8 +28,8 @@ from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
     SeenData,
-    check_can_hold,
-    check_holds_no_codes,
+    check_can_store_codes,
+    check_has_no_codes,
     linear_shapes,
     shape_hash,
     weights_hash,
@@ -102,9 +102,9 @@ def calibrate(
     layers, left_out = choose_layers(module, skip=skip, convert_head=convert_head)
     if not layers:
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
-    check_holds_no_codes(module, layers)
+    check_has_no_codes(module, layers)
     if weight_rule is not WeightMethod.MAX:
-        check_can_hold(module, layers)
+        check_can_store_codes(module, layers)
     fmt = _input_cast(recipe).format
 
     def note_early_scales(stats: Observation) -> None:

@@ -22,7 +22,7 @@ from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
     SeenData,
-    check_can_hold,
+    check_can_store_codes,
     linear_shapes,
     shape_hash,
     weights_hash,
@@ -63,7 +63,7 @@ def calibration_from_run(
             "delayed, or calibrate on data"
         )
     if weight_method != WeightMethod.MAX:
-        check_can_hold(run.model, amaxes)
+        check_can_store_codes(run.model, amaxes)
     assert recipe.output.a is not None
     fmt = recipe.output.a.format
     scales = {

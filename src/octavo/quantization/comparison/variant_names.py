@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
-from octavo.quantization.calibration.result import check_holds_no_codes, shape_hash
+from octavo.quantization.calibration.result import check_has_no_codes, shape_hash
 from octavo.quantization.comparison.variants import (
     BF16,
     CACHE,
@@ -71,11 +71,11 @@ def line_up(
         advance: called after each variant with (done, total).
 
     Raises:
-        ConfigError: a format without its calibration, tuned model or library; a model that holds FP8 codes, which
+        ConfigError: a format without its calibration, tuned model or library; a model that stores FP8 codes, which
             cannot serve as a BF16 reference.
         CheckpointError: a calibration or tuned model of another model.
     """
-    check_holds_no_codes(model.model, (path for path, _ in model.model.named_modules()))
+    check_has_no_codes(model.model, (path for path, _ in model.model.named_modules()))
     bf16 = high_precision(model, BF16)
     builders = {
         STATIC: lambda: with_scales(model, _required(calibration, STATIC, "a calibration")),

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from octavo.convert import choose_layers, convert, restore
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
 from octavo.quantization.comparison.int8_baseline import ExactIntegerProducts, quantize_to_int8
 from octavo.quantization.comparison.kv_cache_round_trip import cached
@@ -114,7 +114,7 @@ class FormatVariant:
 
 
 def as_it_is(model: LanguageModel) -> FormatVariant:
-    """Variant that is the model itself: FP32, except layers that hold FP8 codes, which follow their recipes."""
+    """Variant that is the model itself: FP32, except layers that store FP8 codes, which follow their recipes."""
     return FormatVariant(
         name=AS_IT_IS, language_model=model, surrounding=torch.float32, quantized=_quantized_paths(model)
     )
@@ -128,7 +128,7 @@ def high_precision(model: LanguageModel, name: str) -> FormatVariant:
 
 
 def from_recipe(model: LanguageModel, name: str) -> FormatVariant:
-    """Copy whose linears run the recipe ``RECIPES[name]``, with weights held as codes."""
+    """Copy whose linears run the recipe ``RECIPES[name]``, with weights stored as codes."""
     check_has_layers(model.model, tuple(choose_layers(model.model)[0]))
     return _quantized_variant(
         _bf16_rounded_copy(model), name, lambda inner: convert(inner, RECIPES[name], frozen="fp8")
@@ -185,12 +185,12 @@ def _quantize_then_round(model: nn.Module) -> None:
     """Quantize the trained weights before rounding the other parameters to BF16, so that the codes do not change."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
-            hold_weight_as_codes(layer)
+            store_weight_as_codes(layer)
     round_to_bf16(model)
 
 
 def _frozen_copy(model: LanguageModel) -> LanguageModel:
-    """Frozen copy, whose weights may be held as codes."""
+    """Frozen copy, whose weights may be stored as codes."""
     return replace(model, model=copy.deepcopy(model.model).requires_grad_(False))
 
 

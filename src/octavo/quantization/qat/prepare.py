@@ -128,7 +128,7 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
 
     Args:
         model: prepared by :func:`prepare_qat`.
-        hold_weights: freeze the weights and hold them as FP8 codes, one byte an element; no further training.
+        hold_weights: freeze the weights and store them as FP8 codes, one byte an element; no further training.
 
     Raises:
         ConfigError: the model is not prepared.
@@ -140,7 +140,7 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
         >>> print(octavo.convert_qat(model, hold_weights=True))
         1 layers run tensorwise, 0 stay as they are
         in FP8: 88.9 % of the parameters and 100.0 % of the multiplications, counting each weight once a token
-        1 hold their weight as FP8 codes
+        1 store their weight as FP8 codes
     """
     prepared = dict(_prepared(model))
     if not prepared:
