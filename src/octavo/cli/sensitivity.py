@@ -18,7 +18,8 @@ from octavo.language_model import load_language_model
 from octavo.models.sources import located
 from octavo.parsing import read_object
 from octavo.quantization import text_windows
-from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
+from octavo.quantization.sensitivity.mix import save_mix
+from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.summary import FORMAT, cost_of, headline, name_of, notes, record, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
 from octavo.reports.rendering import check_report_extra

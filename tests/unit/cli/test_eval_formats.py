@@ -15,7 +15,7 @@ from octavo.quantization import calibrate, text_windows
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.quantization.comparison.variant_names import line_up
+from octavo.quantization.comparison.variants import line_up
 from octavo.text.sources import TOPICS
 from octavo.text.tokenizer import train_tokenizer
 from octavo.training.memory import reset_peak_memory

@@ -8,7 +8,7 @@ from octavo.export.sources import ONNX, Request, load_source
 from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.nn import Linear
-from octavo.quantization.sensitivity import Mix, save_mix
+from octavo.quantization.sensitivity.mix import Mix, save_mix
 from tests.unit.checkpoints.folders import LAYER, ROW, dynamic
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 

@@ -26,7 +26,6 @@ weights, which are then rounded to nearest again (measured: docs/qat.md).
 import copy
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +39,9 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
-from octavo.quantization.calibration import calibrate, compensate_rounding
+from octavo.quantization.bf16 import bf16_autocast
+from octavo.quantization.calibration.calibrate import calibrate
+from octavo.quantization.calibration.compensated_rounding import compensate_rounding
 from octavo.quantization.qat.linear import QATLinear, ScaleUpdate
 from octavo.quantization.qat.prepare import HIGH_PRECISION, NO_SCALE, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
@@ -186,8 +187,8 @@ class _QATRun:
         self.steps: dict[str, tuple[TuneStep, ...]] = {}
 
     @property
-    def autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.training.device.type, dtype=torch.bfloat16, cache_enabled=False)
+    def autocast(self) -> torch.autocast:
+        return bf16_autocast(self.training.device)
 
     def bf16_copy_of(self, model: nn.Module) -> nn.Module:
         """Copy with all linears in BF16."""

@@ -12,13 +12,15 @@ import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
 from octavo.quantization.comparison.kv_cache_round_trip import key_means
-from octavo.quantization.comparison.variant_names import FORMATS, check_formats, line_up
 from octavo.quantization.comparison.variants import (
     CACHE,
     CENTRED,
+    FORMATS,
     RECIPES,
+    check_formats,
     from_recipe,
     high_precision,
+    line_up,
     tuned,
     with_cache,
     with_scales,
