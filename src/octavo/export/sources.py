@@ -22,7 +22,7 @@ from octavo.checkpoints import FORMATS, CodedTable, is_quantized, load_quantized
 from octavo.checkpoints.contents import nothing_in_fp8
 from octavo.convert import choose_layers, convert, store_weights_as_codes
 from octavo.errors import ConfigError
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import LanguageModel, from_quantized, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
@@ -158,11 +158,12 @@ def _load_fp8_folder(folder: Path, request: Request, place: torch.device) -> Exp
     if not request.is_empty:
         raise ConfigError(f"{str(folder)!r} is already in FP8; leave out the options that define how layers run")
     quantized = load_quantized(folder)
-    model = LanguageModel(
-        model=quantized.model.to(place), tokenizer=quantized.tokenizer, context=quantized.context, source=str(folder)
-    )
+    quantized.model.to(place)
     return ExportSource(
-        language_model=model, kv_scales=quantized.kv_scales, tables=quantized.tables, dtype=quantized.dtype
+        language_model=from_quantized(quantized, folder),
+        kv_scales=quantized.kv_scales,
+        tables=quantized.tables,
+        dtype=quantized.dtype,
     )
 
 

@@ -6,7 +6,6 @@ as ``F.linear(x, layer.weight)``, computes right, and code that writes into it i
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -15,13 +14,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from octavo.errors import ConfigError
-from octavo.functional import cast_operand
+from octavo.functional import quantize_operand
 from octavo.kernels import quantize
 from octavo.nn.linear import CODES, FP8_DTYPES, HeldWeight, Linear
 from octavo.numerics import QuantizedTensor
-from octavo.recipes import Scaling
 
-__all__ = ["FP8WeightLinear", "check_storable", "is_own_linear", "store_codes", "store_weight_as_codes"]
+__all__ = ["FP8WeightLinear", "check_storable", "is_own_linear", "runs_in_fp8", "store_codes", "store_weight_as_codes"]
 
 
 class DecodedWeight(Tensor):
@@ -166,7 +164,7 @@ def store_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None
     if layer.held is not None:
         return
     if scale is None:
-        codes = cast_operand(layer.weight, replace(spec, scaling=Scaling.DYNAMIC))
+        codes = quantize_operand(layer.weight, spec)
     else:
         codes = quantize(
             layer.weight,
@@ -176,7 +174,6 @@ def store_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None
             scale_format=spec.scale_format,
             nonfinite=spec.nonfinite,
         )
-    assert isinstance(codes, QuantizedTensor)
     store_codes(layer, codes)
 
 
@@ -218,3 +215,8 @@ def store_codes(layer: Linear, codes: QuantizedTensor) -> None:
 def is_own_linear(module: object) -> TypeGuard[Linear]:
     """Return whether a module is octavo's linear layer itself; a subclass may compute something of its own."""
     return type(module) in (Linear, FP8WeightLinear)
+
+
+def runs_in_fp8(module: object) -> TypeGuard[Linear]:
+    """Return whether a module is an octavo linear layer whose recipe casts, or whose weight is stored as FP8 codes."""
+    return isinstance(module, Linear) and not (module.recipe.is_high_precision and module.held is None)

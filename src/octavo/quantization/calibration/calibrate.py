@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo._lazy import own_version
 from octavo.convert import choose_layers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
@@ -30,9 +29,7 @@ from octavo.quantization.calibration.result import (
     SeenData,
     check_can_store_codes,
     check_has_no_codes,
-    linear_shapes,
-    shape_hash,
-    weights_hash,
+    fingerprint,
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod, quantized_weight
 from octavo.recipes import CastSpec, Recipe
@@ -130,11 +127,8 @@ def calibrate(
         health=tuple(health[path] for path in reached),
         groups=tuple(tuple(path for path in reached if path in group) for group in stats.groups()),
         left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},
-        shapes=linear_shapes(module),
-        model_hash=shape_hash(module),
-        weights_hash=weights_hash(module),
         seen=SeenData(batches=stats.batches, samples=stats.samples, tokens=stats.tokens, source=source, split=split),
-        octavo_version=own_version(),
+        **fingerprint(module),
     )
 
 

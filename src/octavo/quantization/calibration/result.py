@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._lazy import own_version
 from octavo.convert import ConversionReport, convert, read_by_others, store_weights_as_codes
 from octavo.errors import CheckpointError, ConfigError
 from octavo.kernels import quantize
@@ -40,6 +41,7 @@ __all__ = [
     "SeenData",
     "check_can_store_codes",
     "check_has_no_codes",
+    "fingerprint",
     "linear_shapes",
     "load_calibration",
     "shape_hash",
@@ -315,6 +317,16 @@ def linear_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
         path: (each.out_features, each.in_features)
         for path, each in module.named_modules()
         if isinstance(each, nn.Linear)
+    }
+
+
+def fingerprint(module: nn.Module) -> dict[str, Any]:
+    """Fields of a :class:`Calibration` that identify its model and octavo's version."""
+    return {
+        "shapes": linear_shapes(module),
+        "model_hash": shape_hash(module),
+        "weights_hash": weights_hash(module),
+        "octavo_version": own_version(),
     }
 
 

@@ -36,7 +36,7 @@ from octavo.convert import choose_layers, convert, restore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import store_weight_as_codes
+from octavo.nn.fp8_weight import runs_in_fp8, store_weight_as_codes
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
 from octavo.quantization.calibration.result import check_has_no_codes, shape_hash
 from octavo.quantization.comparison.int8_baseline import ExactIntegerProducts, quantize_to_int8
@@ -183,11 +183,7 @@ def _quantized_variant(copied: LanguageModel, name: str, quantize: Callable[[nn.
 
 def _quantized_paths(model: LanguageModel) -> tuple[str, ...]:
     """Paths of the layers whose GEMMs use codes."""
-    return tuple(
-        path
-        for path, layer in model.model.named_modules()
-        if isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
-    )
+    return tuple(path for path, layer in model.model.named_modules() if runs_in_fp8(layer))
 
 
 def _quantize_then_round(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from octavo.convert import ConversionReport, convert, restore
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.projected_attention import join_projections, split_projections
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.qat.linear import DECAY, QATLinear, ScaleUpdate
 from octavo.recipes import Recipe
 
@@ -217,8 +218,7 @@ def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, QATLinear]]:
 
 
 def _check_arguments(model: torch.nn.Module, scales: str, decay: float) -> ScaleUpdate:
-    if scales not in tuple(ScaleUpdate):
-        raise ConfigError(f"scales must be one of {', '.join(ScaleUpdate)}, not {scales!r}")
+    check_member("scales", scales, tuple(ScaleUpdate))
     if not 0 < decay <= 1:
         raise ConfigError(f"decay must be above 0 and at most 1, not {decay}")
     for path, _ in _prepared(model):

@@ -39,6 +39,7 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.bf16 import bf16_autocast
 from octavo.quantization.calibration.calibrate import calibrate
 from octavo.quantization.calibration.compensated_rounding import compensate_rounding
@@ -83,8 +84,7 @@ class QATSettings:
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
-        if self.scales not in tuple(ScaleUpdate):
-            raise ConfigError(f"scales must be one of {', '.join(ScaleUpdate)}, not {self.scales!r}")
+        check_member("scales", self.scales, tuple(ScaleUpdate))
         tuning = self.tuning
         if self.starts_scales_at_first_batch and tuning.moving_steps == tuning.high_precision_steps:
             raise ConfigError(
