@@ -141,7 +141,7 @@ def test_a_static_scale_that_was_loaded_survives_the_weights():
     assert torch.equal(model(x), other(x))
 
 
-def test_a_weight_without_values_is_not_held_and_the_report_says_what_to_do():
+def test_meta_weight_is_not_stored_and_the_report_names_the_remedy():
     model = _mlp("meta").requires_grad_(False)
     report = octavo.convert(model, frozen="fp8")
     reason = "it is on the meta device; load the model, then convert it again with frozen='fp8'"

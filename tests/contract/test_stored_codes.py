@@ -270,13 +270,13 @@ def test_restoring_gives_the_decoded_weight():
 
 
 def test_only_unshared_frozen_weights_are_stored():
-    class Model(nn.Module):
+    class FrozenAndTrained(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.trained, self.frozen, self.one, self.two = (nn.Linear(4, 4) for _ in range(4))
             self.two.weight = self.one.weight
 
-    model = Model().requires_grad_(False)
+    model = FrozenAndTrained().requires_grad_(False)
     model.trained.requires_grad_(True)
     report = octavo.convert(model, frozen="fp8")
     assert report.held == ("frozen",)

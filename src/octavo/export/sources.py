@@ -32,7 +32,7 @@ from octavo.training.config import Device
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG as RUN
 
-__all__ = ["ONNX", "ExportSource", "Request", "load_source"]
+__all__ = ["ONNX", "ConversionOptions", "ExportSource", "load_source"]
 
 STATIC, ONNX, OWN = "static", "onnx", "octavo"
 PRESETS = {name: fmt.preset for name, fmt in FORMATS.items()} | {ONNX: "tensorwise"}
@@ -40,7 +40,7 @@ SCALE_OPTIONS = ("rowwise", "blockwise", STATIC)  # presets with the option powe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ConversionOptions:
     """Options for converting a model to FP8; defaults depend on the model and the format.
 
     Attributes:
@@ -79,7 +79,7 @@ class Request:
     @property
     def is_empty(self) -> bool:
         """True if all options have their defaults."""
-        return self == Request()
+        return self == ConversionOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class ExportSource:
     dtype: torch.dtype | None = None
 
 
-def load_source(model: str, fmt: str, request: Request, *, device: Device = Device.CPU) -> ExportSource:
+def load_source(model: str, fmt: str, request: ConversionOptions, *, device: Device = Device.CPU) -> ExportSource:
     """Load a model and convert it to FP8 as requested, or with the format's default.
 
     Args:
@@ -144,7 +144,7 @@ def _recipe(name: str, *, power_of_two: bool) -> Recipe:
     return recipes.get(name)
 
 
-def _load_qat_folder(folder: Path, request: Request, place: torch.device) -> LanguageModel:
+def _load_qat_folder(folder: Path, request: ConversionOptions, place: torch.device) -> LanguageModel:
     if not request.is_empty:
         raise ConfigError(
             f"{str(folder)!r} was trained for its own recipe; leave out the options that define how layers run"
@@ -154,7 +154,7 @@ def _load_qat_folder(folder: Path, request: Request, place: torch.device) -> Lan
     return loaded
 
 
-def _load_fp8_folder(folder: Path, request: Request, place: torch.device) -> ExportSource:
+def _load_fp8_folder(folder: Path, request: ConversionOptions, place: torch.device) -> ExportSource:
     if not request.is_empty:
         raise ConfigError(f"{str(folder)!r} is already in FP8; leave out the options that define how layers run")
     quantized = load_quantized(folder)
@@ -167,7 +167,7 @@ def _load_fp8_folder(folder: Path, request: Request, place: torch.device) -> Exp
     )
 
 
-def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request: Request) -> ExportSource:
+def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request: ConversionOptions) -> ExportSource:
     if request.skip or request.convert_head:
         raise ConfigError("a calibration defines its layers; leave out --skip and --head")
     calibration.apply(loaded, hold_weights=True)
@@ -186,7 +186,7 @@ def _apply_mix(loaded: LanguageModel, path: Path, fmt: str) -> ExportSource:
     return replace(_store_codes(loaded), tables=tables)
 
 
-def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: Request) -> ExportSource:
+def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: ConversionOptions) -> ExportSource:
     """Convert a run of a delayed recipe with scales from its amax history."""
     if not (folder / RUN).is_file():
         raise ConfigError(
