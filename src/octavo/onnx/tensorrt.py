@@ -72,7 +72,7 @@ def shape_ranges(
     """
     longest = max_length or min(LARGEST_LENGTH, context or LARGEST_LENGTH)
     if context is not None and longest > context:
-        raise ConfigError(f"max_length is {longest}, but the model reads at most {context} tokens; reduce it")
+        raise ConfigError(f"max_length is {longest}, and the model reads at most {context} tokens; give no more")
     most = max_batch or LARGEST_BATCH
     has_cache = any(PAST in shape.values() for shape in graph.shapes)
     usual, usual_past = min(USUAL_LENGTH, longest), min(USUAL_LENGTH, longest - 1)
