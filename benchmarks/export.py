@@ -24,7 +24,7 @@ from benchmarks import smollm2
 from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.errors import DataError
 from octavo.export.checkpoint_writer import GREEDY, SavedCheckpoint, save_quantized
-from octavo.export.sources import Request, load_source
+from octavo.export.sources import ConversionOptions, load_source
 from octavo.export.verification import TOLERANCE
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, text_windows
@@ -73,7 +73,9 @@ def rows(sources: Mapping[str, str], cases: Sequence[str]) -> Iterator[list[str]
             scales = _calibrated(source, Path(scratch)) if any(CASES[case][2] for case in cases) else None
             for case in cases:
                 fmt, recipe, is_static = CASES[case]
-                saved = measured(source, fmt, Request(recipe=recipe, calibration=scales if is_static else None))
+                saved = measured(
+                    source, fmt, ConversionOptions(recipe=recipe, calibration=scales if is_static else None)
+                )
                 cells = row(name, case, saved)
                 console.print(" | ".join(cells), markup=False, soft_wrap=True)
                 yield cells
@@ -81,12 +83,12 @@ def rows(sources: Mapping[str, str], cases: Sequence[str]) -> Iterator[list[str]
 
 def mixed(mix: Path) -> list[str]:
     """SmolLM2-135M by a mix, and its bytes."""
-    saved = measured(str(smollm2.model_path()), "octavo", Request(mix=mix))
+    saved = measured(str(smollm2.model_path()), "octavo", ConversionOptions(mix=mix))
     table = markdown_table(COLUMNS, [row("SmolLM2-135M", "octavo, a mix", saved)])
     return [*table, "", f"{saved.nbytes:,} bytes of weights."]
 
 
-def measured(source: str, fmt: str, request: Request) -> SavedCheckpoint:
+def measured(source: str, fmt: str, request: ConversionOptions) -> SavedCheckpoint:
     """Write one case into a temporary folder, with its verification."""
     ready = load_source(source, fmt, request)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""What quantisation-aware training buys SmolLM2-135M: FP8 tuned for FP8 beside BF16 tuned on the same batches.
+"""What quantization-aware training buys SmolLM2-135M: FP8 tuned for FP8 beside BF16 tuned on the same batches.
 
     python -m benchmarks.qat [--steps 60] [--batch-size 2] [--context 256] [--recipe static] [--windows 40]
         [--out FOLDER]

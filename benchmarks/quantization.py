@@ -32,8 +32,7 @@ from octavo.quantization import calibrate, load_qat, text_windows
 from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.kv_cache_round_trip import key_means, vector_bytes
-from octavo.quantization.comparison.variant_names import line_up
-from octavo.quantization.comparison.variants import CACHE, CENTRED, STATIC, TUNED
+from octavo.quantization.comparison.variants import CACHE, CENTRED, STATIC, TUNED, line_up
 from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.memory import extra_memory_bytes
 

@@ -26,8 +26,9 @@ from octavo.language_model import LanguageModel
 from octavo.quantization import load_mix, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.qat.tuning import window_nats
-from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
+from octavo.quantization.sensitivity.mix import save_mix
+from octavo.quantization.sensitivity.study import Budget, MixResult, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.summary import how_ranked
 from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.comparison import paired_gap
@@ -115,7 +116,7 @@ def rows_of(found: Sensitivity) -> Iterator[list[str]]:
         yield _row(name, one, "–")
 
 
-def _row(name: str, one: Found, judged: str) -> list[str]:
+def _row(name: str, one: MixResult, judged: str) -> list[str]:
     true = one.verified
     assert true is not None
     return [

@@ -139,7 +139,7 @@ def page() -> str:
     lines = [
         "# What each recipe loses",
         "",
-        f"Signal to quantisation noise in dB of a linear layer ({M} x {K} x {N}) against float64:",
+        f"Signal to quantization noise in dB of a linear layer ({M} x {K} x {N}) against float64:",
         "output / grad_input / grad_weight. The weight is Gaussian; input and grad_output are drawn as the column",
         "says. More is better; 6 dB is one bit. `python scripts/sqnr_table.py` writes this page, the tests check it.",
         "",

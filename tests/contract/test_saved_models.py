@@ -13,7 +13,7 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.text.tokenizer import train_tokenizer
 
 with warnings.catch_warnings():
@@ -80,7 +80,7 @@ def test_what_save_pretrained_writes_of_a_partly_converted_model_is_refused(part
     if part.endswith("up_proj"):
         octavo.convert(model)
         assert isinstance(inner, Linear)
-        hold_weight_as_codes(inner)
+        store_weight_as_codes(inner)
     else:
         assert octavo.convert(inner, frozen="fp8").held
     type(model).save_pretrained(model, tmp_path / "m")

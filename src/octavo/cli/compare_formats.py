@@ -20,7 +20,6 @@ from octavo.quantization import calibrate, load_calibration, load_qat, text_wind
 from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.kv_cache_round_trip import key_means
-from octavo.quantization.comparison.variant_names import check_formats, line_up
 from octavo.quantization.comparison.variants import (
     AS_IT_IS,
     BF16,
@@ -30,6 +29,8 @@ from octavo.quantization.comparison.variants import (
     FormatVariant,
     StaticScales,
     as_it_is,
+    check_formats,
+    line_up,
 )
 from octavo.text.corpus import Split
 from octavo.text.sources import TOPICS

@@ -20,8 +20,7 @@ from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.models.sources import SourceKind, kind_of, located
-from octavo.quantization.comparison.variant_names import FORMATS
-from octavo.quantization.comparison.variants import CENTRED, STATIC, TUNED
+from octavo.quantization.comparison.variants import CENTRED, FORMATS, STATIC, TUNED
 from octavo.text.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards

@@ -18,7 +18,8 @@ from octavo.language_model import load_language_model
 from octavo.models.sources import located
 from octavo.parsing import read_object
 from octavo.quantization import text_windows
-from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
+from octavo.quantization.sensitivity.mix import save_mix
+from octavo.quantization.sensitivity.study import Budget, MixResult, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.summary import FORMAT, cost_of, headline, name_of, notes, record, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
 from octavo.reports.rendering import check_report_extra
@@ -218,7 +219,7 @@ def _layer_cells(sensitivity: Sensitivity, unit: Unit) -> list[str]:
     return [unit.path, *("–" if nats is None else f"{1000 * nats:.3f}" for nats in costs), choice_in_mix]
 
 
-def _mix_cells(mix: Found) -> list[str]:
+def _mix_cells(mix: MixResult) -> list[str]:
     verified = mix.verified
     if verified is None:
         return [name_of(mix), f"{mix.bytes_share:.3f}", f"{mix.fp8_products:.0%}", "–", "–", "–"]

@@ -11,14 +11,14 @@ import torch
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import check_storable, hold_weight_as_codes
+from octavo.nn.fp8_weight import check_storable, store_weight_as_codes
 
-__all__ = ["allow_save_pretrained", "guard_save_pretrained", "hold_weights", "read_by_others"]
+__all__ = ["allow_save_pretrained", "guard_save_pretrained", "read_by_others", "store_weights_as_codes"]
 
 SAVE = "save_pretrained"
 
 
-def hold_weights(
+def store_weights_as_codes(
     model: torch.nn.Module, paths: Iterable[str], *, scales: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Store the frozen weights of converted layers as FP8 codes (:mod:`octavo.nn.fp8_weight`).
@@ -48,7 +48,7 @@ def hold_weights(
             check_storable(layer)
             stored[path] = layer
     for path, layer in stored.items():  # all or, where one cannot be stored, none
-        hold_weight_as_codes(layer, scale=(scales or {}).get(path))
+        store_weight_as_codes(layer, scale=(scales or {}).get(path))
     if stored:
         guard_save_pretrained(model)
     return tuple(stored), reasons

@@ -93,7 +93,7 @@ def save_quantized(
     """Write a language model whose layers run FP8 recipes to a checkpoint folder for other programs.
 
     Args:
-        model: converted, with held codes or weights in high precision; not changed.
+        model: converted, with stored codes or weights in high precision; not changed.
         folder: new or empty.
         format: "compressed-tensors", "hf-fp8", "modelopt" or "octavo".
         kv_scales: scales of keys and of values by decoder layer, such as a calibration's; written in FP32.

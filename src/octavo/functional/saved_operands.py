@@ -13,7 +13,7 @@ operand recomputed after one is the new weight's, cast with the scale of the old
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "cast_operand",
     "load_operands",
     "operand_of",
+    "quantize_operand",
     "recasts_weight",
     "save_operands",
     "serves_both_ways",
@@ -136,6 +137,13 @@ def cast_operand(x: Tensor, spec: CastSpec | None, scaling: OperandScaling | Non
     scaling = OperandScaling() if scaling is None else scaling
     amax, scale = _amax_and_scale(spec, scaling)
     return cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, into=scaling.take()).output
+
+
+def quantize_operand(x: Tensor, spec: CastSpec) -> QuantizedTensor:
+    """Cast ``x`` with scales from its own amax, also where ``spec`` takes them from a history or a calibration."""
+    quantized = cast_operand(x, replace(spec, scaling=Scaling.DYNAMIC))
+    assert isinstance(quantized, QuantizedTensor)
+    return quantized
 
 
 def cast_both_ways(

@@ -6,7 +6,6 @@ as ``F.linear(x, layer.weight)``, computes right, and code that writes into it i
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -15,13 +14,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from octavo.errors import ConfigError
-from octavo.functional import cast_operand
+from octavo.functional import quantize_operand
 from octavo.kernels import quantize
 from octavo.nn.linear import CODES, FP8_DTYPES, HeldWeight, Linear
 from octavo.numerics import QuantizedTensor
-from octavo.recipes import Scaling
 
-__all__ = ["FP8WeightLinear", "check_storable", "hold_codes", "hold_weight_as_codes", "is_own_linear"]
+__all__ = ["FP8WeightLinear", "check_storable", "is_own_linear", "runs_in_fp8", "store_codes", "store_weight_as_codes"]
 
 
 class DecodedWeight(Tensor):
@@ -67,7 +65,7 @@ class FP8WeightLinear(Linear):
     """A :class:`Linear` whose frozen weight is stored as FP8 codes and their scale.
 
     ``weight_codes`` [N, K] is a parameter and ``weight_scale`` a buffer. The ``state_dict`` also has an empty
-    ``weight``: every other model refuses its shape, also where it loads loosely. :func:`hold_codes` makes such a layer
+    ``weight``: every other model refuses its shape, also where it loads loosely. :func:`store_codes` makes such a layer
     of a :class:`Linear`.
     """
 
@@ -130,7 +128,7 @@ class FP8WeightLinear(Linear):
             if weight.dtype not in FP8_DTYPES:
                 *_, error_messages = rest
                 error_messages.append(
-                    f"{prefix}weight is {weight.dtype}, and this layer holds FP8 codes; load weights before "
+                    f"{prefix}weight is {weight.dtype}, and this layer stores FP8 codes; load weights before "
                     "octavo.convert(model, frozen='fp8'), or call octavo.restore(model) first"
                 )
                 return
@@ -147,7 +145,7 @@ class FP8WeightLinear(Linear):
 
 
 @torch.no_grad()
-def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
+def store_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
     """Quantize a layer's frozen weight and store its codes, one byte an element, and their scale in its place.
 
     The codes are those of the recipe's output GEMM and do not change with the recipe.
@@ -166,7 +164,7 @@ def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
     if layer.held is not None:
         return
     if scale is None:
-        codes = cast_operand(layer.weight, replace(spec, scaling=Scaling.DYNAMIC))
+        codes = quantize_operand(layer.weight, spec)
     else:
         codes = quantize(
             layer.weight,
@@ -176,14 +174,13 @@ def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
             scale_format=spec.scale_format,
             nonfinite=spec.nonfinite,
         )
-    assert isinstance(codes, QuantizedTensor)
-    hold_codes(layer, codes)
+    store_codes(layer, codes)
 
 
 def check_storable(layer: Linear) -> None:
-    """Raise ConfigError where a layer's weight cannot be stored as FP8 codes; see :func:`hold_weight_as_codes`."""
+    """Raise ConfigError where a layer's weight cannot be stored as FP8 codes; see :func:`store_weight_as_codes`."""
     if layer.stored_weight.requires_grad:
-        raise ConfigError("only a frozen weight can be held as FP8 codes; call weight.requires_grad_(False) first")
+        raise ConfigError("only a frozen weight can be stored as FP8 codes; call weight.requires_grad_(False) first")
     if layer.recipe.output.b is None:
         raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; hold one with an FP8 recipe")
     if layer.held is not None:
@@ -194,7 +191,7 @@ def check_storable(layer: Linear) -> None:
         raise ConfigError(f"the weight of {layer.called} holds NaN or infinity; fix it before storing it as FP8 codes")
 
 
-def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
+def store_codes(layer: Linear, codes: QuantizedTensor) -> None:
     """Store existing codes [N, K], such as a file's, instead of a weight; codes and scale are not changed.
 
     Raises:
@@ -218,3 +215,8 @@ def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
 def is_own_linear(module: object) -> TypeGuard[Linear]:
     """Return whether a module is octavo's linear layer itself; a subclass may compute something of its own."""
     return type(module) in (Linear, FP8WeightLinear)
+
+
+def runs_in_fp8(module: object) -> TypeGuard[Linear]:
+    """Return whether a module is an octavo linear layer whose recipe casts, or whose weight is stored as FP8 codes."""
+    return isinstance(module, Linear) and not (module.recipe.is_high_precision and module.held is None)

@@ -217,7 +217,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         held = self.held_weight()
         if held is not None:
             if self.stored_weight.requires_grad:
-                raise ConfigError("a weight held as FP8 codes takes no gradient; octavo.restore(model) decodes it")
+                raise ConfigError("a weight stored as FP8 codes takes no gradient; octavo.restore(model) decodes it")
             return WeightOperands(held, recipe)
         if self.weight_cache is None or torch.compiler.is_compiling():
             return None

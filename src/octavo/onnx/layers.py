@@ -65,7 +65,7 @@ class LayerNote:
 
 
 class StaticCast(nn.Module):
-    """Quantise and dequantise an input with a constant scale."""
+    """Quantize and dequantize an input with a constant scale."""
 
     encode_scale: Tensor
     scale: Tensor
@@ -85,7 +85,7 @@ class StaticCast(nn.Module):
 
 
 class DynamicCast(nn.Module):
-    """Quantise an input with a dynamic scale; decode with a constant below 1 and return the remaining factor."""
+    """Quantize an input with a dynamic scale; decode with a constant below 1 and return the remaining factor."""
 
     unit: Tensor
 

@@ -15,7 +15,7 @@ from octavo.quantization import calibrate, text_windows
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.quantization.comparison.variant_names import line_up
+from octavo.quantization.comparison.variants import line_up
 from octavo.text.sources import TOPICS
 from octavo.text.tokenizer import train_tokenizer
 from octavo.training.memory import reset_peak_memory
@@ -212,15 +212,15 @@ def test_a_folder_in_fp8_is_no_reference_and_is_not_called_fp32(octavo, gguf, fi
     assert json.loads(octavo("eval", gguf, *FEW, "--json").stdout)["format"] == "FP32"
 
 
-def test_a_model_of_which_nothing_would_be_quantised_is_refused(octavo, tmp_path):
+def test_a_model_of_which_nothing_would_be_quantized_is_refused(octavo, tmp_path):
     folder = hugging_face_folder(tmp_path, "GPT2")
     for name in ("int8", "fp8-dynamic"):
         result = octavo("eval", folder, "--compare", name, *FEW)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "nothing to quantise; its weights are in Conv1D" in result.stderr
+        assert "nothing to quantize; its weights are in Conv1D" in result.stderr
     result = octavo("sensitivity", folder, "--out", tmp_path / "mix", "--windows", 2, "--verify-windows", 2)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "nothing to quantise; its weights are in Conv1D" in result.stderr
+    assert "nothing to quantize; its weights are in Conv1D" in result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from octavo.checkpoints import load_quantized
 from octavo.export.checkpoint_writer import save_quantized
-from octavo.quantization.sensitivity import Mix, save_mix
+from octavo.quantization.sensitivity.mix import Mix, save_mix
 from tests.unit.checkpoints.folders import ROW, dynamic, written
 
 GRAPH = ["--format", "onnx"]

@@ -13,7 +13,7 @@ from octavo.cli.sensitivity import _share
 from octavo.files import write_atomically
 from octavo.language_model import load_language_model
 from octavo.quantization import load_mix
-from octavo.quantization.sensitivity import units_of
+from octavo.quantization.sensitivity.units import units_of
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_codes
+from octavo.nn.fp8_weight import store_codes
 from octavo.scaling import AmaxHistory, ScaleUpdates
 from tests.contract.gemm_oracle import assert_product, recorded_products
 
@@ -138,10 +138,10 @@ def test_finished_codes_are_held_untouched():
     codes = octavo.quantize(weight, octavo.E4M3, granularity=octavo.PerRow())
     layer = octavo.nn.Linear(16, 8, recipe="weight_only")
     layer.weight.requires_grad_(False)
-    hold_codes(layer, codes)
+    store_codes(layer, codes)
     assert layer.weight_codes.data_ptr() == codes.data.data_ptr()
     assert torch.equal(layer.state_dict()["weight_scale"], codes.scale)
     x = torch.randn(3, 16)
     torch.testing.assert_close(layer(x), x @ codes.dequantize().T + layer.bias)
     with pytest.raises(ConfigError, match=r"is \[16, 8\], and these codes are \[8, 16\]"):
-        hold_codes(octavo.nn.Linear(8, 16), codes)
+        store_codes(octavo.nn.Linear(8, 16), codes)

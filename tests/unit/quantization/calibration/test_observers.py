@@ -130,7 +130,7 @@ def test_modes_hooks_and_gradients_are_left_as_they_were():
 
 
 def test_a_batch_is_a_tensor_arguments_or_keywords():
-    class Two(nn.Module):
+    class TwoLayers(nn.Module):
         layer: nn.Module
 
         def __init__(self):
@@ -140,7 +140,7 @@ def test_a_batch_is_a_tensor_arguments_or_keywords():
         def forward(self, x, scale):
             return self.layer(input=x * scale)
 
-    model = Two()
+    model = TwoLayers()
     x, two = torch.ones(3, 4), torch.tensor(2.0)
     for batch in ((x, two), [x, two], {"x": x, "scale": two}):
         seen = observe(model, [batch], {"layer": model.layer})

@@ -407,7 +407,7 @@ def test_prepared_twice_or_not_at_all():
     with pytest.raises(ConfigError, match=r"call octavo\.prepare_qat first"):
         convert_qat(model)
     prepare_qat(model)
-    with pytest.raises(ConfigError, match="layer '0' is already in quantisation-aware training"):
+    with pytest.raises(ConfigError, match="layer '0' is already in quantization-aware training"):
         prepare_qat(model)
     with pytest.raises(ConfigError, match="delayed"), octavo.autocast(recipe="delayed"):
         model(torch.ones(1, 70))
@@ -443,7 +443,7 @@ def regression(prepare: bool) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, x, target
 
 
-def test_training_for_fp8_beats_quantising_what_was_trained_without():
+def test_training_for_fp8_beats_quantizing_what_was_trained_without():
     """Each weight alone would round the same way and the errors add up; together they can be rounded to cancel."""
 
     def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> float:
@@ -457,9 +457,9 @@ def test_training_for_fp8_beats_quantising_what_was_trained_without():
     convert_qat(tuned)
     trained, x, target = regression(prepare=True)
     convert_qat(trained)
-    quantised, trained_for = loss(tuned, x, target), loss(trained, x, target)
-    assert exact < 0.1 * quantised
-    assert trained_for < 0.25 * quantised
+    quantized, trained_for = loss(tuned, x, target), loss(trained, x, target)
+    assert exact < 0.1 * quantized
+    assert trained_for < 0.25 * quantized
 
 
 @pytest.mark.parametrize(
