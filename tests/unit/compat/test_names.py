@@ -22,7 +22,7 @@ REFUSED_RECIPES = {"CustomRecipe", "MXFP4QATFloat8BlockScaling", "MXFP4QATMXFP8B
 
 
 def test_names():
-    assert compat.__all__ == ["DynamicScaler"]
+    assert compat.__all__ == ["DynamicScaler", "ScalingState"]
     assert set(pytorch.__all__) == MODULES | FUNCTIONS | SUBMODULES
     assert set(common.recipe.__all__) == RECIPES | REFUSED_RECIPES
 
