@@ -97,7 +97,7 @@ def _judged(bars: Mapping[str, Verdict], timings: Timings, copy: float | None) -
             verdicts.append(not_judged(bar, NO_COPY))
         else:
             share = speed(timings, what) / copy
-            verdicts.append(replace(bar, timings=1 / share if bar.at_most else share))
+            verdicts.append(replace(bar, found=1 / share if bar.at_most else share))
     return verdicts
 
 

@@ -215,9 +215,10 @@ def _check_model(run: WatchedRun, config: RunConfig) -> None:
         shape = (facts.get("in_features"), facts.get("out_features"))
         if path != HEAD and shapes.get(path) != shape:
             raise TrainingError(_other_model(run, f"{path!r} from {shape[0]} to {shape[1]} features"))
-    for key in (*run.series.casts.keys, *run.series.products.keys):
-        if key.path != HEAD and key.path not in shapes:
-            raise TrainingError(_other_model(run, f"{key.path!r}, which the statistics are of"))
+    paths = [*(key.path for key in run.series.casts.keys), *(key.path for key in run.series.products.keys)]
+    for path in paths:
+        if path != HEAD and path not in shapes:
+            raise TrainingError(_other_model(run, f"{path!r}, which the statistics are of"))
 
 
 def _other_model(run: WatchedRun, layer: str) -> str:

@@ -285,7 +285,8 @@ def _each_cast(recipe: recipes.Recipe, change: Callable[[CastSpec], CastSpec]) -
     def changed(gemm: GemmSpec) -> GemmSpec:
         return replace(gemm, a=gemm.a and change(gemm.a), b=gemm.b and change(gemm.b))
 
-    return replace(recipe, **{name: changed(getattr(recipe, name)) for name in ("output", "grad_input", "grad_weight")})
+    output, grad_input, grad_weight = map(changed, (recipe.output, recipe.grad_input, recipe.grad_weight))
+    return replace(recipe, output=output, grad_input=grad_input, grad_weight=grad_weight)
 
 
 def _with_gradients_in(recipe: recipes.Recipe, fp8_format: Format) -> recipes.Recipe:
