@@ -39,9 +39,10 @@ from octavo.text.tokens import open_data
 from octavo.training.checkpoint import latest, load_checkpoint
 from octavo.training.comparison import Study
 from octavo.training.config import load_config, save_config
-from octavo.training.loop import build_optimizer, train
+from octavo.training.loop import train
 from octavo.training.precision import apply_recipe
 from octavo.training.run_folder import load_run
+from octavo.training.setup import build_optimizer
 from octavo.training.watched_run import read_run
 from tests.unit.checkpoints.folders import ROW, dynamic, written
 from tests.unit.doctor.test_capture import some_capture

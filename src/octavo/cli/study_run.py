@@ -17,10 +17,10 @@ from octavo.text.tokens import open_data, preparing
 from octavo.training import study_table
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
-from octavo.training.loop import build_model
 from octavo.training.memory import check_run_fits
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, is_own_config, remove_runs, resumable_state
+from octavo.training.setup import build_model
 
 __all__ = ["compare", "print_study"]
 

@@ -8,8 +8,9 @@ from octavo.experiments.short_run import Start, start_of
 from octavo.text.tokens import TokenData, open_data
 from octavo.training.checkpoint import latest
 from octavo.training.config import RunConfig, load_config
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
 from octavo.training.run_folder import CONFIG
+from octavo.training.setup import build_model
 
 __all__ = ["Origin", "origin_of", "run_data", "start_from"]
 

@@ -18,8 +18,9 @@ from octavo.errors import ConfigError
 from octavo.experiments.origin import Origin
 from octavo.experiments.short_run import short_run
 from octavo.nn import Linear
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
 from octavo.training.recipe_choice import BF16
+from octavo.training.setup import build_model
 
 __all__ = ["Effect", "PairedRuns", "check_numbers", "pooled_error"]
 

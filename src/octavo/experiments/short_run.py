@@ -16,8 +16,9 @@ from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate
 from octavo.training.events import Event
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
 from octavo.training.metrics import read_metrics
+from octavo.training.setup import build_model
 from octavo.training.threads import using_threads
 
 __all__ = ["ShortRun", "Start", "short_run", "start_of"]

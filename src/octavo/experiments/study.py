@@ -38,11 +38,12 @@ from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
 from octavo.training.gradient_noise import GradientNoise, GradientProbe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
-from octavo.training.loop import check_data, train
+from octavo.training.loop import train
 from octavo.training.memory import fitting_in_memory
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, load_run
+from octavo.training.setup import check_data
 from octavo.training.signals import StoppedBySignal
 from octavo.training.study_facts import facts_of
 from octavo.training.threads import using_threads

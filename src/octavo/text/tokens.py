@@ -78,7 +78,7 @@ def preparing(
 
     The yielded tokens are valid only inside the block; afterwards, open them with :func:`open_data`.
     """
-    report = progress or _silent
+    report = progress or (lambda _phase, _done, _total: None)
     folder = Path(out_dir)
     _check_ownership(folder)
     report("read", 0, 1)
@@ -184,10 +184,6 @@ class TokenData:
 def _shifted(rows: NDArray[Any]) -> tuple[Tensor, Tensor]:
     block = torch.from_numpy(rows.astype(np.int64))
     return block[:, :-1].contiguous(), block[:, 1:].contiguous()
-
-
-def _silent(phase: str, done: int, total: int) -> None:
-    """Report nothing."""
 
 
 def _check_ownership(folder: Path) -> None:

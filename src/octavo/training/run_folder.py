@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -275,14 +275,10 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 def _difference(before: RunConfig, now: RunConfig) -> str:
     """Describe the first differing key, with both values."""
-    old, new = _flat(before.to_dict()), _flat(now.to_dict())
+    old, new = before.flat(), now.flat()
     differing = (key for key in old if old[key] != new.get(key) and key not in before.free_to_change)
     key = next(differing, "training.overrides")  # whose order alone may differ
     return f"{key} = {old[key]!r}, not {new.get(key)!r}"
-
-
-def _flat(nested: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in nested.items() for key, value in keys.items()}
 
 
 def _llama_config(path: Path, state: CheckpointState) -> LlamaConfig:

@@ -57,7 +57,7 @@ def test_training_resumes_bit_for_bit_from_wherever_the_checkpoint_lies(tmp_path
     assert same["model.layers.0.self_attn.q_proj.input.steps"].item() == 6
 
 
-def test_without_the_callback_the_user_is_told_when_saving_and_when_resuming(tmp_path):
+def test_missing_callback_warns_on_saving_and_on_resuming(tmp_path):
     through = trainer_of(tmp_path / "through")
     with pytest.warns(UserWarning, match="saved without the scaling state"):
         through.train()

@@ -21,9 +21,9 @@ from octavo.models.sources import check_is_run
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import preparing
 from octavo.training.config import RunConfig, load_config
-from octavo.training.loop import check_data
 from octavo.training.memory import check_run_fits, fitting_in_memory
 from octavo.training.run_folder import CONFIG
+from octavo.training.setup import check_data
 
 __all__ = ["preflight"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from octavo.experiments.origin import Origin
 from octavo.nn.scaling_state import discard_step
 from octavo.training.evaluate import token_loss
-from octavo.training.loop import build_model
 from octavo.training.precision import resolve_device, surroundings
+from octavo.training.setup import build_model
 from octavo.training.threads import using_threads
 
 __all__ = ["Probe"]

@@ -193,7 +193,7 @@ def test_statistics_of_renamed_layers_are_refused(octavo, run, table):
     edit(run, rename)
     words = refusal(octavo, run)
     assert "are another model's" in words
-    assert "knows no layer 'model.layers.0.ffn.gate_proj'" in words
+    assert "has no layer 'model.layers.0.ffn.gate_proj'" in words
 
 
 def test_repeated_statistics_are_refused(octavo, run):
