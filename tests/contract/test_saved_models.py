@@ -15,6 +15,7 @@ from octavo.language_model import LanguageModel
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_hugging_face_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -24,15 +25,7 @@ REFUSED = r"would write FP8 codes as weights \(model\.layers\.0\.self_attn\.q_pr
 
 
 def _llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
+    config = tiny_hugging_face_config(num_hidden_layers=1, max_position_embeddings=32)
     return transformers.LlamaForCausalLM(config)
 
 

@@ -14,6 +14,7 @@ from octavo.nn import Linear
 from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.recipes import Recipe
 from tests.contract.gemm_oracle import assert_same_operand, recorded_products
+from tests.tiny_llama import tiny_hugging_face_config
 
 RECIPES = [name for name in octavo.recipes.names() if name not in ("bf16", "static")]
 
@@ -352,15 +353,7 @@ class TestLora:
         peft = pytest.importorskip("peft", reason="peft is not installed")
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-        )
+        config = tiny_hugging_face_config(vocab_size=64, max_position_embeddings=32)
         model = transformers.LlamaForCausalLM(config)
         if stored:
             model.requires_grad_(False)

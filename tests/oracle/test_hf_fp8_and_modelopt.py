@@ -17,8 +17,9 @@ import octavo
 from octavo.checkpoints import load_quantized
 from octavo.export.checkpoint_writer import save_quantized
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.checkpoints.folders import layer_of
 from tests.unit.quantization.tiny_models import windows
 
@@ -27,15 +28,7 @@ BLOCK = 128
 
 def model(intermediate_size):
     """Weights in several blocks of very different magnitude."""
-    shape = LlamaConfig(
-        vocab_size=300,
-        hidden_size=256,
-        intermediate_size=intermediate_size,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=64,
-    )
+    shape = tiny_llama_config(hidden_size=256, intermediate_size=intermediate_size, num_layers=1)
     made = Llama(shape, seed=5).eval()
     with torch.no_grad():
         for name, weight in made.named_parameters():

@@ -15,14 +15,14 @@ from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig, load_gguf
+from octavo.models import Llama, load_gguf
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.models import small_gguf
 
-SHAPE = LlamaConfig(
+SHAPE = tiny_llama_config(
     vocab_size=96,
     hidden_size=64,
     intermediate_size=96,
-    num_layers=2,
     num_heads=2,
     num_kv_heads=1,
     max_positions=WINDOW,

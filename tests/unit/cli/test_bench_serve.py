@@ -7,26 +7,18 @@ import pytest
 
 from benchmarks.hopper.reading import load_report
 from octavo.inference import Engine, EngineThread, load_served_model
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.server import Address, Limits, Server, Service
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_llama_config
 
 SMALL = ["--prompt", 12, "--answer", 3, "--rounds", 2, "--requests", 1]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        max_positions=128,
-        tie_embeddings=True,
-    )
+    config = tiny_llama_config(num_layers=1, num_heads=2, num_kv_heads=1, max_positions=128, tie_embeddings=True)
     (tmp_path / "model").mkdir()
     write_llama(tmp_path / "model", Llama(config, seed=1))
     tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=300)

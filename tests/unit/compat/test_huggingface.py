@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 from octavo.compat.huggingface import ScalingStateCallback  # noqa: E402 (needs transformers)
+from tests.tiny_llama import tiny_hugging_face_config  # noqa: E402
 
 
 class Texts(torch.utils.data.Dataset):
@@ -22,10 +23,7 @@ class Texts(torch.utils.data.Dataset):
 
 def trainer_of(folder, *callbacks, steps=6, seed=0, **changes):
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
+    config = tiny_hugging_face_config(vocab_size=32, num_hidden_layers=1)
     model = transformers.LlamaForCausalLM(config)
     octavo.convert(model, "delayed")
     arguments = {

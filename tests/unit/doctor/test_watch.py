@@ -16,15 +16,16 @@ from octavo.doctor.series import CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.errors import ConfigError
 from octavo.kernels import cast_statistics, dispatch, native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 TRAINED = [
     name
     for name in octavo.recipes.names()
     if octavo.recipes.get(name).output.a is not None and not octavo.recipes.get(name).has_static_input
 ]
-TINY = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=8
+TINY = tiny_llama_config(
+    vocab_size=32, hidden_size=16, intermediate_size=48, num_heads=2, num_kv_heads=1, max_positions=8
 )
 
 

@@ -9,22 +9,15 @@ from octavo.errors import BackendError, ConfigError
 from octavo.formats import FP32
 from octavo.inference import KVCacheBatch, ModelRunner, PagedKVCache
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=48,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=100,
-    )
+    config = tiny_llama_config(vocab_size=60, hidden_size=48, intermediate_size=96, max_positions=100)
     return Llama(config, seed=3)
 
 

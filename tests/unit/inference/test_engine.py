@@ -10,7 +10,8 @@ import torch
 
 from octavo.errors import ClosedError, ConfigError, QueueFullError
 from octavo.inference import Engine, EngineConfig, FinishReason, ModelRunner, SamplingParams, generate
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 TEXT = "Sing, goddess, the anger of Peleus' son Achilles and its devastation, which put pains thousandfold upon the"
 
@@ -278,15 +279,7 @@ def test_a_stop_text_ends_an_answer_before_it(new_engine, byte_tokenizer):
 
 
 def test_request_with_nonfinite_logits_ends_alone(byte_tokenizer):
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        max_positions=64,
-    )
+    config = tiny_llama_config(vocab_size=256, num_layers=1, num_heads=2, num_kv_heads=1)
     model = Llama(config)
     model.model.embed_tokens.weight.data[9] = torch.nan
     told: list[Any] = [[], []]

@@ -8,20 +8,13 @@ import torch
 from octavo.errors import ConfigError
 from octavo.inference import ModelRunner, generate
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 
 @pytest.fixture(scope="module")
 def runner():
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=48,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=80,
-    )
+    config = tiny_llama_config(vocab_size=100, hidden_size=48, intermediate_size=96, max_positions=80)
     return ModelRunner(Llama(config, seed=3))
 
 

@@ -11,14 +11,14 @@ from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner, PagedKVCache
 from octavo.inference.native_decoder import CacheTensors, NativeDecoder
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 
 
 def model(*, tie=True, heads=6, kv_heads=2):
-    config = LlamaConfig(
-        vocab_size=300,
+    config = tiny_llama_config(
         hidden_size=72,
         intermediate_size=200,
         num_layers=3,

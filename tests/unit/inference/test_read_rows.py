@@ -11,7 +11,8 @@ from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner, ServingRecipe
 from octavo.kernels import native_bindings, native_gemm
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 LENGTHS = (1, 64, 70, 97, 30)
@@ -19,15 +20,7 @@ LENGTHS = (1, 64, 70, 97, 30)
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(
-        vocab_size=75,
-        hidden_size=48,
-        intermediate_size=80,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=128,
-    )
+    config = tiny_llama_config(vocab_size=75, hidden_size=48, intermediate_size=80, max_positions=128)
     return Llama(config, seed=3)
 
 

@@ -13,9 +13,10 @@ from octavo.inference import ModelRunner, ServingRecipe
 from octavo.inference.decoder_weights import DecoderWeight, InputCast
 from octavo.inference.recipes import decoder_weight
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.numerics import saturation_fraction
 from octavo.numerics.integers import Int8Rows, quantize_int8
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 TOKENS = torch.arange(90) * 7 % 300
@@ -24,13 +25,10 @@ ROWS = octavo.PerRow()
 
 def model(**options):
     """Biases everywhere but the head, and none of them zero."""
-    config = LlamaConfig(
-        vocab_size=300,
+    config = tiny_llama_config(
         hidden_size=72,
         intermediate_size=200,
-        num_layers=2,
         num_heads=6,
-        num_kv_heads=2,
         max_positions=96,
         qkv_bias=True,
         out_bias=True,
@@ -185,7 +183,7 @@ def test_mismatched_weights_and_casts_raise():
 def test_integers_are_summed_exactly(level, k):
     """A head of one layer's decoder, whose logits are a product of integers times two scales."""
     generator = torch.Generator().manual_seed(k)
-    config = LlamaConfig(
+    config = tiny_llama_config(
         vocab_size=70,
         hidden_size=2 * k,
         intermediate_size=4,

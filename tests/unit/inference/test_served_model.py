@@ -11,19 +11,11 @@ from octavo.export import save_quantized
 from octavo.formats import FP32
 from octavo.inference import Engine, EngineConfig, Event, SamplingParams, load_served_model
 from octavo.language_model import LanguageModel, load_language_model
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.test_language_model import hugging_face_folder
 
-SHAPE = LlamaConfig(
-    vocab_size=300,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=32,
-    rope_theta=5000.0,
-)
+SHAPE = tiny_llama_config(max_positions=32, rope_theta=5000.0)
 TOKENS = torch.arange(20) * 7 % 300
 
 

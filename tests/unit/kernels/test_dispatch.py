@@ -207,7 +207,7 @@ def test_tensors_whose_numbers_are_not_in_memory():
     ],
     ids=str,
 )
-def test_what_went_well_before_vouches_for_no_other_call(wrong):
+def test_earlier_success_does_not_skip_later_checks(wrong):
     a = octavo.quantize(torch.ones(2, 4), octavo.E4M3)
     for _ in range(2):
         scaled_mm(a, a, bias=torch.zeros(2), accumulate=Accumulate.FP32)

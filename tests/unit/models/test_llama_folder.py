@@ -10,19 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from octavo.errors import ConfigError
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import config_record, read_llama, shape_from_record, write_llama, write_tokenizer
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_model import tiny_language_model
 
-SHAPE = LlamaConfig(
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=64,
-    rope_theta=5e5,
-    tie_embeddings=True,
-)
+SHAPE = tiny_llama_config(hidden_size=64, intermediate_size=96, rope_theta=5e5, tie_embeddings=True)
 RECORD = config_record(SHAPE, torch.bfloat16)
 
 

@@ -12,7 +12,7 @@ from tests.contract.gemm_oracle import assert_product, recorded_products
 RECIPES = tuple(name for name in octavo.recipes.names() if not octavo.recipes.get(name).has_static_input)
 
 
-def test_it_is_built_like_torchs():
+def test_constructor_matches_torch():
     torch.manual_seed(0)
     ours = Linear(12, 5, recipe="rowwise", dtype=torch.bfloat16, device="cpu")
     torch.manual_seed(0)

@@ -14,10 +14,11 @@ import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export.lockstep import relative_error
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.onnx import OnnxOptions, export_onnx
 from octavo.onnx import export as module_under_test
 from octavo.onnx.graph import write_graph
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, VOCABULARY, language_model, windows
 
 onnx = pytest.importorskip("onnx")
@@ -71,14 +72,12 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
-    shape = LlamaConfig(
+    shape = tiny_llama_config(
         vocab_size=VOCABULARY,
         hidden_size=4 * HEAD_DIM,
         intermediate_size=96,
         num_layers=1,
-        num_heads=4,
         num_kv_heads=HEADS,
-        max_positions=64,
         tie_embeddings=True,
     )
     model = Llama(shape, seed=3).eval()

@@ -88,7 +88,7 @@ def _record(history: AmaxHistory, role: int, amax: float, overflowed: bool) -> N
 
 
 @given(specifications, events)
-def test_it_follows_the_plain_model(spec, sequence):
+def test_history_follows_the_plain_model(spec, sequence):
     history, roles = AmaxHistory(spec), [PlainRole(spec) for _ in ROLES]
     for event in sequence:
         if event == "close":
@@ -210,7 +210,7 @@ def test_rescaling_one_role_is_having_seen_it_scaled(spec, sequence, exponent):
             assert torch.equal(one, other), name
 
 
-def test_it_stays_float32_and_out_of_the_state_dict():
+def test_history_stays_float32_and_out_of_the_state_dict():
     history = _closed(History(length=2), 3.0)
     history.to(torch.bfloat16).half().double()
     assert {buffer.dtype for buffer in (history.window, history.amax, history.pending)} == {torch.float32}

@@ -14,11 +14,6 @@ from octavo.text.tokens import open_data, prepare, preparing
 from tests.unit.training.tiny_runs import some_text, tiny_data
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
-
-
 def test_tokens_decode_to_the_text(data):
     expected = divide([Document("text.txt", some_text())], by_file=False)
     for split in Split:

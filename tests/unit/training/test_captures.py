@@ -10,14 +10,9 @@ from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import CAPTURES, remove_runs
 from tests.unit.doctor.one_layer import finding, found
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 PATH = "model.layers.0.mlp.down_proj"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

@@ -27,11 +27,6 @@ from octavo.training.setup import build_optimizer
 from tests.unit.training.tiny_runs import MODEL, comparable, tiny_config, tiny_data
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
-
-
 def gradient_of(parameter):
     return parameter.grad.double()
 

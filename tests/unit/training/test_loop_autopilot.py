@@ -18,18 +18,13 @@ from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import CAPTURES, load_run
 from octavo.training.watched_run import watched_run
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 DOWN = "model.layers.0.mlp.down_proj"
 SETTING = {
     "recipe": "delayed", "recipe_options": {"history_length": 4}, "lr": 1e-2, "warmup": 10, "eval_interval": 0,
     "statistics_interval": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

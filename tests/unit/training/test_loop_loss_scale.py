@@ -17,12 +17,7 @@ from octavo.training.loss_scaling import LossScaler
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from octavo.training.watched_run import watched_run
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 
 def unscaled(run):

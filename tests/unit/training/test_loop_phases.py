@@ -12,14 +12,9 @@ from octavo.training.events import Event, Notice
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 BF16_FIRST, FP8_FIRST = (("bf16", 0.0), ("fp8", 0.5)), (("fp8", 0.0), ("bf16", 0.5))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def trained(folder, data, **training):

@@ -1,5 +1,6 @@
 """Peak memory sees what is allocated after a reset, and forgets what was before."""
 
+import gc
 import mmap
 
 import pytest
@@ -48,6 +49,30 @@ def test_peak_of_a_call_does_not_depend_on_memory_freed_before(size):
     extra = extra_memory_bytes(CPU, lambda: None)
     assert extra is not None
     assert extra < 2 * MIB
+
+
+class Cycle:
+    """An object that only the garbage collector frees, with 24 MiB."""
+
+    def __init__(self):
+        self.itself, self.data = self, torch.ones(24 * MIB // 4)
+
+
+@pytest.mark.parametrize("size", [64, 8])
+def test_extra_memory_does_not_depend_on_garbage_from_before(size):
+    """Freed during the call, it would be subtracted from the call's own memory."""
+    if not reset_peak_memory(CPU):
+        pytest.skip("this kernel does not let a process reset its peak memory")
+
+    def run():
+        gc.collect()
+        return [torch.ones(size * MIB // 4) for _ in range(128 // size)]
+
+    for _ in range(3):
+        Cycle()
+        extra = extra_memory_bytes(CPU, run)
+        assert extra is not None
+        assert 120 * MIB < extra < 136 * MIB
 
 
 def test_peak_of_a_call_is_none_if_it_cannot_be_reset(tmp_path, monkeypatch):

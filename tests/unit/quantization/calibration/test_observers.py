@@ -9,12 +9,11 @@ import octavo
 from octavo.convert import choose_layers
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.quantization.calibration.observers import observe
+from tests.tiny_llama import tiny_llama_config
 
-SHAPE = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=32
-)
+SHAPE = tiny_llama_config(vocab_size=64, max_positions=32)
 
 
 def llama():

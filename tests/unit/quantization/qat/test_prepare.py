@@ -12,17 +12,16 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.errors import ConfigError
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.nn.fp8_weight import is_own_linear
 from octavo.numerics import scale_from_amax
 from octavo.quantization import convert_qat, freeze_scales, parameter_groups, prepare_qat
 from octavo.quantization.qat.linear import QATLinear
 from octavo.recipes import CastSpec
+from tests.tiny_llama import tiny_llama_config
 
 RECIPES = ("static", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "weight_only")
-LLAMA = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16
-)
+LLAMA = tiny_llama_config(vocab_size=64, intermediate_size=48, max_positions=16)
 
 
 def small(seed: int = 0) -> nn.Sequential:
