@@ -141,7 +141,7 @@ def test_a_folder_in_fp8_is_not_saved_as_weights_either(tmp_path):
 
 
 def _codes(model: Any) -> torch.Tensor:
-    return model.get_submodule("model.layers.0.self_attn.q_proj").held_weight().data.view(torch.uint8)
+    return model.get_submodule("model.layers.0.self_attn.q_proj").stored_codes().data.view(torch.uint8)
 
 
 def test_accelerate_saves_codes_that_only_a_model_with_codes_loads(tmp_path):

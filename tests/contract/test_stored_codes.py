@@ -36,7 +36,7 @@ def _stored(recipe: str | Recipe, *, dtype: torch.dtype = torch.float32) -> tupl
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_output_and_input_gradient_are_those_of_the_decoded_weight(recipe):
     plain, layer = _stored(recipe)
-    stored = layer.held_weight()
+    stored = layer.stored_codes()
     assert stored is not None
     assert layer.weight_codes.dtype is octavo.E4M3.torch_dtype
     assert layer.weight_codes.nbytes == plain.weight.numel()
@@ -61,7 +61,7 @@ def test_stored_codes_compute_what_weight_only_computes_of_the_weight(dtype):
     plain, layer = _stored("weight_only", dtype=torch.bfloat16)
     unheld = Linear(48, 40, recipe="weight_only", dtype=torch.bfloat16)
     unheld.load_state_dict(plain.state_dict())
-    x, stored = torch.randn(6, 48, dtype=dtype), layer.held_weight()
+    x, stored = torch.randn(6, 48, dtype=dtype), layer.stored_codes()
     assert stored is not None
     assert torch.equal(layer(x), unheld(x))
     decoded = (stored.data.float() * stored.scale).to(dtype)
@@ -72,7 +72,7 @@ def test_stored_codes_compute_what_weight_only_computes_of_the_weight(dtype):
 def test_forward_and_backward_run_under_every_precision(surroundings):
     plain, layer = _stored("tensorwise")
     x = torch.randn(6, 48, requires_grad=True)
-    stored = layer.held_weight()
+    stored = layer.stored_codes()
     assert stored is not None
     if surroundings == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
@@ -92,10 +92,10 @@ def test_forward_and_backward_run_under_every_precision(surroundings):
 
 def test_casting_the_model_keeps_codes_and_scale():
     _, layer = _stored("tensorwise")
-    before = layer.held_weight()
+    before = layer.stored_codes()
     assert before is not None
     layer.to(torch.bfloat16)
-    after = layer.held_weight()
+    after = layer.stored_codes()
     assert after is not None
     assert torch.equal(before.data.view(torch.uint8), after.data.view(torch.uint8))
     assert after.scale.dtype is torch.float32
@@ -204,7 +204,7 @@ def test_undetected_reader_gets_decoded_weights():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), model(x))
     assert isinstance(model.q, Linear)
-    codes = model.q.held_weight()
+    codes = model.q.stored_codes()
     assert codes is not None
     assert torch.equal(model.q.weight, codes.dequantize())
 
@@ -243,7 +243,7 @@ def test_weights_that_cannot_be_stored_or_trained_are_refused():
     with pytest.raises(ConfigError, match="the weight of layer '1' holds NaN or infinity"):
         octavo.convert(both, frozen="fp8")
     assert isinstance(both[0], Linear)
-    assert both[0].held is None, "all or none"
+    assert both[0].codes_layout is None, "all or none"
     _, layer = _stored("tensorwise")
     layer.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"takes no gradient; octavo\.restore"):
@@ -258,7 +258,7 @@ def test_converting_again_reports_the_stored_layers():
 
 def test_restoring_gives_the_decoded_weight():
     plain, layer = _stored("tensorwise", dtype=torch.bfloat16)
-    stored = layer.held_weight()
+    stored = layer.stored_codes()
     assert stored is not None
     model = nn.Sequential(layer)
     octavo.restore(model)
@@ -326,7 +326,7 @@ def test_codes_with_one_scale_serve_both_gemms():
     assert spec is not None
     unlike = replace(base.grad_input, b=replace(spec, margin=3, format=octavo.E5M2))
     _, layer = _stored(replace(base, name="unlike", grad_input=unlike))
-    stored = layer.held_weight()
+    stored = layer.stored_codes()
     assert stored is not None
     with recorded_products() as products:
         layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
@@ -375,7 +375,8 @@ class TestLora:
         losses, model = self._losses(stored=True)
         assert losses[-1] < losses[0] - 0.5
         assert abs(losses[-1] - exact[-1]) < 0.1 * (exact[0] - exact[-1])
-        stored = [module for module in model.modules() if isinstance(module, Linear) and module.held is not None]
+        layers = [module for module in model.modules() if isinstance(module, Linear)]
+        stored = [layer for layer in layers if layer.codes_layout is not None]
         assert len(stored) == 14
         assert all(layer.weight_codes.nbytes == layer.weight_codes.numel() for layer in stored)
         adapters = [p for name, p in model.named_parameters() if "lora_" in name]

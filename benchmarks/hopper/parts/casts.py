@@ -20,13 +20,13 @@ from octavo.bench.results import Section, Verdict
 from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
 from octavo.kernels import cast, quantize
 from octavo.numerics import (
+    AmaxRecord,
     CastSpec,
     Granularity,
     PerBlock,
     PerRow,
     PerTensor,
     QuantizedTensor,
-    Record,
     ScaleRounding,
     amax,
     dequantize,
@@ -169,7 +169,7 @@ def _delayed(session: Session, known: Callable[[], Tensor], *, transpose: bool =
     record = cache(lambda: [torch.zeros((), dtype=kind, device=session.device) for kind in kinds])
 
     def run(x: Tensor) -> object:
-        return cast(x, spec, amax=known(), measure_if_zero=True, transpose=transpose, into=Record(*record()))
+        return cast(x, spec, amax=known(), measure_if_zero=True, transpose=transpose, record=AmaxRecord(*record()))
 
     return run
 

@@ -170,7 +170,7 @@ def _fp8_layer(path: str, layer: Linear, owners: Mapping[int, int]) -> FP8Layer:
     scale = layer.input_scale.detach().clone() if layer.recipe.has_static_input else None
     if scale is not None and not scale > 0:
         raise ConfigError(f"layer {path!r} has no scale for its static input; calibrate the model first")
-    return FP8Layer(recipe=layer.recipe, weight=layer.held_weight() or _codes(layer), input_scale=scale)
+    return FP8Layer(recipe=layer.recipe, weight=layer.stored_codes() or _codes(layer), input_scale=scale)
 
 
 def _codes(layer: Linear) -> QuantizedTensor:

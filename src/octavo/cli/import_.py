@@ -12,7 +12,7 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.export import export
 from octavo.errors import ConfigError
-from octavo.models.sources import check_is_run
+from octavo.models.sources import check_run_folder
 
 __all__ = ["import_"]
 
@@ -30,7 +30,7 @@ def import_(
     as_json: options.Json = False,
 ) -> None:
     """Read a model in FP8 from another tool, check every tensor, and print its recipes."""
-    check_is_run(folder)
+    check_run_folder(folder)
     if out is not None:
         read_configuration(folder)  # raises for a folder that is not in FP8, which octavo export would quantize
         export(model=str(folder), out=out, format_=format_ or DEFAULT, as_json=as_json)

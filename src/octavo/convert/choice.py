@@ -74,7 +74,7 @@ def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightRead
         return "its forward was replaced by another library's (accelerate's hooks); convert the model before that"
     if layer in readers and readers[layer].replaces:
         return f"{type(readers[layer].module).__name__} reads its weight and never calls the layer"
-    if isinstance(layer, Linear) and layer.held is not None:
+    if isinstance(layer, Linear) and layer.codes_layout is not None:
         return None
     return _unreadable(layer.weight)
 

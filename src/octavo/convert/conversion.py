@@ -143,7 +143,7 @@ def _report(
 
 
 def _stores_codes(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, Linear) and layer.held is not None
+    return isinstance(layer, Linear) and layer.codes_layout is not None
 
 
 def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
@@ -184,7 +184,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.amax_history,
                 module.nonfinite_counts,
                 module.input_scale,
-                module.held,
+                module.codes_layout,
                 module.weight_cache,
                 module.shared_input,
                 module.last_recipe,

@@ -36,7 +36,7 @@ def store_weights_as_codes(
     for path in paths:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        if layer.held is not None or layer.weight.requires_grad:
+        if layer.codes_layout is not None or layer.weight.requires_grad:
             continue
         if path in others_read:
             reasons[path] = others_read[path]
@@ -78,7 +78,7 @@ def allow_save_pretrained(model: torch.nn.Module) -> None:
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     """Call the model's ``save_pretrained`` if it writes no codes: with a ``state_dict`` without any, or adapters."""
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
-    codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
+    codes = [f"{path}.weight" for path, layer in layers.items() if layer.codes_layout is not None]
     state_dict = options.get("state_dict", args[2] if len(args) > 2 else None)  # transformers' third parameter
     if state_dict is not None:
         codes = [name for name in codes if f"{name}_codes" in state_dict]

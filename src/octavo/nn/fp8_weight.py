@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from octavo.errors import ConfigError
 from octavo.functional import quantize_operand
 from octavo.kernels import quantize
-from octavo.nn.linear import CODES, FP8_DTYPES, HeldWeight, Linear
+from octavo.nn.linear import CODES, FP8_DTYPES, CodesLayout, Linear
 from octavo.numerics import QuantizedTensor
 
 __all__ = ["FP8WeightLinear", "check_storable", "is_own_linear", "runs_in_fp8", "store_codes", "store_weight_as_codes"]
@@ -69,7 +69,7 @@ class FP8WeightLinear(Linear):
     of a :class:`Linear`.
     """
 
-    held: HeldWeight
+    codes_layout: CodesLayout
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -78,8 +78,8 @@ class FP8WeightLinear(Linear):
             raise AttributeError("weight")
         codes: Any = self.weight_codes
         if is_traceable_wrapper_subclass(codes):  # sharded: its values are read where it is gathered
-            return torch.empty(self.weight_codes.shape, dtype=self.held.hp_dtype, device="meta")
-        decoded = self.held_weight().dequantize()
+            return torch.empty(self.weight_codes.shape, dtype=self.codes_layout.hp_dtype, device="meta")
+        decoded = self.stored_codes().dequantize()
         return decoded if torch.compiler.is_compiling() else decoded.as_subclass(DecodedWeight)
 
     @property
@@ -87,22 +87,24 @@ class FP8WeightLinear(Linear):
         """The codes [N, K]."""
         return self.weight_codes
 
-    def held_weight(self) -> QuantizedTensor:
+    def stored_codes(self) -> QuantizedTensor:
         """The weight's codes and scale."""
-        return QuantizedTensor(self.weight_codes.detach(), self.weight_scale, *self.held)
+        return QuantizedTensor(self.weight_codes.detach(), self.weight_scale, *self.codes_layout)
 
     def release_weight(self) -> None:
         """Become a :class:`Linear` with the decoded weight as its parameter."""
-        decoded, bias = self.held_weight().dequantize(), self._parameters.pop("bias")
+        decoded, bias = self.stored_codes().dequantize(), self._parameters.pop("bias")
         del self.weight_codes, self.weight_scale
-        self.__class__, self.held = Linear, None  # type: ignore[assignment]
+        self.__class__, self.codes_layout = Linear, None  # type: ignore[assignment]
         self.weight = torch.nn.Parameter(decoded, requires_grad=False)  # type: ignore[misc]
         self.register_parameter("bias", bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Follow the model's device; codes and scale keep their dtype, and decode to the model's."""
-        before = self.held_weight()
-        self.held = self.held._replace(hp_dtype=fn(torch.empty(0, dtype=self.held.hp_dtype)).dtype)
+        before = self.stored_codes()
+        self.codes_layout = self.codes_layout._replace(
+            hp_dtype=fn(torch.empty(0, dtype=self.codes_layout.hp_dtype)).dtype
+        )
         super()._apply(fn, recurse)
         if self.weight_codes.dtype is not before.data.dtype:
             device = self.weight_codes.device
@@ -161,7 +163,7 @@ def store_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None
     check_storable(layer)
     spec = layer.recipe.output.b
     assert spec is not None
-    if layer.held is not None:
+    if layer.codes_layout is not None:
         return
     if scale is None:
         codes = quantize_operand(layer.weight, spec)
@@ -182,11 +184,13 @@ def check_storable(layer: Linear) -> None:
     if layer.stored_weight.requires_grad:
         raise ConfigError("only a frozen weight can be stored as FP8 codes; call weight.requires_grad_(False) first")
     if layer.recipe.output.b is None:
-        raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; hold one with an FP8 recipe")
-    if layer.held is not None:
+        raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; store one with an FP8 recipe")
+    if layer.codes_layout is not None:
         return
     if layer.weight.is_meta:
-        raise ConfigError(f"the weight of {layer.called} is on the meta device; load its values before holding it")
+        raise ConfigError(
+            f"the weight of {layer.called} is on the meta device; load its values before storing it as FP8 codes"
+        )
     if not layer.weight.isfinite().all():
         raise ConfigError(f"the weight of {layer.called} holds NaN or infinity; fix it before storing it as FP8 codes")
 
@@ -202,7 +206,7 @@ def store_codes(layer: Linear, codes: QuantizedTensor) -> None:
             f"the weight of {layer.called} is {[layer.out_features, layer.in_features]}, and these codes are "
             f"{list(codes.shape)}"
         )
-    layer.held = HeldWeight(codes.granularity, codes.hp_dtype)
+    layer.codes_layout = CodesLayout(codes.granularity, codes.hp_dtype)
     if not isinstance(layer, FP8WeightLinear):
         del layer.weight
         layer.__class__ = FP8WeightLinear
@@ -219,4 +223,4 @@ def is_own_linear(module: object) -> TypeGuard[Linear]:
 
 def runs_in_fp8(module: object) -> TypeGuard[Linear]:
     """Return whether a module is an octavo linear layer whose recipe casts, or whose weight is stored as FP8 codes."""
-    return isinstance(module, Linear) and not (module.recipe.is_high_precision and module.held is None)
+    return isinstance(module, Linear) and not (module.recipe.is_high_precision and module.codes_layout is None)

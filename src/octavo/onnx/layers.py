@@ -192,7 +192,7 @@ def narrowed_scale(scale: Tensor, dtype: torch.dtype, of: str) -> Tensor:
 def _weight(layer: Linear, path: str) -> QuantizedTensor:
     """Weight codes of the layer in evaluation."""
     spec = layer.recipe.output.b
-    weight = layer.held_weight()
+    weight = layer.stored_codes()
     if weight is None:
         quantized = cast_operand(layer.weight.detach(), spec, _tap(layer).of(WEIGHT))
         assert isinstance(quantized, QuantizedTensor), "a layer in high precision is not converted"

@@ -24,7 +24,7 @@ from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from octavo.files import remove_if_empty, remove_leftovers, write_atomically
 from octavo.models import Llama, LlamaConfig
-from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_is_run, has_run, runs_in
+from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_run_folder, has_run, runs_in
 from octavo.parsing import read_toml
 from octavo.text.tokenizer import load_tokenizer
 from octavo.text.tokens import TokenData
@@ -131,7 +131,7 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
         ConfigError: the folder holds a study.
     """
     folder = Path(run_dir)
-    check_is_run(folder)
+    check_run_folder(folder)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{str(folder)!r} holds no run (no {CONFIG}); name the folder that octavo train wrote")
     config = load_config(folder / CONFIG)
@@ -197,7 +197,7 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
             f"{str(run_dir)!r} holds other runs ({', '.join(run_folders)}); give this one a folder of its own, "
             f"such as {str(run_dir / 'new')!r}"
         )
-    check_is_run(run_dir)
+    check_run_folder(run_dir)
     if has_run(run_dir) and not resume:
         raise ConfigError(f"{str(run_dir)!r} already holds a run; continue it with --resume or name another folder")
     if resume and not (run_dir / CONFIG).is_file():

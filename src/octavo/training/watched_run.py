@@ -13,7 +13,7 @@ from torch import nn
 from octavo.doctor import Series, series_of
 from octavo.errors import ConfigError, DataError, TrainingError
 from octavo.models import Llama
-from octavo.models.sources import check_is_run
+from octavo.models.sources import check_run_folder
 from octavo.text.corpus import Split
 from octavo.text.tokens import open_data
 from octavo.training.config import RunConfig, load_config
@@ -109,7 +109,7 @@ def read_run(run_dir: Path) -> WatchedRun:
         ConfigError: there is no run, it has no step yet, or the folder holds a study.
         TrainingError: a line is not a run's.
     """
-    check_is_run(run_dir)
+    check_run_folder(run_dir)
     if not (run_dir / METRICS).is_file():
         raise ConfigError(
             f"{str(run_dir)!r} holds no run (no {METRICS}); name the folder that octavo train, or the Hugging Face "

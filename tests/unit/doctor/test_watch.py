@@ -407,8 +407,8 @@ def test_without_native_kernels_the_numbers_are_the_same(monkeypatch):
     found = []
     for absence in (native_bindings.why_absent(), "not built"):
         monkeypatch.setattr(native_bindings, "_absence", absence)
-        monkeypatch.setattr(dispatch, "_record", {})
-        monkeypatch.setattr(dispatch, "_casts", {})
+        monkeypatch.setattr(dispatch, "_gemm_choices", {})
+        monkeypatch.setattr(dispatch, "_cast_choices", {})
         model = mlp("rowwise")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         watcher = watch(model, optimizer, interval=1)

@@ -32,7 +32,7 @@ def test_by_default_the_format_decides(plain, fmt):
     layers = layers_of(load_source(str(plain), fmt, ConversionOptions()))
     assert len(layers) == LINEARS
     assert {layer.recipe.name for layer in layers.values()} == {FORMATS[fmt].preset}
-    assert all(layer.held is not None for layer in layers.values())
+    assert all(layer.codes_layout is not None for layer in layers.values())
 
 
 def test_a_graph_has_a_default_too(plain):
@@ -67,7 +67,7 @@ def test_a_mix(plain, tmp_path):
         Mix(overrides={"*.down_proj": "weight_only", "*.k_proj": "bf16", "*_proj": "rowwise"}), tmp_path / "m.toml"
     )
     source = load_source(str(plain), "compressed-tensors", ConversionOptions(mix=tmp_path / "m.toml"))
-    held = {path: layer.recipe.name for path, layer in layers_of(source).items() if layer.held is not None}
+    held = {path: layer.recipe.name for path, layer in layers_of(source).items() if layer.codes_layout is not None}
     assert held["model.layers.0.mlp.down_proj"] == "weight_only"
     assert held[LAYER] == "rowwise"
     assert "model.layers.0.self_attn.k_proj" not in held
@@ -92,7 +92,7 @@ def test_a_mix_brings_its_tables_and_a_folder_too(plain, tmp_path):
 def test_a_folder_in_fp8(tmp_path):
     save_quantized(dynamic(ROW), tmp_path / "m", verify_folder=False)
     source = load_source(str(tmp_path / "m"), "octavo", ConversionOptions())
-    assert layers_of(source)[LAYER].held is not None
+    assert layers_of(source)[LAYER].codes_layout is not None
     with pytest.raises(ConfigError, match="already in FP8"):
         load_source(str(tmp_path / "m"), "octavo", ConversionOptions(recipe="rowwise"))
 

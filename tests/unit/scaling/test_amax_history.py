@@ -109,7 +109,7 @@ def test_a_step_that_is_not_to_be_closed_stays_open(spec, sequence):
         if event != "close":
             _record(history, *event)
     before = {name: buffer.clone() for name, buffer in history.named_buffers()}
-    history.close(where=torch.tensor(False))
+    history.close(condition=torch.tensor(False))
     assert all(torch.equal(buffer, before[name]) for name, buffer in history.named_buffers())
 
 

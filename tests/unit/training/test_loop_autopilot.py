@@ -32,12 +32,12 @@ def frozen(monkeypatch):
     """From its third step on, the scales of one layer do not move, and are far too small."""
     real = AmaxHistory.close
 
-    def close(self, *, where=None):
+    def close(self, *, condition=None):
         if self.path == DOWN and int(self.steps.max()) >= 2:
             self.discard()
             self.amax.fill_(1e-3)
         else:
-            real(self, where=where)
+            real(self, condition=condition)
 
     monkeypatch.setattr(AmaxHistory, "close", close)
 

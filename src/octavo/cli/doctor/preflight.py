@@ -17,7 +17,7 @@ from octavo.doctor import Finding
 from octavo.experiments import Check, Origin, run_data
 from octavo.experiments import preflight as try_out
 from octavo.experiments.paired import check_numbers
-from octavo.models.sources import check_is_run
+from octavo.models.sources import check_run_folder
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import preparing
 from octavo.training.config import RunConfig, load_config
@@ -52,7 +52,7 @@ def preflight(
 def _origin(config: Path, source: str | None, display: Display) -> Iterator[tuple[Origin, Path | None]]:
     """Return the configuration and data to check, and the run's folder if one continues; new tokens are temporary."""
     if config.is_dir():
-        check_is_run(config)
+        check_run_folder(config)
         run_config = load_config(config / CONFIG)
         yield Origin(config=run_config, data=run_data(config)), config
         return

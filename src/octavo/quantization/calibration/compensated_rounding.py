@@ -83,7 +83,7 @@ def compensate_rounding(
     layers = {
         path: layer
         for path, layer in module_of(model).named_modules()
-        if isinstance(layer, Linear) and layer.recipe.output.b is not None and layer.held is None
+        if isinstance(layer, Linear) and layer.recipe.output.b is not None and layer.codes_layout is None
         if path not in shared_weights
     }
     if not layers:

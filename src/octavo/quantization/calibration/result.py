@@ -356,7 +356,7 @@ def check_has_no_codes(module: nn.Module, paths: Iterable[str]) -> None:
     """Raise ConfigError if one of the layers stores FP8 codes instead of its weight."""
     for path in paths:
         layer = module.get_submodule(path)
-        if isinstance(layer, Linear) and layer.held is not None:
+        if isinstance(layer, Linear) and layer.codes_layout is not None:
             raise ConfigError(
                 f"layer {path!r} already stores its weight as FP8 codes; give the high-precision model that they were "
                 "made from"
