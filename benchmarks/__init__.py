@@ -1,1 +1,1 @@
-"""What octavo measures: each module is one benchmark, results/ what it found."""
+"""Benchmarks of octavo: one module each, with their result files in results/."""

@@ -1,10 +1,10 @@
-"""Sums as Hopper's tensor cores make them: what they cost on a CPU, and how far they are from the exact sum.
+"""Sums of Hopper's tensor cores: their speed on a CPU, and their error against exact sums.
 
     python -m benchmarks.accumulation [--rounds 15] [--no-write]
 
-Speed: E4M3 operands of 512 x 512 x 512, by torch's operations and by the native kernel, beside a plain FP32 product of
-the same codes and, where it is installed, mmaemu's CPU model. Error: 64 x 64 sums of normally distributed numbers and
-of their absolute values, quantized with one scale a tensor.
+Speed: E4M3 operands of 512 x 512 x 512, by torch's operations and by the native kernel, compared with a plain FP32 GEMM
+of the same codes and, if installed, mmaemu's CPU model. Error: 64 x 64 sums of normally distributed numbers and
+of their absolute values, quantized with one scale per tensor.
 """
 
 import argparse
@@ -41,14 +41,14 @@ def main() -> None:
 
 
 def speed_rows(rounds: int) -> Iterator[list[str]]:
-    """A row for each way to sum."""
+    """Yield a row for each kind of sum."""
     seconds = interleaved(contestants(), rounds=rounds)
-    for name, own in seconds.items():
-        yield [name, f"{SIDE**3 / statistics.median(own) / 1e6:,.0f}", str(ratio(seconds, name, "fp32"))]
+    for name, times in seconds.items():
+        yield [name, f"{SIDE**3 / statistics.median(times) / 1e6:,.0f}", str(ratio(seconds, name, "fp32"))]
 
 
 def contestants() -> dict[str, Callable[[], Tensor]]:
-    """Name and product of each."""
+    """Timed calls by name."""
     a, b = (_codes(SIDE, SIDE, seed=seed) for seed in (0, 1))
     ways: dict[str, Callable[[], Tensor]] = {"fp32": lambda: a.float() @ b.float().t()}
     ways |= {f"{how} by torch": partial(hopper_sums, a, b, accumulate=how) for how in HOPPER}
@@ -64,7 +64,7 @@ def contestants() -> dict[str, Callable[[], Tensor]]:
 
 
 def error_rows() -> Iterator[list[str]]:
-    """A row for each length of K and way to sum: on zero-mean data, and on data of one sign."""
+    """Yield a row for each K and kind of sum: errors on zero-mean data and on data of one sign."""
     for k in (1024, 4096, 16384):
         for how in HOPPER:
             error, exact = _errors(k, how, one_sign=False)

@@ -1,11 +1,11 @@
-"""What FP8 training costs: the demo's setting with several seeds, FP8 beside BF16.
+"""Loss of FP8 training against BF16, in the demo's setting with several seeds.
 
     python -m benchmarks.accuracy [--seeds 3] [--recipes bf16,tensorwise] [--out runs/accuracy]
 
-Each seed is a study of its own: the recipes share its initial weights and batches, and the gap of a seed is paired over
-the held-out windows. The bar is held against the mean gap, beside the mean's own error over the seeds. The spread of
-the BF16 runs over the seeds is stated last and decides nothing: it is what pairing takes out of the gap. Finished runs
-are kept in ``--out``: an interrupted benchmark continues.
+Each seed is a separate study: the recipes share its initial weights and batches, and the gap of a seed is paired over
+the held-out windows. The bar applies to the mean gap, which is given with its standard error over the seeds. The spread
+of the BF16 runs over the seeds is given for scale only: pairing removes it from the gap. Finished runs are kept in
+``--out``, so that an interrupted benchmark continues.
 """
 
 import argparse
@@ -41,13 +41,13 @@ def main() -> None:
         folder = arguments.out / f"seed-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         seeded = config.with_training(seed=seed)
-        studies.append(run_study(seeded, folder, data=data, recipes=recipes, on_phase=_Printer(console, seed)))
+        studies.append(run_study(seeded, folder, data=data, recipes=recipes, on_phase=_SeedPrinter(console, seed)))
     lines = _table(studies, recipes)
     publish("accuracy", lines, title="FP8 against BF16", machine=machine, write=not arguments.quick)
 
 
-class _Printer:
-    """One line a phase."""
+class _SeedPrinter:
+    """Printer of one line per phase."""
 
     def __init__(self, console: Console, seed: int) -> None:
         self.console, self.seed, self.name = console, seed, ""
@@ -78,11 +78,11 @@ def _table(studies: list[Study], recipes: list[str]) -> list[str]:
 
 
 def verdict_lines(recipe: str, gaps: list[float], base: list[float]) -> list[str]:
-    """The mean of the paired gaps with its error, what the bar says to it, and the spread of the BF16 runs.
+    """Lines on the mean of the paired gaps and its error, the bar, and the spread of the BF16 runs.
 
     Args:
-        recipe: whose gaps.
-        gaps: one a seed, in nats.
+        recipe: recipe of the gaps.
+        gaps: one per seed, in nats.
         base: the BF16 run's loss of each seed, in nats.
     """
     mean, spread = statistics.mean(gaps), max(base) - min(base)

@@ -1,14 +1,14 @@
-"""Two threads beside other work: what they cost on a core that another process keeps busy, and on free ones.
+"""Time of two threads while another process keeps a core busy, and on free cores.
 
     python -m benchmarks.busy --before FILE [--rounds 4] [--no-write]
 
-FILE is the extension of an earlier build (``octavo/kernels/_native.*.so``), which the same Python code runs in a
-process of its own. Timed are the products of one row with FP8 matrices of 4096 x 4096, a cast of as many BF16 numbers,
-a token of a decoder of SmolLM2-135M's shape, and a forward and backward of the demo's model with the recipe tensorwise.
+FILE is the extension of an earlier build (``octavo/kernels/_native.*.so``), which the same Python code uses in a
+separate process. Timed are GEMMs of one row with FP8 matrices of 4096 x 4096, a cast of as many BF16 numbers, a token
+of a decoder of SmolLM2-135M's shape, and forward and backward of the demo's model with the recipe tensorwise.
 
-Everything runs for a moment before it is timed for a while, one after the other, round by round. The other process is a
-loop bound to the last core. Bars: beside it, two threads take at most 1.1 times what one takes; on free cores they take
-at most 1.05 times what the earlier build's take, which is what two runs of one build may differ by.
+Calls are warmed up and timed in turn, in rounds. The other process is a loop bound to the last core. Bars: with it, two
+threads take at most 1.1 times as long as one; on free cores they take at most 1.05 times as long as those of the
+earlier build, the largest difference between two runs of one build.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def timed(workers: "Mapping[str, Worker]", runs: list[tuple[str, int]], rounds: 
 
 
 def rows_of(idle: Seconds, busy: Seconds) -> Iterator[tuple[str, ...]]:
-    """A row for each kind and bar, and one for what the earlier build takes."""
+    """Yield a row for each kind and bar, and one for the earlier build."""
     for kind in KINDS:
         rows = (
             ("busy", "2 threads beside 1", ratio(busy[kind], f"{NOW}, 2", f"{NOW}, 1"), BUSY_BAR),
@@ -77,7 +77,7 @@ def rows_of(idle: Seconds, busy: Seconds) -> Iterator[tuple[str, ...]]:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """A process that computes on the last core."""
+    """Context in which another process computes on the last core."""
     process = multiprocessing.get_context("spawn").Process(target=_compute, daemon=True)
     process.start()
     time.sleep(1)

@@ -1,9 +1,9 @@
-"""A process of benchmarks.busy: times calls with one build of the native kernels.
+"""Worker process of benchmarks.busy, which times calls with one build of the native kernels.
 
     python -m benchmarks.busy_worker [FILE]
 
-A line of the input is a number of threads and what to call; the answer is a call's seconds. octavo is imported late, so
-that FILE, another build's extension, can take the place of the installed one.
+An input line holds a number of threads and the name of a call; the output line holds the call's seconds. octavo is
+imported late, so that FILE, another build's extension, can replace the installed one.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def replace_extension(path: str) -> None:
-    """Let octavo, which is not imported yet, find another extension."""
+    """Make octavo, which is not imported yet, load another extension."""
     name = "octavo.kernels._native"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

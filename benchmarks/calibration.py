@@ -1,12 +1,12 @@
-"""What calibrating costs: SmolLM2-135M read by ``octavo.calibrate`` beside the same text read by the model alone.
+"""Time of ``octavo.calibrate`` on SmolLM2-135M, against an evaluation of the same text.
 
     python -m benchmarks.calibration [--windows 4] [--rounds 5] [--no-write]
 
-A calibration reads windows and then, once, measures the weights and chooses the scales. Both are timed: reading windows
-of 512 tokens of the built-in corpus, one a batch, in FP32, with every layer's input counted, beside an evaluation of
-the same windows (forward passes and the loss of every token); and whole calibrations of one window of 8 tokens, which
-are nearly all of what is done once. What counts is both together for the command's 128 samples. Bytes are those that
-stay between two batches: of the observers alone, whatever was read.
+A calibration reads windows, then measures the weights and selects the scales once. Both are timed: reading windows of
+512 tokens of the built-in corpus, one per batch, in FP32, with histograms of every layer's input, against an evaluation
+of the same windows (forward passes and the loss of every token); and whole calibrations of one window of 8 tokens,
+whose time is almost only that of the second part. The bar applies to both together for the command's 128 samples. The
+bytes are those of the observers between two batches, which do not depend on the number of batches.
 
 Bar: at least 0.7 times the tokens/s of plain evaluation for every method.
 """
@@ -41,11 +41,11 @@ def main() -> None:
     batches = text_windows(model, "builtin", "train", count=arguments.windows, length=WINDOW).split(1)
     seconds = interleaved(contestants(model, batches), rounds=arguments.rounds)
     lines = lines_of(seconds, kept_bytes(model, batches[:2]), windows=arguments.windows)
-    publish("calibration", lines, title="What calibrating costs", machine=machine, write=not arguments.no_write)
+    publish("calibration", lines, title="Time of a calibration", machine=machine, write=not arguments.no_write)
 
 
 def contestants(model: LanguageModel, batches: tuple[Tensor, ...]) -> dict[str, Callable[[], object]]:
-    """An evaluation of the batches, the same with every input counted, and what each method does once."""
+    """Timed calls: an evaluation, one with histograms of the inputs, and a short calibration with each method."""
     layers, _ = choose_layers(model.model)
     few = batches[0][:, :FEW]
 
@@ -62,28 +62,28 @@ def contestants(model: LanguageModel, batches: tuple[Tensor, ...]) -> dict[str, 
 def kept_bytes(model: LanguageModel, batches: tuple[Tensor, ...]) -> list[int]:
     """Bytes that the observers hold after one batch and after all of them: the same."""
     layers, _ = choose_layers(model.model)
-    found = []
-    for given in (batches[:1], batches):
-        seen = observe(model, given, layers)
-        tensors = [tensor for one in seen.inputs.values() for tensor in (one.counts.amax, one.counts.counts)]
-        found.append(sum(tensor.nbytes for tensor in tensors))
-    return found
+    sizes = []
+    for some in (batches[:1], batches):
+        observations = observe(model, some, layers)
+        tensors = [tensor for one in observations.inputs.values() for tensor in (one.counts.amax, one.counts.counts)]
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+    return sizes
 
 
 def lines_of(seconds: dict[str, list[float]], kept: list[int], *, windows: int) -> list[str]:
-    """The result's text."""
+    """Lines of the result."""
     columns = ["method", "reading", "once, s", f"tokens/s of {SAMPLES} samples ÷ evaluation's", "verdict"]
     rows = []
     reading = ratio(seconds, PLAIN, COUNTED)
     for method in map(str, Method):
-        whole = {
+        total = {
             PLAIN: [SAMPLES / windows * each for each in seconds[PLAIN]],
             method: [
                 SAMPLES / windows * counted + once
                 for counted, once in zip(seconds[COUNTED], seconds[method], strict=True)
             ],
         }
-        speed = ratio(whole, PLAIN, method)
+        speed = ratio(total, PLAIN, method)
         once_only = f"{sorted(seconds[method])[len(seconds[method]) // 2]:.1f}"
         rows.append([method, str(reading), once_only, str(speed), verdict(speed.median >= BAR)])
     tokens_per_second = WINDOW * windows / sorted(seconds[PLAIN])[len(seconds[PLAIN]) // 2]

@@ -1,17 +1,18 @@
-"""The native CPU kernels beside what bounds them: memory's speed, and torch's own products of the same shape.
+"""Speed of the native CPU kernels against memory bandwidth and torch's GEMMs of the same shape.
 
     python -m benchmarks.cpu_kernels [--rounds 15] [--no-write]
 
-Casts and one-row products move far more than a last-level cache holds, so memory bounds them: a plain copy of as many
-bytes, read and written together, or a pure read where nothing is written. One scale a tensor that has to be measured
-reads twice, so its bound is a read followed by such a copy. "given" is output memory that exists already, "fresh" is
-memory the system hands out page by page, clearing each: there the bytes written cost most, so that a second copy, which
-writes as many bytes as the cast does, stands beside the first. Both are judged. Scales are not counted as bytes.
+Casts and one-row GEMMs move far more bytes than a last-level cache holds, so memory bounds them. They are compared with
+a plain copy of as many bytes, read and written together, or with a pure read if nothing is written. A cast that
+measures one scale per tensor reads its input twice and is compared with a read followed by such a copy. "given" is
+preallocated output memory. "fresh" is new memory, which the system clears page by page, so that written bytes cost
+most; such a cast must also reach its bar against a second copy, which writes as many bytes as the cast. Scales are not
+counted as bytes.
 
-Products are beside torch's GEMM of the same numbers. A CPU without BF16 instructions runs the one for BF16 as a scalar
-loop, so the one for FP32 is shown too. The sums of Hopper's tensor cores have a speed to reach.
+GEMMs are compared with torch's GEMM of the same numbers. A CPU without BF16 instructions runs a BF16 GEMM as a scalar
+loop, so that of FP32 is shown too. The sums of Hopper's tensor cores must reach a fixed speed.
 
-A speed is work over the median time; a comparison is the median of the rounds' ratios, with quartiles.
+A speed is work divided by the median time; a comparison is the median of the rounds' ratios, with quartiles.
 """
 
 import argparse
@@ -51,7 +52,7 @@ HEADER = ["timed", "speed", "beside", "times its speed", "bar", "verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a contestant is compared with: others, run one after the other, and the share of their speed to reach."""
+    """Comparison of a contestant with others, run one after the other, and the share of their speed to reach."""
 
     names: tuple[str, ...]
     least: float | None = None
@@ -59,14 +60,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Something to time.
+    """A timed call.
 
     Attributes:
         run: the call.
-        work: what a call does, in ``unit`` without its "/s".
-        unit: of the speed.
-        bounds: what it is compared with.
-        least: the speed it must reach, or None.
+        work: amount of work of a call, in ``unit`` without its "/s".
+        unit: unit of the speed.
+        bounds: its comparisons.
+        least: speed that it must reach, or None.
     """
 
     run: Callable[[], object]
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def result_rows(entered: Mapping[str, Contestant], seconds: Mapping[str, list[float]]) -> Iterator[list[str]]:
-    """A row for each comparison, and one for what is compared with nothing."""
+    """Yield a row for each comparison, and one for each contestant without comparisons."""
     for name, entry in entered.items():
         speed = entry.work / statistics.median(seconds[name])
         speed_cell = f"{speed:,.1f} {entry.unit}"
@@ -104,14 +105,14 @@ def result_rows(entered: Mapping[str, Contestant], seconds: Mapping[str, list[fl
             bar = "" if entry.least is None else f"{entry.least:,.0f} {entry.unit}"
             yield [name, speed_cell, "", "", bar, _verdict(speed, entry.least)]
         for bound in entry.bounds:
-            found = times_the_speed(seconds, name, bound)
+            measured = times_the_speed(seconds, name, bound)
             bar = "" if bound.least is None else f"{bound.least:g}"
-            beside = ", then ".join(bound.names)
-            yield [name, speed_cell, beside, str(found), bar, _verdict(found.median, bound.least, beside)]
+            other = ", then ".join(bound.names)
+            yield [name, speed_cell, other, str(measured), bar, _verdict(measured.median, bound.least, other)]
 
 
 def times_the_speed(seconds: Mapping[str, list[float]], name: str, bound: Bound) -> Ratio:
-    """How many times as fast as its bound a contestant was, round by round."""
+    """Speed of a contestant over that of its bound, round by round."""
     together = [sum(times) for times in zip(*(seconds[other] for other in bound.names), strict=True)]
     return ratio({"bound": together, "own": seconds[name]}, "bound", "own")
 
@@ -121,7 +122,7 @@ def _verdict(value: float, least: float | None, beside: str = "") -> str:
 
 
 def contestants() -> dict[str, Contestant]:
-    """Everything that is timed, by name, in order."""
+    """All contestants by name, in order."""
     entered: dict[str, Contestant] = {}
     for dtype in DTYPES:
         entered |= copies(dtype) | quantizing(dtype) | dequantizing(dtype)
@@ -131,7 +132,7 @@ def contestants() -> dict[str, Contestant]:
 
 
 def copies(dtype: torch.dtype) -> dict[str, Contestant]:
-    """What bounds the casts of ``dtype``: plain copies and a pure read."""
+    """Bounds of the casts of ``dtype``: plain copies and a pure read."""
     name, moved = _short(dtype), math.prod(SHAPE) * (dtype.itemsize + 1)
     source = torch.ones(moved // 8)  # read and written, these FP32 numbers are as many bytes as a cast moves
     target, x, codes = torch.ones_like(source), torch.ones(SHAPE, dtype=dtype), torch.ones(SHAPE, dtype=torch.uint8)
@@ -145,10 +146,10 @@ def copies(dtype: torch.dtype) -> dict[str, Contestant]:
 
 
 def quantizing(dtype: torch.dtype) -> dict[str, Contestant]:
-    """``dtype`` to codes: a known amax, a measured one, and finer scales, each measured in the one pass that casts."""
+    """Casts of ``dtype``: with a known amax, a measured one, and finer scales measured in the same pass."""
     name, x = _short(dtype), torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
     amax, codes = x.abs().amax().float(), torch.ones(SHAPE).to(E4M3.torch_dtype)
-    moved, given = x.nbytes + codes.nbytes, COPY.format(name, "given")
+    moved, copy_given = x.nbytes + codes.nbytes, COPY.format(name, "given")
 
     def cast(*, to: Tensor | None, known: Tensor | None = None) -> CastResult:
         return cpu.cast(x, CastSpec(format=E4M3), amax=known, out=to)
@@ -156,17 +157,17 @@ def quantizing(dtype: torch.dtype) -> dict[str, Contestant]:
     def finer(of: Tensor, granularity: Granularity) -> Contestant:
         to = codes if of is x else codes.t()
         return _memory(
-            lambda: cpu.cast(of, CastSpec(format=E4M3, granularity=granularity), out=to), moved, Bound((given,))
+            lambda: cpu.cast(of, CastSpec(format=E4M3, granularity=granularity), out=to), moved, Bound((copy_given,))
         )
 
     fresh = [Bound((other,), COPY_BAR) for other in (COPY.format(name, "fresh"), WRITE.format("quantize", name))]
     return {
         f"quantize {name}, amax known, given": _memory(
-            lambda: cast(to=codes, known=amax), moved, Bound((given,), COPY_BAR)
+            lambda: cast(to=codes, known=amax), moved, Bound((copy_given,), COPY_BAR)
         ),
         f"quantize {name}, amax known, fresh": _memory(lambda: cast(to=None, known=amax), moved, *fresh),
         f"quantize {name}, dynamic, given": _memory(
-            lambda: cast(to=codes), moved + x.nbytes, Bound((READ.format(name), given), DYNAMIC_BAR)
+            lambda: cast(to=codes), moved + x.nbytes, Bound((READ.format(name), copy_given), DYNAMIC_BAR)
         ),
         **{f"quantize {name}, {label}, given": finer(x, groups) for label, groups in GRANULARITIES.items()},
         f"quantize {name} transposed, rowwise, given": finer(x.t(), PerRow()),
@@ -174,7 +175,7 @@ def quantizing(dtype: torch.dtype) -> dict[str, Contestant]:
 
 
 def dequantizing(dtype: torch.dtype) -> dict[str, Contestant]:
-    """Codes with one scale to ``dtype``, and what torch.compile makes of the same."""
+    """Dequantization of codes with one scale to ``dtype``, and the same by torch.compile."""
     name, q = _short(dtype), quantize(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)), E4M3)
     out = torch.ones(SHAPE, dtype=dtype)
     moved = out.nbytes + q.data.nbytes
@@ -198,7 +199,7 @@ def dequantizing(dtype: torch.dtype) -> dict[str, Contestant]:
 
 
 def products(m: int, k: int, n: int) -> dict[str, Contestant]:
-    """A GEMM of FP8 codes with a scale a row, summed and given in FP32, and torch's of the same numbers."""
+    """GEMM of FP8 codes with one scale per row and FP32 results, and torch's GEMMs of the same numbers."""
     a, b = (_rowwise(rows, k, seed=rows) for rows in (m, n))
     left, right = a.dequantize(), b.dequantize().t()
     low_left, low_right = left.bfloat16(), right.bfloat16()
@@ -213,7 +214,7 @@ def products(m: int, k: int, n: int) -> dict[str, Contestant]:
 
 
 def one_row() -> dict[str, Contestant]:
-    """One row times every weight in turn, more of them than any cache holds."""
+    """One row times several weights in turn, which together exceed the caches."""
     a, weights = (
         _rowwise(1, ROW_WIDTH, seed=0),
         [_rowwise(ROW_WIDTH, ROW_WIDTH, seed=seed) for seed in range(ROW_MATRICES)],
@@ -234,7 +235,7 @@ def one_row() -> dict[str, Contestant]:
 
 
 def hopper() -> dict[str, Contestant]:
-    """The sums of Hopper's tensor cores, in products a second."""
+    """Sums of Hopper's tensor cores, in multiply-adds per second."""
     a, b = (_rowwise(HOPPER_SIDE, HOPPER_SIDE, seed=seed) for seed in (0, 1))
 
     def of(how: Accumulate) -> Contestant:

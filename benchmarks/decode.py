@@ -1,22 +1,23 @@
-"""A real model generating text: octavo's FP8 runner beside llama.cpp's Q8_0 and transformers.
+"""Text generation with a real model: octavo's FP8 runner against llama.cpp's Q8_0 and transformers.
 
     python -m benchmarks.decode [--rounds 7] [--windows 40] [--no-write]
 
-The model is SmolLM2-135M-Instruct (benchmarks/smollm2.py), and everybody has the same weights: those of its Q4_1 file,
-decoded. octavo holds them as FP8 codes, the head too, and FP8 keys and values; llama.cpp as Q8_0, made from the same
-file, with its defaults; transformers as BF16 and FP32.
+The model is SmolLM2-135M-Instruct (benchmarks/smollm2.py), and all use the same weights: those of its Q4_1 file,
+decoded. octavo stores them as FP8 codes, including the head, with FP8 keys and values; llama.cpp as Q8_0, converted
+from the same file, with its defaults; transformers as BF16 and FP32.
 
-- decode: 128 tokens, one at a time, each the likeliest, after a prompt of 64 tokens, which is not timed. transformers
-  makes fewer, from the same place on. A token reads every weight once, so a plain read of as many bytes stands beside.
+- decode: 128 tokens, one at a time, each the likeliest, after a prompt of 64 tokens, which is not timed; transformers
+  generates fewer, after the same prompt. A token reads every weight once, so a plain read of as many bytes is compared.
 - prefill: 512 tokens at once, and the logits after the last.
-- perplexity: windows of 512 tokens that do not overlap, each token predicted from those before it in its window. What
-  FP8 costs is beside FP32's. Whether octavo's kernels change anything is beside the same codes without them: with FP32
-  keys and values only the order of sums differs, and the bound is a hundred-thousandth of a nat. With FP8 ones that
-  order decides a few roundings, which move what later layers round: every run draws its rounding errors anew, and the
-  mean over the windows has to be within three of its standard errors of the reference's.
+- perplexity: windows of 512 tokens that do not overlap, each token predicted from the earlier ones in its window. FP8
+is
+  compared with FP32. octavo's kernels are compared with torch's operations on the same codes: with FP32 keys and values
+  only the order of sums differs, and the bound is a hundred-thousandth of a nat. With FP8 keys and values that order
+  changes a few roundings, which change those of later layers, so that rounding errors differ at random: the mean over
+  the windows must be within three standard errors of the reference's.
 
-The text is Python's own language topics. All use the same number of threads, torch's. A speed is tokens over the median
-time; a comparison is the median of the rounds' ratios, with quartiles.
+The text is Python's language topics. All use torch's number of threads. A speed is tokens divided by the median time; a
+comparison is the median of the rounds' ratios, with quartiles.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def speed_lines(entered: Mapping[str, Contestant], seconds: Mapping[str, list[float]]) -> list[str]:
-    """The table of speeds and how many bars are met."""
+    """Table of speeds, and the number of bars met."""
     each = {name: [time / entered[name].work for time in times] for name, times in seconds.items()}  # for one token
     rows = list(result_rows({name: replace(entry, work=1.0) for name, entry in entered.items()}, each))
     verdicts = [row[-1] for row in rows if row[-1]]
@@ -96,7 +97,7 @@ def speed_lines(entered: Mapping[str, Contestant], seconds: Mapping[str, list[fl
 
 
 def contestants(model: Llama, peer: LlamaCpp, peer_bytes: int, ids: Sequence[int]) -> dict[str, Contestant]:
-    """Everything that is timed, by name, in order; ``work`` is tokens."""
+    """All contestants by name, in order; ``work`` is tokens."""
     runner, shape = ModelRunner(model), model.config
     own = Octavo(runner, WINDOW)
     half = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # bytes of a position in FP16
@@ -117,13 +118,13 @@ def contestants(model: Llama, peer: LlamaCpp, peer_bytes: int, ids: Sequence[int
 
 
 def reading(size: int) -> Contestant:
-    """As many tokens a second as memory allows: a plain read of a token's bytes."""
+    """Plain read of a token's bytes, which bounds the tokens per second."""
     data = torch.ones(size // 8, dtype=torch.int64)
     return _tokens(lambda: [data.sum() for _ in range(READS)], READS)
 
 
 def decoding(generator: Generator, prompt: Sequence[int], count: int) -> Callable[[], list[int]]:
-    """The likeliest tokens after a prompt, which is read now; whatever is read in between has to begin with it."""
+    """Call that generates the likeliest tokens after a prompt. Reads the prompt now; later texts must begin with it."""
     generator.rewind(0)
     first = int(generator.logits(prompt).argmax())
 
@@ -138,7 +139,7 @@ def decoding(generator: Generator, prompt: Sequence[int], count: int) -> Callabl
 
 
 def prefilling(generator: Generator, tokens: Sequence[int]) -> Callable[[], Tensor]:
-    """The logits after many tokens, read at once."""
+    """Call that computes the logits after many tokens at once."""
 
     def run() -> Tensor:
         generator.rewind(0)
@@ -160,7 +161,7 @@ def windows_of(ids: Sequence[int], count: int) -> list[Sequence[int]]:
 def window_losses(
     model: Llama, peer: LlamaCpp, windows: Sequence[Sequence[int]]
 ) -> dict[tuple[str, str, str], list[float]]:
-    """Mean loss of every window; by who runs it, the weights, and the keys and values."""
+    """Mean loss of every window, by runner, format of the weights, and format of keys and values."""
     runner = ModelRunner(model)
     generators: dict[tuple[str, str, str], Generator] = {
         (PLAIN, "FP32", "FP32"): Plain(model),
@@ -181,7 +182,7 @@ def window_loss(generator: Generator, window: Sequence[int]) -> float:
 
 
 def decoded(model: Llama) -> Llama:
-    """The model with every matrix rounded to what its FP8 codes, with one scale a row, decode to."""
+    """Copy of the model with every matrix quantized to FP8 with one scale per row, and dequantized."""
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         if parameter.ndim == 2:
@@ -190,22 +191,22 @@ def decoded(model: Llama) -> Llama:
 
 
 def perplexity_lines(losses: Mapping[tuple[str, str, str], list[float]]) -> list[str]:
-    """Perplexities beside FP32's, and whether the kernels change what is computed."""
+    """Perplexities compared with FP32, and the difference that the kernels make."""
     full = losses[PLAIN, "FP32", "FP32"]
     rows = [
         [*name, f"{math.exp(statistics.mean(found)):.4f}", "" if found is full else _more(*_paired(found, full))]
         for name, found in losses.items()
     ]
-    header = ["run by", "weights", "keys and values", "perplexity", "nats above FP32 (± standard error)"]
+    header = ["runner", "weights", "keys and values", "perplexity", "nats above FP32 (± standard error)"]
     lines = [*markdown_table(header, rows), "", f"{len(full)} windows of {WINDOW} tokens; differences are paired."]
     exactly, redrawn = (KERNELS, "FP8", "FP32"), (KERNELS, "FP8", "FP8")
     lines += [
         "",
-        _unchanged(losses[exactly], losses[PLAIN, "FP8", "FP32"], f"FP32 kept, beside {PLAIN}", UNCHANGED_NATS),
+        _unchanged(losses[exactly], losses[PLAIN, "FP8", "FP32"], f"FP32 cache, against {PLAIN}", UNCHANGED_NATS),
     ]
     reference = losses[REFERENCE, "FP8", "FP8"]
     bound = STANDARD_ERRORS * _paired(losses[redrawn], reference)[1]
-    return [*lines, "", _unchanged(losses[redrawn], reference, f"FP8 kept, beside {REFERENCE}", bound)]
+    return [*lines, "", _unchanged(losses[redrawn], reference, f"FP8 cache, against {REFERENCE}", bound)]
 
 
 def _unchanged(own: Sequence[float], reference: Sequence[float], what: str, bound: float) -> str:

@@ -1,12 +1,12 @@
-"""What the doctor costs: a training step that is looked at beside one that is not.
+"""Cost of the doctor: time of a sampled training step against one that is not sampled.
 
     python -m benchmarks.doctor_cost [--rounds 15] [--recipes tensorwise rowwise] [--no-write]
 
-The demo's model and batch, BF16 autocast around, AdamW: a step is forward, loss, backward, the optimizer's step and the
-close of the scales' step; a look also writes its lines to metrics.jsonl and TensorBoard, as a run does. One step of
-each kind a round, one after the other in one process and on one model. A run is looked at every tenth step by default,
-and every eighth look is judged by all rules, which chooses the layers to capture: what the doctor costs is a tenth of
-what a look adds to a step, and an eightieth of what judging takes, over a step.
+The demo's model and batch under BF16 autocast, with AdamW: a step is forward, loss, backward, the optimizer's step and
+the update of the scales; a sampled step also writes its lines to metrics.jsonl and TensorBoard, as a run does. Each
+round has one step of each kind, in one process and on one model. By default a run samples every tenth step, and
+evaluates all rules after every eighth sample to choose the layers to capture. The cost is therefore a tenth of the time
+that a sample adds to a step, plus an eightieth of that of the rules, over the time of a step.
 
 Bar: at most 5 % of the step time, for every recipe.
 """
@@ -26,9 +26,9 @@ from octavo.models import Llama
 from octavo.nn.scaling_state import update_scales
 from octavo.training.config import RunConfig, demo_config
 from octavo.training.evaluate import token_loss
-from octavo.training.loop import build_optimizer
 from octavo.training.metrics import MetricsLog
 from octavo.training.precision import apply_recipe, surroundings
+from octavo.training.setup import build_optimizer
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 INTERVAL, BAR = 10, 5.0  # the default's; percent
@@ -44,9 +44,9 @@ def main() -> None:
     machine, config = hardware(), demo_config(quick=False)
     header = [
         "recipe",
-        "a step looked at ÷ a step",
-        "judging ÷ a step",
-        f"cost, a look every {INTERVAL} steps",
+        "sampled step ÷ step",
+        "rules ÷ step",
+        f"cost, a sample every {INTERVAL} steps",
         "verdict",
     ]
     rows = []
@@ -60,18 +60,18 @@ def main() -> None:
     bar = f"Bar: at most {BAR:g} % of the step time."
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bar} {what}."]
-    publish("doctor_cost", lines, title="What the doctor costs", machine=machine, write=not arguments.no_write)
+    publish("doctor_cost", lines, title="Cost of the doctor", machine=machine, write=not arguments.no_write)
 
 
 def row_of(recipe: str, seconds: dict[str, list[float]]) -> list[str]:
-    """A recipe's row: both ratios, what they cost in percent of the step time, "met" or "missed"."""
-    looked_at, judging = (ratio(seconds, name, "plain") for name in ("looked at", "judging"))
-    cost = 100 * (looked_at.median - 1 + judging.median / DIAGNOSED_EVERY) / INTERVAL
-    return [recipe, str(looked_at), str(judging), f"{cost:.1f} %", verdict(cost <= BAR)]
+    """Row of a recipe: both ratios, the cost in percent of the step time, "met" or "missed"."""
+    sampled, rules = (ratio(seconds, name, "plain") for name in ("sampled", "rules"))
+    cost = 100 * (sampled.median - 1 + rules.median / DIAGNOSED_EVERY) / INTERVAL
+    return [recipe, str(sampled), str(rules), f"{cost:.1f} %", verdict(cost <= BAR)]
 
 
 def contestants(config: RunConfig, recipe: str, log: MetricsLog) -> dict[str, Callable[[], object]]:
-    """The same step of one model, looked at and not, and what judges all looks so far."""
+    """Timed calls on one model: a step, a sampled step, and the rules over all samples so far."""
     training = config.with_training(recipe=recipe).training
     shape = config.model.llama(vocab_size=config.data.vocab_size, max_positions=training.context)
     model = Llama(shape, seed=0)
@@ -90,12 +90,12 @@ def contestants(config: RunConfig, recipe: str, log: MetricsLog) -> dict[str, Ca
         update_scales(model)
         return loss
 
-    def looked_at() -> Tensor:
+    def sampled() -> Tensor:
         with watcher.step() as notes:
             notes.loss = plain()
         return notes.loss
 
-    return {"plain": plain, "looked at": looked_at, "judging": watcher.findings}
+    return {"plain": plain, "sampled": sampled, "rules": watcher.findings}
 
 
 def _batches(vocab_size: int, size: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,16 +1,15 @@
-"""Every checkpoint format on a real model and on the demo's: written, read back by something else, compared.
+"""All checkpoint formats on a real model and on the demo's: written, read by another library, compared.
 
     python -m benchmarks.export [--run runs/demo/tensorwise] [--cases "hf-fp8;octavo"] [--no-write]
     python -m benchmarks.export --mix FILE
 
-SmolLM2-135M, and a trained run of octavo's where one is given. Errors are ‖difference‖ / ‖logits‖ in FP32 against
-octavo's emulation: in lockstep, and with both running free, where a cast turns the last digit of a sum into another
-code (``octavo.export.lockstep``). With --mix SmolLM2-135M is written by a mix of ``octavo sensitivity``'s, table and
-all, in the one format that holds such a table. Bytes are those of the weights' files over BF16's; the head stays in
-BF16.
+The models are SmolLM2-135M and, if given, a trained run of octavo. Errors are ‖difference‖ / ‖logits‖ in FP32 against
+octavo's emulation: in lockstep, and free-running, where a cast can turn a difference in the last digit of a sum into
+another code (``octavo.export.lockstep``). With --mix, SmolLM2-135M is written with a mix of ``octavo sensitivity``, in
+the one format that supports it. Bytes are those of the weights' files over BF16's; the head stays in BF16.
 
-Bars: an error of at most 1e-3 in lockstep, of the logits and of what reaches each layer; the same 64 tokens; at most
-0.62 of BF16's bytes. With both running free nothing is claimed.
+Bars: an error of at most 1e-3 in lockstep, of the logits and of the inputs of each layer; the same 64 tokens; at most
+0.62 of BF16's bytes. There is no bar for free-running.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from benchmarks import smollm2
 from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.errors import DataError
 from octavo.export.checkpoint_writer import GREEDY, SavedCheckpoint, save_quantized
-from octavo.export.sources import Request, load_source
+from octavo.export.sources import ConversionOptions, load_source
 from octavo.export.verification import TOLERANCE
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, text_windows
@@ -44,7 +43,7 @@ COLUMNS = ("model", "format", "read by", "logits, lockstep", "worst layer", "gre
 
 
 def main() -> None:
-    """Write, compare and tell."""
+    """Write, compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help="a run of octavo train or demo, to be exported too")
     parser.add_argument("--cases", default="", help=f"some of {'; '.join(CASES)}, by semicolons; all by default")
@@ -66,27 +65,29 @@ def main() -> None:
 
 
 def rows(sources: Mapping[str, str], cases: Sequence[str]) -> Iterator[list[str]]:
-    """A row for each model and case, shown as it comes."""
+    """Yield a row for each model and case, and print it."""
     console = Console(stderr=True)
     for name, source in sources.items():
         with tempfile.TemporaryDirectory() as scratch:
             scales = _calibrated(source, Path(scratch)) if any(CASES[case][2] for case in cases) else None
             for case in cases:
                 fmt, recipe, is_static = CASES[case]
-                saved = measured(source, fmt, Request(recipe=recipe, calibration=scales if is_static else None))
+                saved = measured(
+                    source, fmt, ConversionOptions(recipe=recipe, calibration=scales if is_static else None)
+                )
                 cells = row(name, case, saved)
                 console.print(" | ".join(cells), markup=False, soft_wrap=True)
                 yield cells
 
 
 def mixed(mix: Path) -> list[str]:
-    """SmolLM2-135M by a mix, and its bytes."""
-    saved = measured(str(smollm2.model_path()), "octavo", Request(mix=mix))
+    """Table for SmolLM2-135M with a mix, and its bytes."""
+    saved = measured(str(smollm2.model_path()), "octavo", ConversionOptions(mix=mix))
     table = markdown_table(COLUMNS, [row("SmolLM2-135M", "octavo, a mix", saved)])
     return [*table, "", f"{saved.nbytes:,} bytes of weights."]
 
 
-def measured(source: str, fmt: str, request: Request) -> SavedCheckpoint:
+def measured(source: str, fmt: str, request: ConversionOptions) -> SavedCheckpoint:
     """Write one case into a temporary folder, with its verification."""
     ready = load_source(source, fmt, request)
     with tempfile.TemporaryDirectory() as scratch:
@@ -107,19 +108,19 @@ def _calibrated(source: str, folder: Path) -> Path:
 
 
 def row(model: str, case: str, saved: SavedCheckpoint) -> list[str]:
-    """A case's figures, each with whether it meets its bar."""
-    found = saved.agreement
-    assert found is not None
+    """Row of a case: its figures, each with the verdict of its bar."""
+    agreement = saved.agreement
+    assert agreement is not None
     share = saved.nbytes / saved.bf16_nbytes
-    same = found.greedy_equal == found.greedy_tokens >= GREEDY
+    same = agreement.greedy_equal == agreement.greedy_tokens >= GREEDY
     return [
         model,
         case,
         saved.reader,
-        f"{found.logits_error:.1e} ({verdict(found.logits_error <= TOLERANCE)})",
-        f"{found.worst_error:.1e} ({verdict(found.worst_error <= TOLERANCE)})",
-        f"{found.greedy_equal} of {found.greedy_tokens} ({verdict(same)})",
-        f"{found.free_error:.1e}, {found.free_equal} of {found.greedy_tokens}",
+        f"{agreement.logits_error:.1e} ({verdict(agreement.logits_error <= TOLERANCE)})",
+        f"{agreement.worst_error:.1e} ({verdict(agreement.worst_error <= TOLERANCE)})",
+        f"{agreement.greedy_equal} of {agreement.greedy_tokens} ({verdict(same)})",
+        f"{agreement.free_error:.1e}, {agreement.free_equal} of {agreement.greedy_tokens}",
         f"{share:.3f} ({verdict(share <= MOST_BYTES)})",
     ]
 

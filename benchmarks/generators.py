@@ -167,7 +167,7 @@ class LlamaCpp:
 def q8_0_of(path: Path, threads: int) -> Path:
     """The same weights in llama.cpp's Q8_0, made beside ``path`` by llama.cpp itself if it is not there.
 
-    Every quantised weight is decoded and encoded again; those in Q8_0 stay as they are.
+    Every quantized weight is decoded and encoded again; those in Q8_0 stay as they are.
     """
     out = path.with_name(f"{path.name.split('.')[0]}.Q8_0.gguf")
     if out.is_file():

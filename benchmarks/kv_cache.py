@@ -1,12 +1,12 @@
-"""What generation's FP8 cache of keys and values costs, and what each part of its design is worth.
+"""Perplexity with the FP8 cache of keys and values, and with variants of its design.
 
     python -m benchmarks.kv_cache [--windows 10] [--designs "searched,keys only"] [--no-write]
 
-SmolLM2-135M, Python's language reference in windows of 2,048 tokens. First what ``octavo generate`` computes: a
-ModelRunner with FP8 weights, its cache in FP8, with a calibration's means of keys and without, beside the same with a
-BF16 cache. Then designs, emulated: the model in BF16, whose attention reads keys and values as the design decodes them.
-``searched`` and ``searched, centred`` are generation's cache (``fp8-kv``, ``fp8-kv-centred`` of ``octavo eval``); the
-others only teach why. Means and amaxes are those of other text, the library's sources.
+SmolLM2-135M on Python's language reference, in windows of 2,048 tokens. First the computation of ``octavo generate``: a
+ModelRunner with FP8 weights and an FP8 cache, with and without a calibration's means of keys, against the same with a
+BF16 cache. Then emulated designs: the model in BF16, whose attention reads keys and values as the design decodes them.
+``searched`` and ``searched, centred`` are the cache of generation (``fp8-kv``, ``fp8-kv-centred`` of ``octavo eval``);
+the others show the effect of each choice. Means and amaxes are those of other text, the library's sources.
 
 The bar: the FP8 cache costs at most 0.5 % of perplexity, at half of BF16's bytes.
 """
@@ -45,7 +45,7 @@ Cast = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyStatistics:
-    """Of each layer's keys over other text, rotary positions included, [kv heads, D]."""
+    """Mean and amax of each layer's keys over other text, after rotary positions, [kv heads, D]."""
 
     mean: Mapping[int, Tensor]
     amax: Mapping[int, Tensor]
@@ -63,34 +63,36 @@ def main() -> None:
         model = load_language_model(smollm2.model_path())
     except DataError as error:
         parser.exit(2, f"{error}\n")
-    chosen = arguments.designs.split(",") if arguments.designs else []
+    selected = arguments.designs.split(",") if arguments.designs else []
     other = text_windows(model, LIBRARY_SOURCES, "train", count=MEAN_WINDOWS, length=CACHE_WINDOW)
     keys = key_statistics(model, other)
     text = evaluation_windows(model, TOPICS, "all", count=arguments.windows, length=CACHE_WINDOW)
     lines = runner_lines(model, text, keys.mean)
-    if chosen != ["none"]:
-        lines += ["", *design_lines(model, text, keys, chosen)]
+    if selected != ["none"]:
+        lines += ["", *design_lines(model, text, keys, selected)]
     publish("kv_cache", lines, title="The FP8 cache of keys and values", machine=machine, write=not arguments.no_write)
 
 
 def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tensor]) -> list[str]:
-    """What the runner's perplexity is with each cache, and whether the bar is met."""
+    """Table of the runner's perplexity with each cache, and the verdicts of the bar."""
     assert isinstance(model.model, Llama)
     plain, centred = ModelRunner(model.model), ModelRunner(model.model, key_means=means)
     caches = {"BF16": (plain, BF16), "FP8": (plain, E4M3), "FP8, keys less their means": (centred, E4M3)}
-    losses = {name: [runner_nats(*made, window) for window in windows] for name, made in caches.items()}
+    losses = {
+        name: [runner_nats(*cached_runner, window) for window in windows] for name, cached_runner in caches.items()
+    }
     size = {name: runner.new_cache(fmt=fmt).nbytes for name, (runner, fmt) in caches.items()}
     header = ["cache", "perplexity", "against BF16", "nats more (± standard error)", "bar", "bytes ÷ BF16"]
     rows = []
-    for name, found in losses.items():
-        gaps = [one - other for one, other in zip(found, losses["BF16"], strict=True)]
+    for name, window_losses in losses.items():
+        gaps = [one - other for one, other in zip(window_losses, losses["BF16"], strict=True)]
         more, error = (
             statistics.mean(gaps),
             statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan,
         )
         gap = [f"{100 * math.expm1(more):+.2f} %", f"{more:+.4f} ± {error:.4f}", verdict(more <= CACHE_NATS)]
         share = size[name] / size["BF16"]
-        perplexity, judged = math.exp(statistics.mean(found)), gap if name != "BF16" else [""] * 3
+        perplexity, judged = math.exp(statistics.mean(window_losses)), gap if name != "BF16" else [""] * 3
         rows.append([name, f"{perplexity:.4f}", *judged, f"{share:.3f}"])
     head = f"A runner with FP8 weights, {len(windows)} windows of {windows.shape[1]} tokens; differences are paired."
     return [head, "", *markdown_table(header, rows)]
@@ -105,7 +107,7 @@ def runner_nats(runner: ModelRunner, fmt: Format, window: Tensor) -> float:
 
 
 def design_lines(model: LanguageModel, windows: Tensor, keys: KeyStatistics, chosen: list[str]) -> list[str]:
-    """A row for each design."""
+    """Table with a row for each design."""
     known = designs(keys)
     bf16 = high_precision(model, "bf16")
     entered = [replace(bf16, name=name, cache=known[name]) for name in chosen or known]

@@ -28,13 +28,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def verdict(reached: bool, beside: str = "") -> str:
-    """What a bar's row says; the name of what stands beside tells whether that had to emulate BF16."""
+    """Verdict of a bar; ``beside`` is the name of the compared call, which may be a BF16 one that is emulated here."""
     emulated = "bf16" in beside.lower() and "octavo" not in beside and not _has_bf16_instructions()
     return ("met" if reached else "missed") + (", beside emulated BF16" if emulated else "")
 
 
 def bf16_note() -> str:
-    """What torch's bfloat16 products are on this CPU."""
+    """Note on torch's bfloat16 GEMMs on this CPU."""
     if _has_bf16_instructions():
         return "torch's bfloat16 products use this CPU's BF16 instructions."
     return "This CPU has no BF16 instructions: torch's bfloat16 products are emulated, a GEMM by a scalar loop."
@@ -45,7 +45,7 @@ def _has_bf16_instructions() -> bool:
 
 
 def hardware() -> str:
-    """One line: processor, threads, vector instructions, versions, load before the run."""
+    """Line with processor, threads, vector instructions, torch's version and the load before the run."""
     instructions = torch.backends.cpu.get_cpu_capability()
     bf16 = "with" if _has_bf16_instructions() else "without"
     load = os.getloadavg()[0]
@@ -59,12 +59,12 @@ def publish(theme: str, lines: list[str], *, title: str, machine: str, write: bo
     """Print a result, and write ``results/<theme>_<hardware>_<date>.md`` with the command line as it was given.
 
     Args:
-        theme: the benchmark's module.
-        lines: of the result, in Markdown.
-        title: of the file.
-        machine: from :func:`hardware`.
-        write: whether the file is written.
-        variant: joins the theme in the file's name.
+        theme: name of the benchmark's module.
+        lines: lines of the result, in Markdown.
+        title: title of the file.
+        machine: line of :func:`hardware`.
+        write: whether to write the file.
+        variant: suffix of the theme in the file's name.
     """
     console = Console()
     console.print("\n".join(lines), markup=False, soft_wrap=True)

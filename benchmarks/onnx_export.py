@@ -1,18 +1,18 @@
-"""A language model as ONNX graphs: do they compute what octavo's emulation does, and how large are they?
+"""A language model as ONNX graphs: agreement with octavo's emulation, and size.
 
     python -m benchmarks.onnx_export [--run RUN] [--recipes static,rowwise,weight_only] [--tokens 64] [--no-write]
 
 The model is SmolLM2-135M, or a trained run of octavo's.
 
-Each recipe is exported in FP32, where it is compared, and the first in FP16 too, where it is weighed: recipes differ in
-a few scales only. onnxruntime and ONNX's reference run all, as every export does. Greedy text is onnxruntime's beside
-the emulation's own.
+Each recipe is exported in FP32 and compared; the first is also exported in FP16 for its size, since recipes differ only
+in a few scales. onnxruntime and ONNX's reference run all graphs, as in every export. Greedy text is that of onnxruntime
+against that of the emulation.
 
 | bar                          | is                                                                               |
 |------------------------------|----------------------------------------------------------------------------------|
 | logits, with the same codes  | within 1e-3 (‖difference‖ / ‖torch's‖)                                           |
-| logits, free-running         | within 1e-3 too; beside it the emulation against itself, its products one FP32   |
-|                              | digit off, which says how much of that a last digit alone can make               |
+| logits, free-running         | within 1e-3 too; for scale, the emulation against itself with GEMM results       |
+|                              | changed by one FP32 digit                                                        |
 | greedy text                  | the same 64 tokens: with the same codes, at each place of the emulation's text   |
 | bytes                        | at most 0.62 of BF16's, the first recipe's, head and embedding in FP16           |
 """
@@ -83,7 +83,7 @@ def main() -> None:
     publish(
         "onnx_export",
         lines,
-        title=f"{Path(arguments.run or 'SmolLM2-135M').name} as ONNX graphs beside octavo's emulation",
+        title=f"{Path(arguments.run or 'SmolLM2-135M').name} as ONNX graphs, against octavo's emulation",
         machine=machine,
         write=not arguments.no_write,
         variant="run" if arguments.run else "",
@@ -92,16 +92,16 @@ def main() -> None:
 
 def in_fp8(model: LanguageModel, recipe: str, calibration: Calibration) -> LanguageModel:
     """A copy whose linears run the recipe."""
-    made = replace(model, model=copy.deepcopy(model.model))
+    converted = replace(model, model=copy.deepcopy(model.model))
     if recipe == "static":
-        calibration.apply(made)
+        calibration.apply(converted)
     else:
-        octavo.convert(made.model, recipe)
-    return made
+        octavo.convert(converted.model, recipe)
+    return converted
 
 
 def exported(model: LanguageModel, folder: Path, recipe: str, dtype: str, say: Callable[[str], None]) -> OnnxReport:
-    """The graph in a folder, with a line on each step and how long it took."""
+    """Export the graph into a folder; print a line with the time of each step."""
     start = time.perf_counter()
 
     def step(name: str) -> None:
@@ -113,7 +113,7 @@ def exported(model: LanguageModel, folder: Path, recipe: str, dtype: str, say: C
 
 
 def weighed(model: LanguageModel, recipe: str, say: Callable[[str], None]) -> str:
-    """A line on the size of the file in FP16."""
+    """Line on the size of the file in FP16."""
     with tempfile.TemporaryDirectory() as scratch:
         report = exported(model, Path(scratch) / "fp16", recipe, "fp16", say)
     share = report.file_bytes / (2 * sum(each.numel() for each in model.model.parameters()))
@@ -122,16 +122,16 @@ def weighed(model: LanguageModel, recipe: str, say: Callable[[str], None]) -> st
 
 
 def measured(model: LanguageModel, recipe: str, tokens: int, say: Callable[[str], None]) -> list[str]:
-    """A row of the table."""
+    """Row of a recipe."""
     with tempfile.TemporaryDirectory() as scratch:
         wide = exported(model, Path(scratch) / "fp32", recipe, "fp32", say)
-        prompt, own = greedy(model.logits, model, tokens)
-        text = torch.tensor([prompt + own[:-1]])
+        prompt, tokens_emulated = greedy(model.logits, model, tokens)
+        text = torch.tensor([prompt + tokens_emulated[:-1]])
         lockstep = check_engines(_graph(model), wide.folder / "model.onnx", (text,))[0]
-        _, theirs = greedy(_onnxruntime(wide), model, tokens)
+        _, tokens_onnxruntime = greedy(_onnxruntime(wide), model, tokens)
     worst = max(wide.engines, key=lambda each: each.error)
     free = max(each.free_error for each in wide.engines)
-    same = sum(a == b for a, b in zip(own, theirs, strict=True))
+    same = sum(a == b for a, b in zip(tokens_emulated, tokens_onnxruntime, strict=True))
     return [
         recipe,
         str(worst.casts),

@@ -1,4 +1,4 @@
-"""What quantisation-aware training buys SmolLM2-135M: FP8 tuned for FP8 beside BF16 tuned on the same batches.
+"""Quantization-aware training of SmolLM2-135M: FP8 tuned for FP8 against BF16 tuned on the same batches.
 
     python -m benchmarks.qat [--steps 60] [--batch-size 2] [--context 256] [--recipe static] [--windows 40]
         [--out FOLDER]
@@ -53,7 +53,7 @@ def main() -> None:
         settings,
         training=training_windows(model, settings.tuning),
         held_out=topic_windows(model, arguments.windows),
-        on_phase=_Printer(),
+        on_phase=_StepPrinter(),
     )
     if arguments.out is not None:
         save_qat(arguments.out, result, source=LIBRARY_SOURCES, split=Split.TRAIN)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def variant(settings: QATSettings) -> str:
-    """What a result's file is named by: the way of training."""
+    """Suffix of the result's file name: the kind of training."""
     ways = {"by_data": settings.by_data, "distilled": settings.tuning.distill > 0}
     return "_".join([settings.recipe.name, *(way for way, taken in ways.items() if taken)])
 
@@ -86,7 +86,7 @@ def topic_windows(model: LanguageModel, count: int) -> Tensor:
 
 
 def table(result: QATResult) -> list[str]:
-    """What was measured, and what the bar says to it."""
+    """Table of the perplexities, and the verdict of the bar."""
     reference = result.reference
     rows = []
     for name in result.windows:
@@ -99,8 +99,8 @@ def table(result: QATResult) -> list[str]:
     tuning, gap = result.settings.tuning, result.gap("fp8-qat")
     outcome = "met" if gap.percent <= BAR_PERCENT else "missed"
     lines += ["", f"- bar of {BAR_PERCENT} %: {outcome}, {gap.percent:+.2f} %"]
-    beside = result.gap("fp8-qat", "fp8-of-tuned")
-    lines.append(f"- fp8-qat beside fp8-of-tuned: {beside.nats:+.4f} ± {beside.standard_error:.4f} nats")
+    tuned_gap = result.gap("fp8-qat", "fp8-of-tuned")
+    lines.append(f"- fp8-qat against fp8-of-tuned: {tuned_gap.nats:+.4f} ± {tuned_gap.standard_error:.4f} nats")
     lines.append(
         f"- {tuning.steps} steps of {tuning.batch_size} windows of {tuning.context} tokens, peak learning rate "
         f"{tuning.learning_rate}, distillation weight {tuning.distill}, recipe {result.settings.recipe.name}, "
@@ -115,8 +115,8 @@ def table(result: QATResult) -> list[str]:
     return lines
 
 
-class _Printer:
-    """A line when a phase begins, and every tenth step."""
+class _StepPrinter:
+    """Printer of a line when a phase begins and after each tenth of its steps."""
 
     def __init__(self) -> None:
         self.name, self.started = "", time.monotonic()

@@ -1,11 +1,11 @@
-"""SmolLM2-135M in several formats beside BF16: perplexity, agreement, divergence, sizes; and keys and values in FP8.
+"""SmolLM2-135M in several formats against BF16: perplexity, agreement, divergence, sizes; keys and values in FP8.
 
     python -m benchmarks.quantization [--tuned FOLDER] [--windows 40] [--cache-windows 10] [--samples 128] [--speed]
 
 The text is Python's language reference. Weights and activations are compared on the first 20,480 tokens in windows of
 512, caches of keys and values on the same tokens in windows of 2,048. Scales of fp8-static and means of keys come from
-the library's sources, which have nothing of that text. FOLDER is what ``octavo qat`` made of the model; without one
-there is no row fp8-qat.
+the library's sources, which are disjoint from that text. FOLDER is the output of ``octavo qat``; without it there is no
+row fp8-qat.
 
 | bar                              | is                                                                               |
 |----------------------------------|----------------------------------------------------------------------------------|
@@ -32,8 +32,7 @@ from octavo.quantization import calibrate, load_qat, text_windows
 from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.kv_cache_round_trip import key_means, vector_bytes
-from octavo.quantization.comparison.variant_names import line_up
-from octavo.quantization.comparison.variants import CACHE, CENTRED, STATIC, TUNED
+from octavo.quantization.comparison.variants import CACHE, CENTRED, STATIC, TUNED, line_up
 from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.memory import extra_memory_bytes
 
@@ -59,28 +58,33 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     machine, model = hardware(), smollm2.load()
-    made = None if arguments.tuned is None else load_qat(arguments.tuned)
-    lines = format_lines(model, made, arguments.windows, arguments.samples, speed=arguments.speed)
+    tuned = None if arguments.tuned is None else load_qat(arguments.tuned)
+    lines = format_lines(model, tuned, arguments.windows, arguments.samples, speed=arguments.speed)
     lines += ["", *cache_lines(model, arguments.cache_windows)]
-    title = "SmolLM2-135M in FP8 and INT8 beside BF16"
+    title = "SmolLM2-135M in FP8 and INT8 against BF16"
     publish("quantization", lines, title=title, machine=machine, write=not arguments.no_write)
 
 
 def format_lines(
-    model: LanguageModel, made: LanguageModel | None, windows: int, samples: int, *, speed: bool
+    model: LanguageModel, tuned: LanguageModel | None, windows: int, samples: int, *, speed: bool
 ) -> list[str]:
-    """The formats' table, what the bars say to it, and times if they are asked for."""
+    """Table of the formats, the verdicts of the bars, and the times if ``speed``."""
     calibration = calibrate(model, [window[None] for window in _training_text(model, samples, WINDOW)])
-    names = FORMATS if made is None else (*FORMATS, TUNED)
-    contestants = line_up(model, names, calibration=calibration, tuned_model=made)
+    names = FORMATS if tuned is None else (*FORMATS, TUNED)
+    contestants = line_up(model, names, calibration=calibration, tuned_model=tuned)
     text = evaluation_windows(model, TOPICS, "all", count=windows, length=WINDOW)
-    found = compare(contestants, text)
+    comparison = compare(contestants, text)
     passes = {each.name: partial(each.logits, text[:1]) for each in contestants}
     extra = {name: extra_memory_bytes(text.device, one) for name, one in passes.items()}
-    lines = [f"{windows} windows of {WINDOW} tokens; differences are paired.", "", *comparison_table(found, extra), ""]
-    lines += format_bars(found)
-    lines += ["", "Peak: the weights, and the most that a pass over one window takes beside them."]
-    if made is not None:
+    lines = [
+        f"{windows} windows of {WINDOW} tokens; differences are paired.",
+        "",
+        *comparison_table(comparison, extra),
+        "",
+    ]
+    lines += format_bars(comparison)
+    lines += ["", "Peak: the weights, and the largest extra memory of a pass over one window."]
+    if tuned is not None:
         lines.append(f"{TUNED} is tuned and bf16 is not: between them lie the tuning and FP8.")
     lines.append("Head, embedding and norms are in BF16 in all but fp32. " + bf16_note())
     if speed:
@@ -90,17 +94,17 @@ def format_lines(
 
 
 def cache_lines(model: LanguageModel, windows: int) -> list[str]:
-    """The caches' table and its bar."""
+    """Table of the caches, and the verdicts of the bar."""
     means = key_means(model, _training_text(model, MEAN_WINDOWS, CACHE_WINDOW))
     text = evaluation_windows(model, TOPICS, "all", count=windows, length=CACHE_WINDOW)
-    found = compare(line_up(model, ["bf16", CACHE, CENTRED], means=means), text)
+    comparison = compare(line_up(model, ["bf16", CACHE, CENTRED], means=means), text)
     head_dim = next(iter(means.values())).shape[-1]
     return [
         f"Keys and values in FP8, everything else in BF16: {windows} windows of {CACHE_WINDOW} tokens.",
         "",
-        *comparison_table(found),
+        *comparison_table(comparison),
         "",
-        *cache_bars(found, head_dim),
+        *cache_bars(comparison, head_dim),
     ]
 
 
@@ -108,43 +112,43 @@ def _training_text(model: LanguageModel, count: int, length: int) -> Tensor:
     return text_windows(model, LIBRARY_SOURCES, "train", count=count, length=length)
 
 
-def comparison_table(found: FormatComparison, extra: Mapping[str, int | None] | None = None) -> list[str]:
-    """A row for each format, and its sizes where it is known what a pass takes beside the weights."""
+def comparison_table(comparison: FormatComparison, extra: Mapping[str, int | None] | None = None) -> list[str]:
+    """Table with a row for each format, with sizes if ``extra`` has the memory of a pass without the weights."""
     rows = []
-    for entry in found.entries:
-        gap, scores, storage = found.gap(entry.name), entry.scores, entry.storage
+    for entry in comparison.entries:
+        gap, scores, storage = comparison.gap(entry.name), entry.scores, entry.storage
         row = [entry.name, f"{scores.perplexity:.4f}"]
-        if entry.name == found.reference:
+        if entry.name == comparison.reference:
             row += [""] * 4
         else:
             row += [f"{gap.percent:+.2f} %", f"{gap.nats:+.4f} ± {gap.standard_error:.4f}"]
             row += [f"{scores.agreement:.2%}", f"{scores.divergence:.5f}"]
         if extra is not None:
-            row += [f"{storage.file_bytes / 1e6:.1f}", f"{found.share_of_bytes(entry.name):.3f}"]
+            row += [f"{storage.file_bytes / 1e6:.1f}", f"{comparison.share_of_bytes(entry.name):.3f}"]
             row.append(f"{storage.memory_bytes / 1e6:.1f}")
             row.append(f"{(storage.memory_bytes + most) / 1e6:.1f}" if (most := extra[entry.name]) is not None else "–")
         rows.append(row)
     return markdown_table(HEADER if extra is None else [*HEADER, *SIZES], rows)
 
 
-def format_bars(found: FormatComparison) -> list[str]:
-    """What the bars say to fp8-dynamic and fp8-static."""
-    gap = found.gap("fp8-dynamic")
+def format_bars(comparison: FormatComparison) -> list[str]:
+    """Verdicts of the bars on fp8-dynamic and fp8-static."""
+    gap = comparison.gap("fp8-dynamic")
     off, allowed = gap.nats - REFERENCE_NATS, STANDARD_ERRORS * gap.standard_error
     lines = [
         f"- fp8-dynamic: {verdict(abs(off) <= allowed)}; {off:+.4f} nats from the reference's {REFERENCE_NATS:+.4f}"
     ]
     lines[0] += f", and {STANDARD_ERRORS:g} standard errors are {allowed:.4f}"
-    gap = found.gap(STATIC)
+    gap = comparison.gap(STATIC)
     return [*lines, f"- {STATIC}: {verdict(gap.nats <= STATIC_NATS)}; {gap.percent:+.2f} %, at most +3.0 %"]
 
 
-def cache_bars(found: FormatComparison, head_dim: int) -> list[str]:
-    """What the bar says to each cache, and the bytes it takes."""
+def cache_bars(comparison: FormatComparison, head_dim: int) -> list[str]:
+    """Verdict of the bar on each cache, and its bytes."""
     lines = []
     share = vector_bytes(head_dim) / (2 * head_dim)
     for name in (CACHE, CENTRED):
-        gap = found.gap(name)
+        gap = comparison.gap(name)
         lines.append(
             f"- {name}: {verdict(gap.nats <= CACHE_NATS)} in perplexity, {gap.percent:+.2f} % (bar +0.5 %); "
             f"{verdict(share <= CACHE_BYTES)} in bytes, {share:.3f} of BF16's (bar {CACHE_BYTES:g})"
@@ -153,7 +157,7 @@ def cache_bars(found: FormatComparison, head_dim: int) -> list[str]:
 
 
 def speed_table(times: Sequence[PassTime]) -> list[str]:
-    """Median passes by batch."""
+    """Table of the median time of a pass, by format and batch."""
     rows = [[t.name, str(t.batch), f"{t.latency_ms:,.0f}", f"{t.tokens_per_second:,.0f}"] for t in times]
     return markdown_table(["format", "batch", f"latency of {times[0].length} tokens, ms", "tokens/s"], rows)
 

@@ -80,7 +80,7 @@ def _row(study: Study, recipe: str, seconds: Mapping[str, list[float]], kept: Ma
 
 
 def _steps_and_bytes(config: RunConfig, data: TokenData) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """A training step of each recipe, and what its linears keep for backward."""
+    """Times of a training step with each recipe, and the bytes that its linears keep for backward."""
     training = config.training
     tokens, targets = data.batch(0, batch_size=training.batch_size, context=training.context, seed=training.seed)
     shape = config.model.llama(vocab_size=data.vocab_size, max_positions=training.context)

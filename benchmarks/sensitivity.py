@@ -1,14 +1,13 @@
-"""The best mix on SmolLM2-135M: how many bytes it takes to stay within one percent of BF16's perplexity.
+"""Best mix of precisions for SmolLM2-135M: bytes at a perplexity within one percent of BF16's.
 
     python -m benchmarks.sensitivity [--windows 8] [--verify 40] [--pairs 24] [--mix FILE]
     python -m benchmarks.sensitivity --again FILE [--verify 40]
 
-Everything is chosen on the library's sources, which have nothing of the text that it is verified on: the first tokens
-of Python's language topics, in windows of 512 without overlap. Weights are rounded to BF16 first: FP8 codes are made of
-what a BF16 checkpoint holds. With --again a mix that --mix wrote is measured on the windows after those, which nobody
-has seen who made the search what it is.
+The mix is chosen on the library's sources, which are disjoint from the text of the verification: the first tokens of
+Python's language topics, in windows of 512 without overlap. Weights are rounded to BF16 first, as in a BF16 checkpoint.
+With --again, a mix that --mix wrote is measured on the following windows, which were not used to develop the search.
 
-Bar: perplexity within 1.0 % of BF16's at no more than 0.60 of its bytes, codes, scales and all.
+Bar: perplexity within 1.0 % of BF16's at no more than 0.60 of its bytes, including scales.
 """
 
 import argparse
@@ -26,8 +25,9 @@ from octavo.language_model import LanguageModel
 from octavo.quantization import load_mix, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.qat.tuning import window_nats
-from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
+from octavo.quantization.sensitivity.mix import save_mix
+from octavo.quantization.sensitivity.study import Budget, MixResult, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.summary import how_ranked
 from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.comparison import paired_gap
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _chosen(model: LanguageModel, arguments: argparse.Namespace) -> Iterator[str]:
-    """Choose a mix, verify it, and say so."""
+    """Choose a mix and verify it; yield the lines of the result."""
     started = time.monotonic()
     chosen_on = text_windows(model, LIBRARY_SOURCES, "train", count=arguments.windows, length=CONTEXT)
     verified_on = evaluation_windows(model, TOPICS, "all", count=arguments.verify, length=CONTEXT)
@@ -73,7 +73,7 @@ def _chosen(model: LanguageModel, arguments: argparse.Namespace) -> Iterator[str
                 tasks[phase] = progress.add_task(phase, total=total)
             progress.update(tasks[phase], completed=done)
 
-        found = measure_sensitivity(
+        sensitivity = measure_sensitivity(
             model.model,
             chosen_on,
             verified_on,
@@ -81,41 +81,42 @@ def _chosen(model: LanguageModel, arguments: argparse.Namespace) -> Iterator[str
             true_pairs=arguments.pairs,
             on_progress=show,
         )
-    if arguments.mix is not None and found.mix is not None:
-        save_mix(found.mix, arguments.mix)
-    yield from (*table(found), "", *notes(found, time.monotonic() - started))
+    if arguments.mix is not None and sensitivity.mix is not None:
+        save_mix(sensitivity.mix, arguments.mix)
+    yield from (*table(sensitivity), "", *notes(sensitivity, time.monotonic() - started))
 
 
 def _again(model: LanguageModel, arguments: argparse.Namespace) -> Iterator[str]:
-    """A mix in a file beside BF16, on the windows that follow the first."""
+    """Compare a mix in a file with BF16 on the windows after the first; yield the lines of the result."""
     windows = evaluation_windows(model, TOPICS, "all", count=2 * arguments.verify, length=CONTEXT)[arguments.verify :]
     with in_bf16(model.model):
-        known = window_nats(model.model, windows)
+        reference_nats = window_nats(model.model, windows)
         load_mix(arguments.again).apply(model.model)
-        gap = paired_gap(window_nats(model.model, windows), known)
+        gap = paired_gap(window_nats(model.model, windows), reference_nats)
     yield f"The {len(windows)} windows of {CONTEXT} tokens after the first {arguments.verify}; differences are paired."
     yield ""
     outcome = verdict(gap.nats <= math.log1p(PERPLEXITY))
     yield f"- {outcome}: {gap.percent:+.2f} % of perplexity (bar {PERPLEXITY:.1%})"
-    yield f"- {gap.nats:+.4f} ± {gap.standard_error:.4f} nats; BF16 loses {math.fsum(known) / len(known):.4f}"
+    base = math.fsum(reference_nats) / len(reference_nats)
+    yield f"- {gap.nats:+.4f} ± {gap.standard_error:.4f} nats; BF16 loses {base:.4f}"
 
 
-def table(found: Sensitivity) -> Iterator[str]:
-    """The best mix and what the bar says to it, and others."""
-    yield from markdown_table(COLUMNS, rows_of(found))
+def table(sensitivity: Sensitivity) -> Iterator[str]:
+    """Yield the table of the best mix, with its verdict, and of other mixes."""
+    yield from markdown_table(COLUMNS, rows_of(sensitivity))
 
 
-def rows_of(found: Sensitivity) -> Iterator[list[str]]:
-    """A row for the best mix and for each of the others."""
-    if found.best is not None:
-        reached = found.is_met and found.best.bytes_share <= BYTES
-        yield _row("best within 1.0 % and 0.60", found.best, verdict(reached))
-    for one in (*found.front, *found.presets):
+def rows_of(sensitivity: Sensitivity) -> Iterator[list[str]]:
+    """Yield a row for the best mix and for each of the others."""
+    if sensitivity.best is not None:
+        reached = sensitivity.is_met and sensitivity.best.bytes_share <= BYTES
+        yield _row("best within 1.0 % and 0.60", sensitivity.best, verdict(reached))
+    for one in (*sensitivity.front, *sensitivity.presets):
         name = "least loss for its bytes" if one.name == "front" else f"`{one.name}`, head in BF16"
         yield _row(name, one, "–")
 
 
-def _row(name: str, one: Found, judged: str) -> list[str]:
+def _row(name: str, one: MixResult, judged: str) -> list[str]:
     true = one.verified
     assert true is not None
     return [
@@ -130,15 +131,15 @@ def _row(name: str, one: Found, judged: str) -> list[str]:
     ]
 
 
-def notes(found: Sensitivity, seconds: float) -> Iterator[str]:
-    """What the figures hang on."""
-    yield how_ranked(found)
-    for number, (guessed, true) in enumerate(found.attempts, 1):
+def notes(sensitivity: Sensitivity, seconds: float) -> Iterator[str]:
+    """Yield notes on the ranking, the attempts and the time."""
+    yield how_ranked(sensitivity)
+    for number, (guessed, true) in enumerate(sensitivity.attempts, 1):
         yield (
             f"Attempt {number}: parts add up to {guessed:.4f} nats; on the windows it was chosen on "
             f"{true.nats:+.4f} ± {true.error:.4f}, divergence {true.divergence:.4f}."
         )
-    if found.best is None:
+    if sensitivity.best is None:
         yield "No mix was within both budgets on the windows it was chosen on: missed."
     yield f"{seconds:.0f} s in all, {torch.get_num_threads()} threads."
 

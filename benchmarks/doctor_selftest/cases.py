@@ -1,11 +1,11 @@
-"""The runs of the self-test: with a fault, cured of it, clean; every one short, and all of a seed from one start.
+"""Runs of the self-test: with a fault, with its remedy, and clean; all short, those of a seed from a common start.
 
-| kind      | workload | injection | recipe                                     | to see                             |
+| kind      | workload | injection | recipe                                     | purpose                            |
 |-----------|----------|-----------|--------------------------------------------|------------------------------------|
-| fault     | yes      | yes       | the fault's                                | whether the doctor names the fault |
-| cured     | yes      | yes       | the fault's, changed as the doctor says    | whether the loss comes back        |
-| reference | yes      | no        | tensorwise                                 | what the loss should be            |
-| clean     | its own  | no        | every recipe, at several learning rates    | whether the doctor stays quiet     |
+| fault     | yes      | yes       | the fault's                                | does the doctor name the fault?    |
+| cured     | yes      | yes       | the fault's, changed by the remedy         | does the loss recover?             |
+| reference | yes      | no        | tensorwise                                 | loss without the fault             |
+| clean     | its own  | no        | every recipe, at several learning rates    | does the doctor report nothing?    |
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,12 +53,12 @@ class RunKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestCase:
-    """One run, by names, so that it can be handed to another process.
+    """One run, by names, so that another process can run it.
 
     Attributes:
-        kind: what it is for.
-        name: the fault's, or a key of :data:`CLEAN`.
-        seed: of first weights and batches.
+        kind: purpose of the run.
+        name: name of the fault, or a key of :data:`CLEAN`.
+        seed: seed of first weights and batches.
     """
 
     kind: RunKind
@@ -72,10 +72,10 @@ class Plan:
 
     Attributes:
         training: keys of the training section.
-        recipes: of layers, by path; "{layer}" stands for the block.
+        recipes: recipes of layers, by path; "{layer}" is the number of the block.
         around: contexts of the updates, outermost first.
-        ranks: processes.
-        from_first_weights: whether the run starts anew, not from its seed's start.
+        ranks: number of processes.
+        from_first_weights: start from initial weights instead of the seed's common start.
     """
 
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -90,10 +90,10 @@ class Setting:
     """The model and the length of every run of a self-test.
 
     Attributes:
-        hidden_size: the width; the model is otherwise the demo's.
-        start_steps: updates in BF16 that all runs of a seed have behind them.
+        hidden_size: width; the model is otherwise the demo's.
+        start_steps: updates in BF16 before the runs of a seed.
         steps: updates of a run.
-        rank_steps: updates of a run of several processes.
+        rank_steps: updates of a run with several processes.
     """
 
     hidden_size: int = 128
@@ -164,7 +164,7 @@ def plan_of(case: SelftestCase) -> Plan:
 
 
 def begin(setting: Setting, data: TokenData, seed: int) -> Start:
-    """Where every run of a seed starts: after some updates in BF16."""
+    """Train the common start of a seed's runs: some updates in BF16."""
     config = setting.config(seed=seed, training={"recipe": "bf16"})
     _, trainer = short_run(config, data, steps=setting.start_steps)
     return start_of(trainer)
@@ -176,8 +176,8 @@ class SelftestRun:
 
     Attributes:
         run: losses and statistics.
-        findings: the doctor's, worst first.
-        answers: what other tools said of the run's last step, by their names.
+        findings: findings of the doctor, worst first.
+        answers: reports of other tools on the run's last step, by tool.
     """
 
     run: ShortRun
@@ -191,18 +191,18 @@ def run_case(
     """Run a case in this process, as one of its ranks.
 
     Args:
-        case: which one.
+        case: the case.
         setting: model and length.
         data: the token files.
-        start: of the case's seed.
-        rank: decides which batches are read.
-        remedy: of a cured case; a layer that it speaks of has no recipe from the fault.
+        start: common start of the case's seed.
+        rank: rank of this process, which determines its batches.
+        remedy: remedy of a cured case; the layers that it changes do not get the fault's recipe.
     """
     plan, layer = plan_of(case), case.seed % setting.num_layers
     config = setting.config(seed=case.seed + 1000 * rank, training=plan.training)
     if remedy is not None:
         config = config_from_dict(applied(config.to_dict(), [remedy]))
-    mended = [*config.training.overrides, *config.training.skip]
+    remedied = [*config.training.overrides, *config.training.skip]
     answers: dict[str, ToolAnswer] = {}
 
     @contextmanager
@@ -219,7 +219,7 @@ def run_case(
             path = pattern.format(layer=layer)
             module = model.get_submodule(path)
             assert isinstance(module, Linear)
-            if not any(fnmatchcase(path, one) for one in mended):
+            if not any(fnmatchcase(path, one) for one in remedied):
                 module.set_recipe(recipes.get(recipe), module.scale_updates, path=module.path)
 
     steps = setting.steps if plan.ranks == 1 else setting.rank_steps

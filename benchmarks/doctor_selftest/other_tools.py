@@ -1,12 +1,12 @@
-"""Other tools that find out why a training run broke, asked about the same step.
+"""Reports of other tools on the step in which a training run broke.
 
-- ``torch.autograd.detect_anomaly`` raises where an operation's backward gives NaN, and shows where its forward stands
-  in the source.
+- ``torch.autograd.detect_anomaly`` raises where an operation's backward gives NaN, and shows the source line of its
+  forward.
 - ``transformers.debug_utils.DebugUnderflowOverflow`` raises where a module's weights, inputs or outputs hold NaN or
   Inf.
 
-Both look at single steps and at NaN or Inf alone, so they are asked about the step that broke, or the last one: in all
-steps before, loss and gradients were finite.
+Both examine single steps for NaN or Inf, so they run on the broken step, or else the last one: in all earlier steps,
+loss and gradients were finite.
 """
 
 import io
@@ -28,18 +28,18 @@ ANOMALY, HUGGING_FACE = "detect_anomaly", "DebugUnderflowOverflow"
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """A tool's words; "" where it found nothing."""
+    """Report of a tool; "" if it found nothing."""
 
     words: str
 
     def names(self, path: str) -> bool:
-        """Whether the words name a module, or one inside it."""
+        """Return True if the report names the module, or a module inside it."""
         return bool(path) and path in self.words
 
 
 @contextmanager
 def asking_others(trainer: Trainer, answers: dict[str, ToolAnswer]) -> Iterator[None]:
-    """Put into ``answers`` what other tools say of the last step inside the block, by their names.
+    """Run other tools on the last step of the block, and store their reports in ``answers`` by tool.
 
     A tool that is not installed has no entry.
     """
@@ -100,13 +100,13 @@ def _forward(trainer: Trainer) -> None:
 
 
 def _last_frame(printed: str) -> str:
-    """The frame in which it was seen: the module's name and class, and its tensors' extremes."""
+    """Last frame of the output: the module's name and class, and the extremes of its tensors."""
     frames = printed.strip().split("\n                  ")
     return frames[-1].strip()
 
 
 def _remove_hooks(before: dict[torch.nn.Module, set[int]]) -> None:
-    """The tool keeps no handles of its hooks."""
+    """Remove the hooks added since ``before``; the tool keeps no handles."""
     for module, known in before.items():
         for key in set(module._forward_hooks) - known:  # noqa: SLF001
             del module._forward_hooks[key]  # noqa: SLF001

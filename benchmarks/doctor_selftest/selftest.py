@@ -1,19 +1,19 @@
-"""Whether the doctor finds what is wrong: runs with known faults, clean runs, and remedies tried.
+"""Self-test of the doctor: runs with known faults, clean runs, and runs with its remedies.
 
-Every run starts from a copy of the same weights and optimizer, which a seed has after some updates in BF16, and lasts
-35 updates with a look every 5. The fault sits in the block whose number is the seed's remainder, so that naming one and
-the same layer each time would not do.
+Every run of a seed starts from the same weights and optimizer state, after some updates in BF16, and takes 35 updates
+with a sample every 5. The fault is injected into the block numbered seed modulo number of blocks, so that reporting the
+same layer every time does not pass.
 
-The thresholds of ``octavo.doctor.Thresholds`` were tuned on ``tuning()``: width 96, seeds 100 and up. What is published
-is measured on ``measuring()``: the demo's width of 128, seeds 0 to 4. No run is in both.
+The thresholds of ``octavo.doctor.Thresholds`` were tuned on ``tuning()``: width 96, seeds 100 and up. Published results
+are measured on ``measuring()``: the demo's width of 128, seeds 0 to 4. No run is in both.
 
-A run is judged by its first finding of severity "fail" or "warn", worst first, which is what a reader acts on:
+A run is judged by its first finding of severity "fail" or "warn", worst first, the one that a reader acts on:
 
-- recall: the share of runs with a fault whose first finding names its code, its layer and its role;
-- precision: of all runs in which the doctor says something, clean ones too, the share in which its first finding does;
-- false alarms: the share of clean runs with such a finding at all.
+- recall: share of runs with a fault whose first finding names its code, layer and role;
+- precision: the number of those runs over that of all runs with a first finding, including clean ones;
+- false alarms: share of clean runs with a first finding.
 
-Of the findings after the first, those are counted whose code is neither the fault's nor one that follows from it.
+Later findings are counted if their code is neither that of the fault nor a consequence of it.
 """
 
 import tempfile
@@ -53,12 +53,12 @@ class SelftestConfig:
     """Settings of a self-test.
 
     Attributes:
-        setting: the model and the length of a run.
-        seeds: every fault is injected once for each.
+        setting: model and length of a run.
+        seeds: seeds; every fault is injected once for each.
         faults: names of faults.
-        clean: names of clean runs; they take the seeds in turn, each of them several.
-        clean_seeds: how many.
-        cures: how many of the seeds also try remedies.
+        clean: names of clean runs, which take the seeds in turn.
+        clean_seeds: number of seeds of each clean run.
+        cures: number of seeds that also try remedies.
 
     Raises:
         ConfigError: an unknown name, or no seed.
@@ -80,16 +80,16 @@ class SelftestConfig:
                     raise ConfigError(f"there is no {what} {name!r}; there are {', '.join(known)}")
 
     def cases(self) -> Iterator[SelftestCase]:
-        """Runs with faults and clean ones, in order."""
+        """Yield the runs with faults, then the clean runs."""
         for seed in self.seeds:
             yield from (SelftestCase(kind=RunKind.FAULT, name=name, seed=seed) for name in self.faults)
         for index, name in enumerate(self.clean):
             for turn in range(min(self.clean_seeds, len(self.seeds))):
                 yield SelftestCase(kind=RunKind.CLEAN, name=name, seed=self.seeds[(index + turn) % len(self.seeds)])
 
-    def mendable(self) -> list[SelftestCase]:
-        """Faults whose remedies are tried."""
-        names = [name for name in self.faults if NAMES[name].mendable]
+    def remediable(self) -> list[SelftestCase]:
+        """Cases with faults whose remedies are tried."""
+        names = [name for name in self.faults if NAMES[name].is_remediable]
         return [
             SelftestCase(kind=RunKind.FAULT, name=name, seed=seed)
             for seed in self.seeds[: self.cures]
@@ -98,7 +98,7 @@ class SelftestConfig:
 
 
 def reference_of(case: SelftestCase) -> SelftestCase:
-    """The run whose loss a fault's should be; faults without a workload share one."""
+    """Run whose loss the cured run should have; faults without a workload share one."""
     fault = NAMES[case.name]
     alone = next(one.name for one in FAULTS if one.workload is nothing and one.ranks == fault.ranks)
     return SelftestCase(kind=RunKind.REFERENCE, name=alone if fault.workload is nothing else case.name, seed=case.seed)
@@ -125,13 +125,13 @@ class JudgedRun:
     """Findings and loss of one run.
 
     Attributes:
-        case: which run.
-        findings: the doctor's, worst first.
-        nats: validation loss at the end; None where the run broke.
-        failure: what it broke with.
-        answers: what other tools said.
-        seconds: how long it took.
-        remedy: the one that a cured run applied.
+        case: the case.
+        findings: findings of the doctor, worst first.
+        nats: validation loss at the end; None if the run broke.
+        failure: error of a broken run.
+        answers: reports of other tools.
+        seconds: time of the run.
+        remedy: remedy of a cured run.
     """
 
     case: SelftestCase
@@ -149,33 +149,33 @@ class JudgedRun:
 
     @property
     def said(self) -> list[Finding]:
-        """The findings that are more than notes, worst first."""
+        """Findings of severity "warn" or "fail", worst first."""
         return [one for one in self.findings if one.severity is not Severity.NOTE]
 
     @property
     def first(self) -> Finding | None:
-        """The worst of them."""
+        """Worst of these findings, or None."""
         return next(iter(self.said), None)
 
     @property
     def unexplained(self) -> list[Finding]:
-        """Those of them that do not follow from the run's fault."""
+        """Those of these findings that do not follow from the run's fault."""
         return [one for one in self.said if self.fault is None or not self.fault.explains(one)]
 
     def first_remedy(self) -> Remedy | None:
-        """The first finding's first remedy that a run's settings can carry out."""
+        """First remedy of the first finding that changes only settings of a run."""
         remedies = () if self.first is None else self.first.remedies
         return next((one for one in remedies if one.changes and one.changes.keys() <= SETTINGS), None)
 
     def names_fault(self, layers: int) -> bool:
-        """Whether the first finding names cause and place of the fault, in a model of so many blocks."""
+        """Return True if the first finding names cause and place of the fault, in a model of ``layers`` blocks."""
         fault, first = self.fault, self.first
         return fault is not None and first is not None and fault.is_named_by(first, self.case.seed % layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cure:
-    """Validation losses of a fault's clean, faulty and cured run, in nats; None where a run broke."""
+    """Validation losses of a fault's clean, faulty and cured run, in nats; None if a run broke."""
 
     fault: Fault
     remedy: Remedy
@@ -185,17 +185,17 @@ class Cure:
 
     @property
     def gap(self) -> float | None:
-        """By how much the cured loss exceeds the clean one."""
+        """Cured loss minus clean loss."""
         return None if self.clean is None or self.cured is None else self.cured - self.clean
 
     @property
     def restores(self) -> bool:
-        """Whether the loss is back within the bar."""
+        """True if the cured loss is within the bar."""
         return self.gap is not None and self.gap <= GAP_BAR_NATS
 
     @property
     def had_hurt(self) -> bool:
-        """Whether the fault had taken the loss out of the bar in so short a run: else there is little to restore."""
+        """True if the faulty loss is outside the bar; otherwise there is little to restore."""
         return self.faulty is None or (self.clean is not None and self.faulty - self.clean > GAP_BAR_NATS)
 
 
@@ -204,9 +204,9 @@ class SelftestResult:
     """All runs of a self-test, and its verdicts.
 
     Attributes:
-        config: what was run.
-        runs: one a case, in the order of the cases.
-        seconds: of all of it.
+        config: the settings.
+        runs: one per case, in order.
+        seconds: time of the self-test.
     """
 
     config: SelftestConfig
@@ -214,12 +214,12 @@ class SelftestResult:
     seconds: float
 
     def of(self, *kinds: RunKind) -> list[JudgedRun]:
-        """The runs of some kinds."""
+        """Runs of these kinds."""
         return [run for run in self.runs if run.case.kind in kinds]
 
     @property
     def clean(self) -> list[JudgedRun]:
-        """Runs with nothing wrong: the clean ones and the references."""
+        """Runs without a fault: clean runs and references."""
         return self.of(RunKind.CLEAN, RunKind.REFERENCE)
 
     @property
@@ -234,13 +234,13 @@ class SelftestResult:
 
     @property
     def precision(self) -> float:
-        """Share of the runs with a first finding in which it names the fault."""
+        """Share of the runs with a first finding in which that finding names the fault."""
         said = [run for run in (*self.of(RunKind.FAULT), *self.clean) if run.first is not None]
         return len(self.named) / max(1, len(said))
 
     @property
     def false_alarms(self) -> float:
-        """Share of the clean runs in which the doctor says something."""
+        """Share of the clean runs with a first finding."""
         return sum(run.first is not None for run in self.clean) / max(1, len(self.clean))
 
     @property
@@ -250,7 +250,7 @@ class SelftestResult:
 
     @property
     def cures(self) -> list[Cure]:
-        """One a fault and seed whose remedy was tried."""
+        """One per fault and seed whose remedy was tried."""
         nats = {run.case: run.nats for run in self.runs}
         return [
             Cure(
@@ -266,7 +266,7 @@ class SelftestResult:
 
     @property
     def passed(self) -> bool:
-        """Whether recall and precision reach 0.95, few clean runs have a finding, and none one of severity "fail"."""
+        """True if recall and precision reach 0.95, few clean runs have a finding, and none a failure."""
         is_quiet = self.false_alarms <= FALSE_ALARM_BAR and not self.clean_fails
         return self.recall >= BAR and self.precision >= BAR and is_quiet
 
@@ -281,10 +281,10 @@ def run_selftest(
     """Run every case and judge it.
 
     Args:
-        config: what to run; None for :func:`measuring`.
+        config: settings; None for :func:`measuring`.
         data: tokens of the built-in corpus, prepared with the setting's vocabulary size.
-        processes: how many cases run at a time, each on the setting's threads.
-        on_progress: called with a phase ("start", "run" or "remedy"), how much of it is done and how much there is.
+        processes: number of cases that run at a time, each on the setting's threads.
+        on_progress: called with a phase ("start", "run" or "remedy"), the number of its finished runs and of all.
 
     Raises:
         ConfigError: ``processes`` is below 1, or the data has another vocabulary than the setting.
@@ -309,10 +309,10 @@ def run_selftest(
 
 
 def _cures(room: "_Room", config: SelftestConfig, runs: Sequence[JudgedRun]) -> Iterator[tuple[Any, ...]]:
-    """Runs with the fault and the doctor's remedy, and those that they are compared with."""
-    mendable, references = set(config.mendable()), dict[SelftestCase, None]()
+    """Yield runs with the fault and the doctor's remedy, and their references."""
+    remediable, references = set(config.remediable()), dict[SelftestCase, None]()
     for run in runs:
-        remedy = run.first_remedy() if run.case in mendable else None
+        remedy = run.first_remedy() if run.case in remediable else None
         if remedy is not None:
             references[reference_of(run.case)] = None
             yield room, replace(run.case, kind=RunKind.CURED), remedy

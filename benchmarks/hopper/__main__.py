@@ -1,6 +1,6 @@
-"""``python -m benchmarks.hopper``: everything that is measured on an H100 or H200, in one command.
+"""``python -m benchmarks.hopper``: all measurements on an H100 or H200, in one command.
 
-The results are written after every part, so that whatever ends the command, what was finished is there.
+The results are written after every part, so that finished parts are kept however the command ends.
 """
 
 import re
@@ -92,10 +92,10 @@ def measure(
 
 
 def _measured(session: Session, only: list[str] | None, seconds: float, folder: Path | None) -> Report:
-    """The finished report, written after every part where there is a folder.
+    """Measure and return the report; if there is a folder, write it after every part.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, once what was finished is written.
+        KeyboardInterrupt: Ctrl-C, after the finished parts were written.
     """
     with open_display() as display:
         advance = display.phase("measuring", None)
@@ -120,17 +120,17 @@ def _keep(so_far: Report, folder: Path | None) -> None:
 
 
 def _name(report: Report) -> str:
-    """Name of its files, without the ending."""
+    """Name of the report's files, without suffix."""
     return result_name(THEME, report.facts["device"], report.measured)
 
 
 def _write_numbers(report: Report, folder: Path) -> Path:
-    """Write the two forms that need nothing but Python."""
+    """Write the JSON and Markdown files."""
     return write_result(folder, _name(report), {".json": report.to_json(), ".md": markdown(report)})
 
 
 def _write(report: Report, folder: Path) -> None:
-    """Write all forms, and print a line about them."""
+    """Write all files, and print a summary line."""
     path, written = _write_numbers(report, folder), ".md, .json"
     try:
         write_result(folder, _name(report), {".html": benchmark_page(report)})
@@ -147,15 +147,15 @@ def _refuse_out(out: Path | None, what: str) -> None:
 
 
 def _share(text: str) -> Iterator[bool]:
-    """Of "I/N".
+    """Parse "I/N" for :attr:`Session.prebuilds`.
 
     Raises:
         ConfigError: the text has another form, or N is not above I.
     """
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or int(found[1]) >= int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--prebuild takes I/N with I below N, such as 0/2 and 1/2, not {text!r}")
-    return share_out(int(found[1]), int(found[2]))
+    return share_out(int(match[1]), int(match[2]))
 
 
 def _unbuilt(report: Report) -> Iterator[str]:
@@ -172,11 +172,11 @@ def _refuse_to_overwrite(session: Session, folder: Path) -> None:
 
 
 def _own_report(path: Path) -> Report:
-    """A report of this command's.
+    """Load a report of this command.
 
     Raises:
-        ConfigError: it is another command's.
-        DataError: it is no report.
+        ConfigError: the report is of another command.
+        DataError: the file is not a report.
     """
     report = load_report(path)
     if report.theme != THEME:
@@ -187,11 +187,11 @@ def _own_report(path: Path) -> Report:
 
 
 def _refuse_to_replace(report: Report, given: Mapping[Path, Report], folder: Path) -> None:
-    """Let an earlier join of these files be replaced, and a single one be drawn where it lies; nothing else.
+    """Allow replacing only an earlier join of these files, or the files beside a single report.
 
     Raises:
-        ConfigError: what would be replaced is one of several that are joined, or holds what none of them has.
-        DataError: it is no result at all.
+        ConfigError: the target is one of several reports to join, or holds a part that none of them has.
+        DataError: the target is not a report.
     """
     target = folder / f"{_name(report)}.json"
     if not target.exists() or (len(given) == 1 and target.samefile(next(iter(given)))):
@@ -202,7 +202,7 @@ def _refuse_to_replace(report: Report, given: Mapping[Path, Report], folder: Pat
         )
     known = [_measurement(part) for other in given.values() for part in other.parts]
     if any(part.sections and _measurement(part) not in known for part in load_report(target).parts):
-        raise ConfigError(f"{target} holds what none of the given files has; name another folder with --out")
+        raise ConfigError(f"{target} holds a part that none of the given files has; name another folder with --out")
 
 
 def _measurement(part: PartRecord) -> tuple[object, ...]:
@@ -211,21 +211,23 @@ def _measurement(part: PartRecord) -> tuple[object, ...]:
 
 
 def _given(out: Path | None) -> Path:
-    """The folder.
+    """Return the folder.
 
     Raises:
-        ConfigError: none is given.
+        ConfigError: no folder is given.
     """
     if out is None:
-        raise ConfigError("say where the results go with --out, or --rehearse on a machine without a Hopper GPU")
+        raise ConfigError(
+            "name a folder for the results with --out, or use --rehearse on a machine without a Hopper GPU"
+        )
     return out
 
 
 def _try_to_write(out: Path) -> None:
-    """Make the folder, and try it before anything is measured.
+    """Create the folder, and check before the measurements that it can be written.
 
     Raises:
-        OSError: it cannot be written to.
+        OSError: it cannot be written.
     """
     out.mkdir(parents=True, exist_ok=True)
     trial = out / ".octavo-bench"

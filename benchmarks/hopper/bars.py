@@ -1,7 +1,7 @@
-"""Bars that a part owes, and how they are judged.
+"""Bars of a part, and their verdicts.
 
-A part says beforehand which bars it owes. So none is lost with the variant that was to reach it: a bar whose
-variants failed, or had no time, is reported as not judged, with the reason, and counts among all.
+A part declares its bars beforehand, so that none is lost with a variant: a bar whose variants failed or had no time is
+reported as not judged, with the reason, and counts among all bars.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ NO_MEMORY = "memory is not measured here"
 
 
 def judged_by_speed(bar: Verdict, found: Timings, ours: Sequence[str], bases: Sequence[str]) -> Verdict:
-    """How many times as fast the fastest of ours is as the fastest of the others, of those that ran."""
+    """Judge the speed of the fastest of ``ours`` over the fastest of ``bases``, among variants that ran."""
     for names in (bases, ours):
         if found.seconds.keys().isdisjoint(names):
             return not_judged(bar, why_absent(names, found.failures))
@@ -31,7 +31,7 @@ def judged_by_speed(bar: Verdict, found: Timings, ours: Sequence[str], bases: Se
 def judged_by_memory(
     bar: Verdict, peaks: Mapping[str, int], ours: Sequence[str], base: str, failures: Sequence[Failure]
 ) -> Verdict:
-    """The least of our peaks over another's; 0 is no peak."""
+    """Judge the smallest peak of ``ours`` over that of ``base``; 0 is not measured."""
     for names in ((base,), ours):
         if peaks.keys().isdisjoint(names):
             return not_judged(bar, why_absent(names, failures))
@@ -42,18 +42,18 @@ def judged_by_memory(
 
 
 def not_judged(bar: Verdict, reason: str) -> Verdict:
-    """The bar without a figure, and the reason."""
+    """Bar without a figure, with the reason."""
     return replace(bar, found=None, by="", reason=reason)
 
 
 def still_owed(bars: Sequence[Verdict], given: Sequence[Verdict], reason: str) -> tuple[Verdict, ...]:
-    """Those of a part's bars that none of its sections has; ``reason`` is why."""
+    """Bars of a part that none of its sections judged, with the reason."""
     known = {verdict.claim for verdict in given}
     return tuple(not_judged(bar, reason) for bar in bars if bar.claim not in known)
 
 
 def why_absent(names: Sequence[str], failures: Sequence[Failure]) -> str:
-    """Why none of these variants has a figure, in a line.
+    """Line with the reasons why none of these variants has a figure.
 
     Example:
         >>> why_absent(["a", "b"], [Failure(name="a", reason="no memory"), Failure(name="b", reason="no time")])

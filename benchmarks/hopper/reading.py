@@ -1,7 +1,7 @@
-"""Reports read from the JSON they wrote, and several of one machine joined.
+"""Reading of reports from JSON, and joining of several reports of one machine.
 
-A file may be another program's, cut off, or edited by hand. All of it is checked here, and refused by the place that is
-wrong, so that drawing it cannot fail when half of it is written.
+A file may be of another program, incomplete, or edited by hand. It is checked completely here, and errors name the
+wrong place, so that rendering cannot fail half-way.
 """
 
 import re
@@ -21,10 +21,10 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a part of file names
 
 
 def load_report(path: Path) -> Report:
-    """A report from the JSON it wrote.
+    """Read a report from its JSON.
 
     Raises:
-        DataError: the file is no such report; says where.
+        DataError: the file is not a report; names the wrong place.
         OSError: it cannot be opened.
     """
     try:
@@ -38,7 +38,7 @@ def load_report(path: Path) -> Report:
 
 
 def _check(report: Report) -> None:
-    """Check what a report's types do not say."""
+    """Check constraints that the types of a report do not express."""
     if "device" not in report.facts:
         raise ValueError("facts have no 'device'")
     if DAY.fullmatch(report.measured) is None:
@@ -51,12 +51,12 @@ def _check(report: Report) -> None:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """One report of what was measured in several calls; of a part that several have, the last that found anything.
+    """Join reports into one; of a part in several reports, keep the last one with sections.
 
-    A bar that it could not judge is judged as the last call that could.
+    A bar without verdict gets that of the last report that judged it.
 
     Raises:
-        ConfigError: they come from different hardware or versions.
+        ConfigError: the reports come from different hardware or versions.
     """
     first = reports[0]
     for report in reports[1:]:
@@ -85,7 +85,7 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 def _judged(part: PartRecord, judged: Mapping[tuple[str, str], Verdict]) -> PartRecord:
-    """The part, each bar that it could not judge as another call did."""
+    """Copy of the part in which bars without verdict have those of other reports."""
 
     def known(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
         return tuple(each if each.is_judged else judged.get((part.name, each.claim), each) for each in verdicts)

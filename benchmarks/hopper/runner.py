@@ -1,8 +1,8 @@
-"""Runs the parts one after the other; none of them can end the others.
+"""Run the parts one after the other; an error in one does not end the others.
 
-The time is shared out beforehand: a part may use its share and what the parts before it left over. A part that comes
-too late is named and left out; one that raises keeps what it had found, and its error is in the report. So it is with
-Ctrl-C: what is finished is kept, the rest is named.
+The time is divided beforehand: a part may use its share and the unused time of earlier parts. A part without enough
+time is left out and named; one that raises keeps its finished sections, and its error is in the report. After Ctrl-C
+the finished sections are kept, and the other parts are named.
 """
 
 import platform
@@ -22,10 +22,10 @@ from octavo.errors import ConfigError
 
 __all__ = ["PARTS", "Part", "Progress", "check_parts", "facts", "run"]
 
-LEAST = 0.2  # of a part's share: with less left it is not begun
+LEAST = 0.2  # of a part's share; with less time left it does not begin
 NOT_MADE = "no section of its part came to it"
 
-Progress = Callable[[str, str], None]  # told the part and what it does
+Progress = Callable[[str, str], None]  # part, description of its current work
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Part:
     """A theme of the benchmark.
 
     Attributes:
-        name: the word that selects it.
-        measure: finds its sections, one after the other.
-        share: of the whole time.
-        bars: what its sections judge when nothing fails.
+        name: name that selects it.
+        measure: yields its sections.
+        share: share of the whole time.
+        bars: bars that its sections judge if nothing fails.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Part:
     bars: Callable[[Session], Sequence[Verdict]] = lambda _: ()
 
 
-# Those with a bar come first. Most of the time goes into building: a second or more for each kernel of Triton's
+# Parts with bars come first. Building takes most of the time: a second or more for each of Triton's kernels
 # (nearly fifty in "casts"), half a minute for each layer and recipe that torch.compile compiles.
 PARTS = (
     Part("card", card.measure, 0.05),
@@ -70,12 +70,12 @@ def run(
     """Run the parts.
 
     Args:
-        session: where.
-        seconds: for all of them.
-        only: the names of the parts to run, "card" with them; empty for all.
-        on_progress: told what is being done.
-        on_begin: told in a line which part begins, and how much time it has.
-        on_part: given the report after every part, the parts to come left out.
+        session: the session.
+        seconds: time for all parts.
+        only: names of the parts to run in addition to "card"; empty for all.
+        on_progress: called with a part and a description of its current work.
+        on_begin: called with a line when a part begins: its name and time.
+        on_part: called after every part with the report, in which later parts are left out.
 
     Returns:
         The report; after Ctrl-C, with what was finished by then.
@@ -83,31 +83,31 @@ def run(
     Raises:
         ConfigError: a part that does not exist.
     """
-    chosen = check_parts(only)
-    bars = {part.name: part.bars(session) for part in chosen}
+    parts = check_parts(only)
+    bars = {part.name: part.bars(session) for part in parts}
     report = Report(facts=facts(session), command=_command(session, seconds, only), is_rehearsal=not session.on_gpu)
     began = time.monotonic()
-    whole, used = sum(part.share for part in chosen), 0.0
-    for index, part in enumerate(chosen):
-        used += part.share
+    shares, used_shares = sum(part.share for part in parts), 0.0
+    for index, part in enumerate(parts):
+        used_shares += part.share
         session.on_progress = lambda doing, part=part: on_progress(part.name, doing)  # type: ignore[misc]
-        deadline = began + seconds * used / whole
-        left = deadline - time.monotonic()
-        if left < LEAST * seconds * part.share / whole:
+        deadline = began + seconds * used_shares / shares
+        remaining = deadline - time.monotonic()
+        if remaining < LEAST * seconds * part.share / shares:
             report.parts.append(_left_out(part, bars, "the parts before it had used the time"))
             continue
         session.deadline = deadline
-        on_begin(f"{part.name}, {left:.0f} s at most")
+        on_begin(f"{part.name}, {remaining:.0f} s at most")
         record = PartRecord(name=part.name)
         report.parts.append(record)
         report.is_interrupted = _run_part(part, session, record)
         reason = record.failure.reason if record.failure is not None else NOT_MADE
         record.owed = still_owed(bars[part.name], record.verdicts, reason)
         if report.is_interrupted:
-            report.parts += [_left_out(other, bars, "interrupted") for other in chosen[index + 1 :]]
+            report.parts += [_left_out(other, bars, "interrupted") for other in parts[index + 1 :]]
             break
-        rest = [_left_out(other, bars, "not come to") for other in chosen[index + 1 :]]
-        on_part(replace(report, parts=[*report.parts, *rest]))  # whatever ends the process, all bars are counted
+        later_parts = [_left_out(other, bars, "not come to") for other in parts[index + 1 :]]
+        on_part(replace(report, parts=[*report.parts, *later_parts]))  # whatever ends the process, all bars are counted
     return report
 
 
@@ -117,21 +117,21 @@ def _command(session: Session, seconds: float, only: Iterable[str]) -> str:
 
 
 def check_parts(only: Iterable[str]) -> list[Part]:
-    """The parts of these names in their order; all for none.
+    """Return the parts of these names in order; all parts if empty.
 
     Raises:
-        ConfigError: a name that no part has.
+        ConfigError: an unknown name.
     """
-    wanted = set(only)
+    selected = set(only)
     names = [part.name for part in PARTS]
-    if unknown := wanted.difference(names):
+    if unknown := selected.difference(names):
         raise ConfigError(f"there is no part {min(unknown)!r}; use some of {', '.join(names)}")
-    # what the card reaches is what others' speeds are shares of
-    return [part for part in PARTS if not wanted or part.name in wanted | {"card"}]
+    # other parts compute shares of the speeds that "card" measures
+    return [part for part in PARTS if not selected or part.name in selected | {"card"}]
 
 
 def _run_part(part: Part, session: Session, record: PartRecord) -> bool:
-    """Whether it was interrupted."""
+    """Run one part into ``record``; return True if it was interrupted."""
     started = time.monotonic()
     session.on_progress(part.name)
     try:
@@ -143,7 +143,7 @@ def _run_part(part: Part, session: Session, record: PartRecord) -> bool:
         return True
     except OutOfTimeError as error:
         record.failure = Failure(name=part.name, reason=str(error))
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
+    except Exception as error:  # noqa: BLE001 (it is reported, and the other parts continue)
         record.failure = failure_of(part.name, error)
     finally:
         record.seconds = time.monotonic() - started

@@ -1,8 +1,8 @@
-"""Where the parts of a benchmark run: a device, its clock, the time that is left, and what has been found so far.
+"""Sessions of the benchmark: device, clocks, remaining time, and speeds measured so far.
 
-A part asks the session for everything that differs between a GPU and a rehearsal, so that the rehearsal runs the same
-code: clocks, memory, CUDA graphs, compilation. In a rehearsal a graph is a plain call, a compiled function is traced
-but not compiled, and there is no memory to report.
+A session implements everything that differs between a GPU and a rehearsal, so that the rehearsal runs the same code:
+clocks, memory, CUDA graphs, compilation. In a rehearsal a graph is a plain call, a compiled function is traced but not
+compiled, and there is no memory to report.
 """
 
 import gc
@@ -39,17 +39,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OutOfTimeError(Exception):
-    """A part's time is over; what it has found stays."""
+    """The time of a part is over; its finished sections are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Something to time.
+    """A timed call.
 
     Attributes:
-        build: makes what the call needs and returns the call; what it raises is the reason why there is no figure.
-        work: what a call does, in ``unit`` without its "/s".
-        unit: of the speed.
+        build: creates the operands and returns the call; its exception is reported as the reason of a missing figure.
+        work: amount of work of a call, in ``unit`` without its "/s".
+        unit: unit of the speed.
     """
 
     build: Callable[[], Callable[[], object]]
@@ -64,8 +64,8 @@ class Timings:
     Attributes:
         variants: those that ran.
         runs: their calls.
-        seconds: of one call, by name and round.
-        failures: those that did not, or not to the end.
+        seconds: time of one call, by name and round.
+        failures: variants that failed, and the reasons.
     """
 
     variants: Mapping[str, Variant]
@@ -76,18 +76,18 @@ class Timings:
 
 @dataclass(slots=True)
 class Session:
-    """A benchmark that runs.
+    """A running benchmark.
 
     Attributes:
-        device: where.
+        device: device of all tensors.
         sizes: the shapes.
-        clocks: of work with its launches, and of kernels alone.
+        clocks: clocks of work with its launches, and of kernels alone.
         compiler: torch.compile's backend; None compiles nothing.
-        on_progress: told what is being done.
-        speeds: what this card reaches, by name, for later parts: "copy" in GB/s, "bf16" and "fp8" in TFLOP/s.
-        deadline: ``time.monotonic()`` at which the part has to end.
-        prebuilds: None; or, in a session that only fills the compilers' caches, whether it is this one that builds the
-            next variant. It times none.
+        on_progress: called with a description of the current work.
+        speeds: ceilings of this card, by name, for later parts: "copy" in GB/s, "bf16" and "fp8" in TFLOP/s.
+        deadline: ``time.monotonic()`` at which the part must end.
+        prebuilds: None; in a session that only fills the compilers' caches and times nothing, an iterator of whether
+            this process builds the next variant.
     """
 
     device: torch.device
@@ -105,20 +105,20 @@ class Session:
         return self.device.type == "cuda"
 
     def is_late(self) -> bool:
-        """Whether the part's time is over."""
+        """Return True if the part's time is over."""
         return time.monotonic() > self.deadline
 
     def check_time(self, what: str) -> None:
-        """End the part where its time is over.
+        """End the part if its time is over.
 
         Raises:
-            OutOfTimeError: it is; names what was to come next.
+            OutOfTimeError: the time is over; names the next step.
         """
         if self.is_late():
             raise OutOfTimeError(f"its time was over before {what} and what follows")
 
     def compare(self, variants: Mapping[str, Variant], *, kernels: bool = False) -> Timings:
-        """Build variants, as many as there is time for, and time them in turn; one that fails at any time drops out.
+        """Build as many variants as time allows, and time them in turn; a variant that fails drops out.
 
         Args:
             variants: by name; the most important ones first.
@@ -131,7 +131,7 @@ class Session:
                 took = candidate.timed(clock)
                 candidate.calls = self._calls(took) if candidate.failure is None else 1
             gc.collect()
-            gc.freeze()  # what was built is not looked through again after every round
+            gc.freeze()  # the garbage collector need not scan the built variants after every round
             in_turn = {candidate.name: candidate for candidate in built}
             seconds = interleaved(
                 in_turn, rounds=self.sizes.rounds, clock=lambda candidate: candidate.timed(clock), is_late=self.is_late
@@ -140,11 +140,11 @@ class Session:
             gc.unfreeze()
         failures += [candidate.failure for candidate in built if candidate.failure is not None]
         runs = {candidate.name: candidate.run for candidate in built if candidate.run is not None}
-        each = {name: [found / in_turn[name].calls for found in seconds[name]] for name in runs}
+        each = {name: [round_seconds / in_turn[name].calls for round_seconds in seconds[name]] for name in runs}
         return Timings({name: variants[name] for name in runs}, runs, each, tuple(failures))
 
     def _built(self, variants: Mapping[str, Variant]) -> "tuple[list[_BuiltVariant], list[Failure]]":
-        """Those that ran once, and why the others did not; in a session that builds ahead, no candidate."""
+        """Variants that ran once, and the failures of the others; a session that prebuilds returns no variant."""
         built: list[_BuiltVariant] = []
         failures: list[Failure] = []
         now = time.monotonic()
@@ -171,7 +171,7 @@ class Session:
         for name, run in runs.items():
             try:
                 found[name] = look(run)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
+            except Exception as error:  # noqa: BLE001 (it is reported, and the other variants continue)
                 failures.append(failure_of(name, error))
         return found, tuple(failures)
 
@@ -263,10 +263,10 @@ class Rotation(Generic[T]):
 
 
 def hopper_session() -> Session:
-    """A session on this machine's Hopper GPU.
+    """Create a session on this machine's Hopper GPU.
 
     Raises:
-        BackendError: there is none.
+        BackendError: the machine has none.
     """
     if not torch.cuda.is_available():
         raise BackendError(
@@ -283,17 +283,17 @@ def hopper_session() -> Session:
 
 
 def rehearsal_session() -> Session:
-    """A session on the CPU, whose times mean nothing."""
+    """Create a session on the CPU, whose times mean nothing."""
     return Session(torch.device("cpu"), REHEARSAL, (wall_clock, wall_clock), "eager")
 
 
 def share_out(index: int, count: int) -> Iterator[bool]:
-    """For :attr:`Session.prebuilds`: of ``count`` sessions the one of this index, from 0, builds every so many."""
+    """Value of :attr:`Session.prebuilds` for session ``index`` of ``count``, which builds every count-th variant."""
     return cycle([other == index for other in range(count)])
 
 
 def failure_of(name: str, error: Exception) -> Failure:
-    """An error in a line and in full; paths are cut to their last names, since a result belongs to no machine."""
+    """Convert an error to a line and a traceback; paths are cut to file names, so that results name no folders."""
     text = str(error).strip().split("\n", 1)[0]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     trace = "".join(traceback.format_exception(error))
@@ -301,17 +301,17 @@ def failure_of(name: str, error: Exception) -> Failure:
 
 
 class _BuiltVariant:
-    """A variant that was built. Its first error ends it: what it had built is let go, and it does nothing any more.
+    """A built variant. After its first error its operands are freed, and calls do nothing.
 
-    Variants of a table are there at the same time, so the memory of one that has failed is what the others may need.
+    All variants of a table are in memory at the same time, so others may need the memory of a failed one.
 
     Args:
-        name: the variant's.
-        run: a call.
+        name: name of the variant.
+        run: the call.
 
     Attributes:
-        run: a call; None once it has failed.
-        calls: in a round.
+        run: the call; None after a failure.
+        calls: number of calls in a round.
         failure: its error, or None.
     """
 
@@ -321,16 +321,16 @@ class _BuiltVariant:
         self.failure: Failure | None = None
 
     def __call__(self) -> None:
-        """The calls of a round, untimed."""
+        """Run the calls of a round."""
         self.timed(wall_clock)
 
     def timed(self, clock: Clock) -> float:
-        """Seconds of the calls of a round; NaN where it has failed."""
+        """Seconds of the calls of a round; NaN after a failure."""
         if self.run is None:
             return math.nan
         try:
             return clock(partial(_repeat, self.run, self.calls))
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
+        except Exception as error:  # noqa: BLE001 (it is reported, and the other variants continue)
             self.failure = failure_of(self.name, error)
         self.run = None
         gc.unfreeze()  # the error is gone here, and with it the frames that held tensors
@@ -340,11 +340,11 @@ class _BuiltVariant:
 
 
 def _build(name: str, entry: Variant) -> "_BuiltVariant | Failure":
-    """Built and called once; a function of its own, so that nothing keeps what one that failed had made."""
+    """Build a variant and call it once; a separate function, so that no local variable keeps tensors after an error."""
     try:
         run = entry.build()
         run()
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
+    except Exception as error:  # noqa: BLE001 (it is reported, and the other variants continue)
         return failure_of(name, error)
     return _BuiltVariant(name, run)
 

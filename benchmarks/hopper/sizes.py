@@ -1,4 +1,4 @@
-"""The shapes that are measured, and the tiny ones that a rehearsal runs through the same code."""
+"""Shapes of the measurements, and the tiny shapes of a rehearsal."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class LinearCase:
     Attributes:
         m, k, n: its shape.
         published: torchao's rowwise speed against BF16 there, or None.
-        bar: how many times as fast as BF16 it has to be, or None.
+        bar: required speed over BF16, or None.
         blockwise_bar: the same of the blockwise recipe.
         compiled: whether it is compiled too.
     """
@@ -62,14 +62,14 @@ class Sizes:
     """Everything that depends on how long a measurement may take.
 
     Attributes:
-        copy: elements (bfloat16) of the copy that says how fast memory is.
-        ceiling: side of the square GEMM that says how fast the tensor cores are.
-        cast: shape of what is cast.
+        copy: elements (bfloat16) of the copy that measures the memory's bandwidth.
+        ceiling: side of the square GEMM that measures the tensor cores' throughput.
+        cast: shape of the input of casts.
         gemms: M, K, N of the products.
         linears: the linear layers.
         layer: the transformer layer.
         model: the decoder.
-        chain_side: rows and columns of the products whose sums are looked at bit by bit.
+        chain_side: rows and columns of the GEMMs whose results are compared bit by bit.
         chain_lengths: their K.
         rounds: of a comparison.
         aim: seconds that one variant runs in a round.

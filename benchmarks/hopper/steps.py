@@ -1,4 +1,4 @@
-"""A forward and a backward pass of a module, and the memory that it takes."""
+"""Forward and backward pass of a module, and its memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Memory:
     """Bytes of one variant, as if it were alone; 0 in a rehearsal.
 
     Attributes:
-        peak: parameters and the most that a step adds to them.
-        kept: what lies between forward and backward, the output included.
+        peak: bytes of the parameters and the largest extra memory of a step.
+        kept: bytes in use between forward and backward, including the output.
     """
 
     peak: int
@@ -24,13 +24,13 @@ class Memory:
 
 
 class TrainingStep:
-    """Forward and backward; gradients of parameters and input are made and dropped.
+    """Forward and backward; gradients of parameters and input are computed and freed.
 
     Args:
-        run: the forward pass, maybe compiled.
-        parameters: what takes gradients.
-        inputs: batches in turn, which take gradients too.
-        grads: of the output, in turn.
+        run: the forward pass, which may be compiled.
+        parameters: parameters with gradients.
+        inputs: batches in turn, with gradients.
+        grads: gradients of the output, in turn.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TrainingStep:
         self.run, self.parameters, self.inputs, self.grads = run, parameters, inputs, grads
 
     def __call__(self) -> None:
-        """One step; no gradient stays, even of one that fails, since others may share the parameters."""
+        """Run one step and free its gradients, also after an error, since other variants may share the parameters."""
         x = self.inputs()
         try:
             self.run(x).backward(self.grads())
@@ -66,12 +66,12 @@ class TrainingStep:
 
 
 def memory_of(session: Session, step: TrainingStep) -> Memory:
-    """Memory of a step; measured after its times, so that nothing is allocated for the first time."""
+    """Memory of a step; measured after its times, so that first-use allocations do not count."""
     own = sum(parameter.nbytes for parameter in step.parameters) if session.on_gpu else 0
     kept = step.kept(session)
     return Memory(own + session.peak_above(session.allocated(), step), kept)
 
 
 def leaf(session: Session, *shape: int) -> Tensor:
-    """A BF16 input that takes a gradient."""
+    """Random BF16 input that requires a gradient."""
     return session.randn(*shape).requires_grad_()

@@ -1,4 +1,4 @@
-"""Timings as a section: its table, its picture, its numbers."""
+"""Conversion of timings to a section with table, chart and numbers."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,14 @@ def section_of(
     notes: Sequence[str] = (),
     raw: Mapping[str, Any] | None = None,
 ) -> Section:
-    """A row for each variant.
+    """Create a section with a row for each variant.
 
     Args:
-        title: of the section.
+        title: title of the section.
         timings: the times.
-        base: whom the others' speeds are divided by, round by round.
-        limit: the speed that can be reached; a share of it is shown.
-        limit_name: what that is.
+        base: variant that the other speeds are divided by, round by round.
+        limit: highest possible speed; shares of it are shown.
+        limit_name: name of the limit.
         columns: further columns, by heading and variant.
         verdicts: the bars judged.
         notes: sentences below.
@@ -72,18 +72,18 @@ def speed(timings: Timings, name: str) -> float:
 
 
 def times_as_fast(timings: Timings, name: str, base: str) -> Any:
-    """How many times as fast as ``base``, round by round; both do the same work."""
+    """Speed over that of ``base``, round by round; both do the same work."""
     return ratio(timings.seconds, base, name)
 
 
 def faster(timings: Timings, *names: str) -> str:
-    """The one of least median among those that ran; the first where none did."""
+    """Name of the variant with the smallest median among those that ran; the first if none did."""
     ran = [name for name in names if name in timings.seconds]
     return min(ran, key=lambda name: median(timings, name), default=names[0])
 
 
 def duration(seconds: float) -> str:
-    """For a reader.
+    """Format a duration.
 
     Example:
         >>> duration(0.0123), duration(0.0000123)
@@ -93,7 +93,7 @@ def duration(seconds: float) -> str:
 
 
 def gigabytes(nbytes: int) -> str:
-    """For a reader; – where nothing was measured."""
+    """Format a number of bytes; "–" for 0, which is not measured."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes else "–"
 
 

@@ -34,7 +34,7 @@ def read_limits(controller: str, version_2: str, *version_1: str) -> Iterator[li
 
 
 def _upwards(root: Path, group: str, files: tuple[str, ...]) -> Iterator[list[str]]:
-    """The words of one hierarchy; a container may see its own group as the root, and no folder of the group's name."""
+    """Words of one hierarchy; in a container its group may be the root, without a folder of the group's name."""
     process_group = root / group.lstrip("/")
     for folder in (process_group, *process_group.parents):
         if folder.is_relative_to(root):

@@ -1,7 +1,7 @@
-"""Files and folders that are whole or not there: write beside the target, fsync, rename.
+"""Atomic writing of files and folders: write beside the target, fsync, rename.
 
-A rename within a folder is atomic on POSIX; the fsync before it makes sure that the name never points at data that a
-power cut loses, and the fsync of the folder after it makes the name itself durable.
+A rename within a folder is atomic on POSIX. The fsync before it ensures that the new name never refers to data that a
+power cut loses; the fsync of the folder after it makes the name durable.
 """
 
 import errno
@@ -22,13 +22,12 @@ __all__ = [
     "check_room",
     "claimed_folder",
     "disk_errors",
-    "hidden_folder",
+    "hidden_path",
     "remove_if_empty",
     "remove_leftovers",
     "replacing",
     "replacing_folder",
-    "sync_file",
-    "sync_folder",
+    "sync",
     "write_atomically",
 ]
 
@@ -36,50 +35,46 @@ OLDER, FILE = "older", "tmp"
 KINDS = (FILE, "writing", OLDER, "data", "probe")  # of hidden folders, and of hidden files the first
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 IsOwn = Callable[[Path], bool]
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename of a folder says of a name that is somebody's
-
-
-def _is_nobodys(_: Path) -> bool:
-    return False
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of renaming a folder to a name in use
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file to write to; it takes the place of ``path`` when the block ends, and is removed when it fails.
+    """Yield a temporary file to write to; it replaces ``path`` when the block ends, and is removed if the block fails.
 
-    The system's errors about the temporary file name ``path``, the only name that the caller gave.
+    Errors of the operating system about the temporary file name ``path`` instead.
 
     Example:
         >>> with replacing(Path("table.bin")) as temporary:  # doctest: +SKIP
         ...     temporary.write_bytes(b"…")
     """
-    with _hidden(path, FILE) as temporary:
+    with hidden_path(path, FILE) as temporary:
         yield temporary
-        sync_file(temporary)
+        sync(temporary)
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
-def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[Path]:
-    """A temporary folder to fill; it becomes ``folder`` when the block ends, and is removed when it fails.
+def replacing_folder(folder: Path, *, is_own: IsOwn = lambda _: False) -> Iterator[Path]:
+    """Yield a temporary folder to fill; it becomes ``folder`` when the block ends, and is removed if the block fails.
 
-    ``folder`` must not be there, be empty, or be ``is_own`` (:func:`check_folder` makes sure of it beforehand). An own
-    one is moved aside, and removed when the new one has its name: POSIX renames no folder onto a full one. A power cut
-    between those two renames leaves both, whole, under hidden names; the next call puts the older one back.
+    ``folder`` must be missing or empty, or an older result (``is_own``); :func:`check_folder` checks this beforehand.
+    An older result is moved aside, and removed after the rename: POSIX renames no folder onto one with content. A power
+    cut between the two renames leaves both complete under hidden names; the next call restores the older one.
 
     Raises:
-        ConfigError: ``folder`` is neither, perhaps since somebody else wrote it meanwhile.
+        ConfigError: ``folder`` holds something else, perhaps written by another process in the meantime.
     """
     folder = folder.resolve()
-    with hidden_folder(folder, "writing") as temporary:
+    with hidden_path(folder, "writing") as temporary:
         yield temporary
         _make_durable(temporary)
         if not (folder.is_dir() and is_own(folder)):
             _put_in_place(temporary, folder)
             return
         older = hidden_beside(folder, OLDER)
-        with _held(folder):
+        with _locked(folder):
             folder.replace(older)
             try:
                 _put_in_place(temporary, folder)
@@ -91,30 +86,24 @@ def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[P
 
 
 @contextmanager
-def hidden_folder(folder: Path, kind: str) -> Iterator[Path]:
-    """A new folder beside ``folder``, hidden, removed when the block ends, whose errors are told of ``folder``.
+def hidden_path(path: Path, kind: str) -> Iterator[Path]:
+    """Yield a new hidden folder (a file for the kind "tmp") beside ``path``, which is removed when the block ends.
 
-    It is locked as long as the block runs. A killed process leaves it unlocked, and the next call removes it.
+    It is locked while the block runs. A killed process leaves it unlocked, and the next call removes it. Errors about
+    it name ``path`` instead.
     """
-    with _hidden(folder, kind) as temporary:
-        yield temporary
-
-
-@contextmanager
-def _hidden(path: Path, kind: str) -> Iterator[Path]:
-    """A new file (of kind ``FILE``) or folder, as :func:`hidden_folder` says."""
     remove_leftovers(path.parent, re.escape(path.name))
     with ExitStack() as stack:
         while True:
             temporary = hidden_beside(path, kind)
             _make(temporary, kind, path)
             stack.callback(_remove, temporary)
-            if stack.enter_context(_held(temporary)) is not False:  # else a call beside this took it for a left-over
+            if stack.enter_context(_locked(temporary)) is not False:  # else another process removed it as a leftover
                 break
         try:
             yield temporary
         except (OSError, OctavoError) as error:
-            _tell_of(path, temporary, error)
+            _rename_in_error(path, temporary, error)
             raise
 
 
@@ -125,7 +114,7 @@ def _make(temporary: Path, kind: str, path: Path) -> None:
     try:
         temporary.touch(exist_ok=False)
     except OSError as error:
-        _tell_of(path, temporary, error)
+        _rename_in_error(path, temporary, error)
         raise
 
 
@@ -138,36 +127,36 @@ def _remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str = ".+") -> None:
-    """Remove the hidden files and folders in ``folder`` of processes that were killed; those of living ones are locked.
+    """Remove the hidden files and folders of killed processes from ``folder``; those of running ones are locked.
 
-    Where a process was killed in the moment when a folder had no name, the older one gets it back. A file system
-    without locks keeps everything.
+    If a process was killed while a folder was moved aside, that folder gets its name back. On a file system without
+    locks nothing is removed.
 
     Args:
-        folder: where they are.
-        name: regular expression of what they were to become.
+        folder: folder that holds them.
+        name: regular expression of their final names.
     """
     hidden = re.compile(rf"\.({name})\.[0-9a-f]{{16}}\.({'|'.join(KINDS)})")
     for path in list(folder.iterdir()) if folder.is_dir() else []:
-        found = hidden.fullmatch(path.name)
-        if found is None or path.is_symlink() or not (path.is_file() if found[2] == FILE else path.is_dir()):
+        match = hidden.fullmatch(path.name)
+        if match is None or path.is_symlink() or not (path.is_file() if match[2] == FILE else path.is_dir()):
             continue
-        with _held(path) as is_left:
-            place = path.with_name(found[1])
-            if is_left and found[2] == OLDER and not place.exists():
-                path.replace(place)
-            elif is_left:
+        with _locked(path) as is_leftover:
+            final = path.with_name(match[1])
+            if is_leftover and match[2] == OLDER and not final.exists():
+                path.replace(final)
+            elif is_leftover:
                 _remove(path)
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[bool | None]:
-    """Lock a file or folder; False where another has it or it is gone, None where the file system has no locks."""
+def _locked(path: Path) -> Iterator[bool | None]:
+    """Lock a file or folder; yield False if it is locked or missing, None if the file system has no locks."""
     with ExitStack() as stack:
-        yield _locked(path, stack)
+        yield _try_lock(path, stack)
 
 
-def _locked(path: Path, stack: ExitStack) -> bool | None:
+def _try_lock(path: Path, stack: ExitStack) -> bool | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -179,29 +168,29 @@ def _locked(path: Path, stack: ExitStack) -> bool | None:
         return False
     except OSError:
         return None
-    return path.exists()  # who had it before may have removed it
+    return path.exists()  # the previous holder of the lock may have removed it
 
 
-def _tell_of(path: Path, temporary: Path, error: Exception) -> None:
-    """Make an error name ``path`` instead of the temporary file, also where a full disk's error names no file."""
+def _rename_in_error(path: Path, temporary: Path, error: Exception) -> None:
+    """Make an error name ``path`` instead of the temporary file, and a full disk's error, which names no file."""
 
-    def told(value: object) -> object:
+    def renamed(value: object) -> object:
         is_name = isinstance(value, str | Path)
         return str(value).replace(str(temporary), str(path)) if is_name else value
 
-    error.args = tuple(map(told, error.args))
+    error.args = tuple(map(renamed, error.args))
     if not isinstance(error, OSError):
         return
-    if error.filename is not None:  # a name that is set to None is said too
-        error.filename = told(error.filename)
+    if error.filename is not None:  # assigning None would print "None" as a name
+        error.filename = renamed(error.filename)
         if error.filename2 == str(path):  # a rename names both
             error.filename2 = None
-    elif error.errno in FULL:  # a write that fails names nothing
+    elif error.errno in FULL:  # a failed write names no file
         error.filename = str(path)
 
 
 def hidden_beside(path: Path, kind: str) -> Path:
-    """A unique name beside ``path``: no other thread has it, nor process 1 of another container.
+    """Return a unique hidden name beside ``path``, random rather than by process id, which containers may share.
 
     Example:
         >>> name = hidden_beside(Path("runs/mine"), "writing").name
@@ -212,14 +201,12 @@ def hidden_beside(path: Path, kind: str) -> Path:
 
 
 def _make_durable(folder: Path) -> None:
-    """All of it readable to whom the umask lets read, and on the disk."""
-    readers = folder.stat().st_mode & 0o666  # safetensors makes the file readable only for its owner
+    """Write a folder's content to the disk, with the read permissions that the umask allows."""
+    readers = folder.stat().st_mode & 0o666  # safetensors creates files that only their owner can read
     for path in (folder, *folder.rglob("*")):
-        if path.is_dir():
-            sync_folder(path)
-        else:
+        if not path.is_dir():
             path.chmod(path.stat().st_mode | readers)
-            sync_file(path)
+        sync(path)
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -229,17 +216,17 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
         if error.errno not in TAKEN:
             raise
         raise ConfigError(
-            f"{str(folder)!r} is taken: something was put there before this was whole, and is left as it is; name "
-            "a new folder"
+            f"{str(folder)!r} is taken: something else was written there in the meantime and is unchanged; name a new "
+            "folder"
         ) from error
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 @contextmanager
 def claimed_folder(folder: Path) -> Iterator[None]:
-    """Make sure that the folder can be written before hours of work; where it was made here and stays empty, it goes.
+    """Create a folder, to check that it can be written before hours of work; remove it afterwards if it is empty.
 
-    With it go the folders above that were made for it.
+    Parent folders that were created for it are removed too.
 
     Raises:
         ConfigError: the path exists already, or is not writable.
@@ -248,22 +235,22 @@ def claimed_folder(folder: Path) -> Iterator[None]:
     check_may_write(folder.absolute().parent)
     resolved = folder.resolve()
     remove_leftovers(resolved.parent, re.escape(resolved.name))
-    made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
+    created = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        for place in made:
+        for place in created:
             with suppress(OSError):
                 remove_if_empty(place)
 
 
-def check_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> None:
-    """Refuse a folder that cannot take a result, before anything is computed.
+def check_folder(folder: Path, *, is_own: IsOwn = lambda _: False) -> None:
+    """Check that a folder can take a result, before anything is computed.
 
     Args:
-        folder: may be missing or empty.
-        is_own: whether a folder that is not empty holds nothing but an older result of the same kind.
+        folder: folder, which may be missing or empty.
+        is_own: returns True for a folder that holds an older result of the same kind and nothing else.
 
     Raises:
         ConfigError: it is a file, holds something else, or is not writable.
@@ -276,25 +263,30 @@ def check_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> None:
 
 
 def check_may_write(folder: Path) -> None:
-    """Refuse a folder that is not writable or cannot be created.
+    """Check that a folder is writable or can be created.
 
     Raises:
-        ConfigError: it, or the nearest folder above it that is there, may not be written to.
+        ConfigError: the folder, or its nearest existing parent, is a file or not writable.
     """
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    above = _nearest(folder)
     if not above.is_dir():
         raise ConfigError(f"{str(above)!r} is a file; name a folder elsewhere")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"you may not write into {str(above)!r}; name a place elsewhere")
 
 
+def _nearest(folder: Path) -> Path:
+    """The folder, or its nearest existing parent."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
 def check_room(folder: Path, nbytes: int) -> None:
-    """Refuse a folder on whose disk so many bytes are not free, before hours of work.
+    """Check that a folder's disk has ``nbytes`` free, before hours of work.
 
     Raises:
-        ConfigError: how many there are, and how many it takes.
+        ConfigError: it has fewer.
     """
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    above = _nearest(folder)
     free = shutil.disk_usage(above).free
     if free < nbytes:
         raise ConfigError(
@@ -304,17 +296,17 @@ def check_room(folder: Path, nbytes: int) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write the whole of a small file."""
+    """Write a small file with :func:`replacing`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what safetensors raises about a disk, with the system's number hidden in its text, into the OSError it is.
+    """Convert safetensors' errors about a disk, which hold the system's error number in their text, to OSError.
 
     Args:
-        path: what it writes, which the error will name.
+        path: file to name in the error.
     """
     from safetensors import SafetensorError
 
@@ -327,23 +319,14 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder that is there and holds nothing."""
+    """Remove a folder if it exists and is empty."""
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
-def sync_file(path: Path) -> None:
-    """Wait until the file's bytes are on the disk."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the folder's names are on the disk."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

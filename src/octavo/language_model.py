@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoints import check_no_codes, is_quantized, load_quantized
+from octavo.checkpoints import QuantizedModel, check_no_codes, is_quantized, load_quantized
 from octavo.checksums import check_sums
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = [
     "KVTransform",
     "LanguageModel",
+    "LogitsModule",
+    "from_quantized",
     "load_language_model",
     "logits_of",
 ]
@@ -108,6 +110,18 @@ def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None
     return logits
 
 
+class LogitsModule(nn.Module):
+    """Wrap octavo's or transformers' model in a module that maps token ids [B, T] to logits [B, T, V]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] → logits [B, T, V]."""
+        return logits_of(self.model, tokens)
+
+
 def load_language_model(source: str | Path, *, device: Device = Device.CPU, hub: bool = False) -> LanguageModel:
     """Read a model.
 
@@ -149,13 +163,15 @@ def _from_run(path: Path) -> LanguageModel:
     )
 
 
-def _from_quantized(path: Path) -> LanguageModel:
-    read = load_quantized(path)
-    return LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(path))
+def from_quantized(quantized: QuantizedModel, source: Path) -> LanguageModel:
+    """Language model of an FP8 checkpoint that was loaded from the folder ``source``."""
+    return LanguageModel(
+        model=quantized.model, tokenizer=quantized.tokenizer, context=quantized.context, source=str(source)
+    )
 
 
 def _from_folder(path: Path) -> LanguageModel:
-    return _from_quantized(path) if is_quantized(path) else _from_hugging_face(path)
+    return from_quantized(load_quantized(path), path) if is_quantized(path) else _from_hugging_face(path)
 
 
 def _from_hugging_face(path: Path) -> LanguageModel:

@@ -1,8 +1,8 @@
-"""Sizes against the memory that a machine has, judged before anything is built.
+"""Check of a size against the memory of a machine, before anything is allocated.
 
-A configuration or a file may ask for more than there is, by a slip or to do harm. numpy and torch answer with errors of
-their own, Rust libraries with an abort, and the system by ending a process that has written for minutes. Here the bytes
-are estimated, from below, and compared first.
+A configuration or a file may need more memory than there is. numpy and torch then raise their own errors, Rust
+libraries abort, and the system may end a process that has run for minutes. Callers therefore estimate a lower bound of
+the bytes and check it first.
 """
 
 import os
@@ -21,7 +21,7 @@ MIB = 1 << 20
 def memory_bytes(device: torch.device) -> int:
     """Memory of the device that this process may use, allocated or not, in bytes.
 
-    On a CPU the machine's, its containers' or the process's own limit (``ulimit -v``), whichever is lowest.
+    On a CPU, the lowest of the machine's memory, the container's limit and the process's limit (``ulimit -v``).
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,9 +1,9 @@
-"""JSON, TOML and the files that Rust libraries read: every text a user gives is parsed here, and nowhere else.
+"""Parsing of JSON, TOML and files that Rust libraries read; all texts from users are parsed here.
 
-A file may be cut off, edited by hand, or written to do harm. Python's own readers answer some of that with
-``RecursionError`` (deep nesting), a bare ``ValueError`` (an integer of 5,000 digits) or infinity (``1e999``), and the
-Rust libraries with a ``PanicException`` that is no ``Exception``. Here each becomes a :class:`~octavo.errors.DataError`
-whose text is the reason alone, so that a caller can put the file's name before it and the remedy after it:
+A file may be truncated, edited by hand, or malicious. For some of these Python's parsers raise ``RecursionError`` (deep
+nesting) or a bare ``ValueError`` (an integer of 5,000 digits) or return infinity (``1e999``), and the Rust libraries
+raise ``PanicException``, which is not an ``Exception``. All become a :class:`~octavo.errors.DataError` whose text is
+the reason alone; the caller adds the file's name and what to do:
 
     try:
         record = read_json(path)
@@ -42,7 +42,7 @@ __all__ = [
     "read_toml",
 ]
 
-MOST_BYTES = 256 << 20  # of a file that is read as a whole; the largest tokenizer.json on the hub has about 35 MB
+MOST_BYTES = 256 << 20  # of a file that is read at once; the largest tokenizer.json on the hub has about 35 MB
 MOST_TOML_BYTES = 4 << 20
 MOST_LEVELS = 100
 KEY_PART = re.compile(r"""(?<![\w-])(?=((?:[\w-]++|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*))""")  # wherever one may begin
@@ -55,11 +55,11 @@ def read_json(path: Path, *, allow_nan: bool = False) -> Any:
 
     Args:
         path: the file.
-        allow_nan: whether NaN and infinities are let through, which Python writes and JSON has not.
+        allow_nan: accept NaN and infinities, which Python writes although JSON does not have them.
 
     Raises:
         OSError: the file cannot be opened.
-        DataError: see :func:`parse_json`; or it is too large to be read as a whole.
+        DataError: see :func:`parse_json`; or the file is too large.
     """
     return parse_json(_content(path, MOST_BYTES), allow_nan=allow_nan)
 
@@ -69,7 +69,7 @@ def read_object(path: Path, *, allow_nan: bool = False) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be opened.
-        DataError: see :func:`read_json`; or it holds something else.
+        DataError: see :func:`read_json`; or the value is not an object.
     """
     value = read_json(path, allow_nan=allow_nan)
     if not isinstance(value, dict):
@@ -82,7 +82,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be opened.
-        DataError: see :func:`parse_toml`; or it is too large to be read as a whole.
+        DataError: see :func:`parse_toml`; or the file is too large.
     """
     return parse_toml(_content(path, MOST_TOML_BYTES))
 
@@ -111,15 +111,15 @@ def read_tensors(path: Path) -> "dict[str, Tensor]":
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False, largest: int | None = None) -> Any:
-    """The value in a JSON text.
+    """Return the value in a JSON text.
 
     Args:
-        text: bytes are UTF-8; a byte order mark before it is passed over.
-        allow_nan: whether NaN and infinities are let through.
-        largest: absolute value of the largest integer; None for whatever a float64 reaches.
+        text: JSON; bytes are UTF-8, and a byte order mark is skipped.
+        allow_nan: accept NaN and infinities.
+        largest: largest absolute value of an integer; None for the range of float64.
 
     Raises:
-        DataError: it is not JSON in UTF-8, nests too deeply, or holds a number or text that no program can use.
+        DataError: it is not JSON in UTF-8, nests too deeply, or has a number out of range or an unpaired surrogate.
 
     Example:
         >>> parse_json('{"step": 3}')
@@ -141,7 +141,7 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False, largest: int | Non
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """The table in a TOML text.
+    """Return the table in a TOML text.
 
     Raises:
         DataError: it is not TOML in UTF-8, nests too deeply, or holds an integer beyond 64 bits.
@@ -159,14 +159,14 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
         raise _too_deep() from None
     except tomllib.TOMLDecodeError as error:
         raise DataError(str(error)) from None
-    except ValueError:  # Python converts no more than 4,300 digits, and says so in its own terms
+    except ValueError:  # Python converts at most 4,300 digits
         raise DataError("an integer has thousands of digits; TOML's have 64 bits") from None
     _check(value, integers=TOML_INTEGERS)
     return value
 
 
 def parse_tokenizer(text: str | bytes) -> "Tokenizer":
-    """The tokenizer that the text of a tokenizer.json describes.
+    """Return the tokenizer in the text of a tokenizer.json.
 
     Raises:
         DataError: the library ``tokenizers`` does not read it.
@@ -179,7 +179,7 @@ def parse_tokenizer(text: str | bytes) -> "Tokenizer":
 
 
 def parse_tensors(content: bytes) -> "dict[str, Tensor]":
-    """All tensors in the content of a safetensors file.
+    """Return all tensors in the content of a safetensors file.
 
     Raises:
         DataError: the library ``safetensors`` does not read it.
@@ -192,10 +192,10 @@ def parse_tensors(content: bytes) -> "dict[str, Tensor]":
 
 @contextmanager
 def library_errors() -> Iterator[None]:
-    """Turn whatever a library written in Rust raises inside the block into DataError.
+    """Convert all errors of a Rust library in the block to DataError.
 
-    They raise ``Exception`` itself, errors of their own, KeyError for a type they do not know, and on a broken
-    invariant pyo3's ``PanicException``, which is no ``Exception`` and can be imported from nowhere.
+    Such libraries raise ``Exception`` itself, their own errors, KeyError for an unknown type and, if an assertion
+    fails, pyo3's ``PanicException``, which is not an ``Exception`` and cannot be imported.
     """
     try:
         yield
@@ -211,7 +211,7 @@ def library_errors() -> Iterator[None]:
 
 def _content(path: Path, most: int) -> bytes:
     with path.open("rb") as file:
-        content = file.read(most + 1)  # a device has no size to look at first
+        content = file.read(most + 1)  # the size of a device is unknown
     if len(content) > most:
         raise DataError(f"it is larger than {most >> 20} MiB")
     return content
@@ -247,7 +247,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _check(value: Any, *, integers: range | None = None) -> None:
-    """Refuse depth, halves of surrogate pairs and large integers, level by level: recursion would end as theirs did."""
+    """Check depth, surrogates and integers level by level, since recursion would exceed Python's limit as well."""
     level = [value]
     for _ in range(MOST_LEVELS + 1):
         if not level:

@@ -23,7 +23,8 @@ from octavo.compat import ScalingState
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import ConfigError
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
+from octavo.training.setup import build_model
 from tests.contract.overflowing_ranks import overflow_state
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 

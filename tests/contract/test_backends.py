@@ -276,7 +276,7 @@ class TestHopperModel:
         bias = torch.tensor([3.0, -27.0], dtype=torch.bfloat16)
         assert scaled_mm(a, b, bias=bias, accumulate=Accumulate(accumulate)).tolist() == [[1032.0, 1000.0]] * 2
 
-    def test_it_is_chosen_only_when_asked_for(self):
+    def test_backend_is_chosen_only_on_request(self):
         a, b = (_operand(_codes(4, 32, FP8_FORMATS[0]), PerTensor()) for _ in range(2))
         with recorded_products() as products:
             for accumulate in Accumulate:
@@ -284,7 +284,7 @@ class TestHopperModel:
         fp32, *others = [product.backend for product in products]
         assert (fp32 != "hopper_model", others) == (True, ["hopper_model", "hopper_model"])
 
-    def test_what_no_tensor_core_sums_is_refused_by_every_backend(self):
+    def test_accumulation_no_tensor_core_does_is_refused_by_every_backend(self):
         fnuz = _operand(_codes(4, 32, FP8_FORMATS[2]), PerTensor())
         blocks = _operand(_codes(4, 64, FP8_FORMATS[0]), PerBlock(1, 32))
         for q, reason in ((fnuz, "Hopper multiplies E4M3 and E5M2"), (blocks, "scaled every 128 of K, not every 32")):

@@ -137,7 +137,7 @@ def test_the_first_step_is_dynamic_and_the_second_uses_the_first():
     assert _train(layer, 1.0, 1.0) == (_scale(7.0, E4M3), _scale(WEIGHT_AMAX, E4M3), _scale(9.0, E5M2))
 
 
-def test_what_lies_beyond_the_past_saturates():
+def test_values_beyond_the_amax_history_saturate():
     layer = _layer()
     _train(layer, 1.0)
     with recorded_products() as products:
@@ -464,7 +464,7 @@ class TestLossScale:
         for one, other in zip(gradient_codes(changed=False), gradient_codes(changed=True), strict=True):
             assert torch.equal(one, other)
 
-    def test_what_is_pending_is_rescaled_and_other_roles_are_not(self):
+    def test_pending_amaxes_are_rescaled_and_other_roles_are_not(self):
         layer = _layer(manual=True)
         _train(layer, 3.0, 5.0)
         update_scales(layer)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 
 RECIPES = ("tensorwise", "delayed", "rowwise")
 
@@ -141,12 +141,12 @@ def test_a_static_scale_that_was_loaded_survives_the_weights():
     assert torch.equal(model(x), other(x))
 
 
-def test_a_weight_without_values_is_not_held_and_the_report_says_what_to_do():
+def test_meta_weight_is_not_stored_and_the_report_names_the_remedy():
     model = _mlp("meta").requires_grad_(False)
     report = octavo.convert(model, frozen="fp8")
     reason = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
     assert report.not_held == {"0": reason, "2": reason}
     with pytest.raises(ConfigError, match="the weight of layer '0' is on the meta device; load its values before"):
-        hold_weight_as_codes(model[0])  # type: ignore[arg-type]
+        store_weight_as_codes(model[0])  # type: ignore[arg-type]
     model.load_state_dict(_mlp().state_dict(), assign=True)
     assert octavo.convert(model.requires_grad_(False), frozen="fp8").held == ("0", "2")

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.convert import ConversionReport
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.numerics import sqnr_db
 from tests.contract.gemm_oracle import recorded_products
+from tests.tiny_llama import tiny_hugging_face_config, tiny_llama_config
 
 RECIPES = octavo.recipes.names()
 STATIC_SCALE = torch.tensor(0.02)  # inputs up to 9
@@ -128,16 +129,7 @@ def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_our_llama_trains_under_autocast(recipe, tied):
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=16,
-        tie_embeddings=tied,
-    )
+    config = tiny_llama_config(vocab_size=64, intermediate_size=48, max_positions=16, tie_embeddings=tied)
     model = Llama(config)
     report = _convert(model, recipe)
     assert len(report.converted) == 14
@@ -157,15 +149,7 @@ def test_hugging_faces_llama_trains(recipe):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers", reason="transformers is not installed: no Llama to convert")
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-        )
+        config = tiny_hugging_face_config(vocab_size=64, intermediate_size=48, max_position_embeddings=32)
         model = transformers.LlamaForCausalLM(config)
         before = {key: value.clone() for key, value in model.state_dict().items()}
         report = _convert(model, recipe)

@@ -101,7 +101,7 @@ def _by_hand(layer: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_is_the_composition_of_its_parts_to_the_last_bit(recipe):
+def test_transformer_layer_equals_its_parts_bit_for_bit(recipe):
     layer = TransformerLayer(HIDDEN, 80, 4, recipe=recipe)
     spread_out(layer)
     other, x = copy.deepcopy(layer), torch.randn(2, 5, HIDDEN)
@@ -199,7 +199,7 @@ def test_activation_checkpointing_changes_no_bit(name, recipe, use_reentrant):
     assert all(torch.equal(state[key], same[key]) for key in state)
 
 
-def test_dropout_is_recomputed_alike():
+def test_recomputed_dropout_is_the_same():
     layer = TransformerLayer(HIDDEN, 80, 4, dropout=0.3, attention_dropout=0.3, recipe="tensorwise")
     results = []
     for wrap in (lambda x: layer(x), lambda x: checkpoint(layer, x, use_reentrant=False)):
@@ -244,7 +244,7 @@ class _Run(nn.Module):
     [*((arrangement, "tensorwise") for arrangement in ARRANGEMENTS), ("llama", "bf16"), ("llama", "delayed")],
 )
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_it_traces_into_one_graph(arrangement, recipe):
+def test_transformer_layer_traces_into_one_graph(arrangement, recipe):
     """Forward and backward; what is traced computes the same."""
     layer = TransformerLayer(HIDDEN, 80, 4, recipe=recipe, **ARRANGEMENTS[arrangement])
     spread_out(layer)

@@ -93,12 +93,12 @@ def test_micro_batches_under_ddp_are_one_step(found):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1_scales_alike(found, use_orig_params):
+def test_fsdp1_scales_match_one_process(found, use_orig_params):
     _assert_true([each[use_orig_params] for each in _of(found, "fsdp1")], _truth())
 
 
 @pytest.mark.parametrize("wrapper", ["no_wrapper", "fsdp2"])
-def test_other_wrappers_scale_alike(found, wrapper):
+def test_other_wrappers_scale_like_one_process(found, wrapper):
     _assert_true(_of(found, wrapper), _truth())
 
 

@@ -13,8 +13,9 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_hugging_face_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -24,15 +25,7 @@ REFUSED = r"would write FP8 codes as weights \(model\.layers\.0\.self_attn\.q_pr
 
 
 def _llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
+    config = tiny_hugging_face_config(num_hidden_layers=1, max_position_embeddings=32)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -80,7 +73,7 @@ def test_what_save_pretrained_writes_of_a_partly_converted_model_is_refused(part
     if part.endswith("up_proj"):
         octavo.convert(model)
         assert isinstance(inner, Linear)
-        hold_weight_as_codes(inner)
+        store_weight_as_codes(inner)
     else:
         assert octavo.convert(inner, frozen="fp8").held
     type(model).save_pretrained(model, tmp_path / "m")
@@ -148,7 +141,7 @@ def test_a_folder_in_fp8_is_not_saved_as_weights_either(tmp_path):
 
 
 def _codes(model: Any) -> torch.Tensor:
-    return model.get_submodule("model.layers.0.self_attn.q_proj").held_weight().data.view(torch.uint8)
+    return model.get_submodule("model.layers.0.self_attn.q_proj").stored_codes().data.view(torch.uint8)
 
 
 def test_accelerate_saves_codes_that_only_a_model_with_codes_loads(tmp_path):

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.nn import Linear
 from tests.contract.gemm_oracle import Product, recorded_products
 from tests.recorded_state import recorded_state
+from tests.tiny_llama import tiny_hugging_face_config, tiny_llama_config
 
 LAYERS = 2
 DYNAMIC = [
@@ -25,31 +26,15 @@ DYNAMIC = [
 
 
 def _ours() -> nn.Module:
-    return Llama(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_layers=LAYERS,
-            num_heads=4,
-            num_kv_heads=2,
-            max_positions=32,
-        )
-    )
+    return Llama(tiny_llama_config(vocab_size=64, intermediate_size=48, num_layers=LAYERS, max_positions=32))
 
 
 def _hugging_faces() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers", reason="transformers is not installed: no Llama to convert")
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
+        config = tiny_hugging_face_config(
+            vocab_size=64, intermediate_size=48, num_hidden_layers=LAYERS, max_position_embeddings=32
         )
         model: nn.Module = transformers.LlamaForCausalLM(config)
         return model

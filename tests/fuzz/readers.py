@@ -31,7 +31,7 @@ from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, 
 from octavo.parsing import parse_json, read_tensors
 from octavo.quantization import Mix, load_calibration, load_mix, load_qat, run_qat, save_mix, save_qat
 from octavo.recipes import from_toml, to_toml
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from octavo.server.fields import FieldError, JsonObject
 from octavo.server.tensors import INFER, unpack
 from octavo.text.sources import load_documents
@@ -39,9 +39,10 @@ from octavo.text.tokens import open_data
 from octavo.training.checkpoint import latest, load_checkpoint
 from octavo.training.comparison import Study
 from octavo.training.config import load_config, save_config
-from octavo.training.loop import build_optimizer, train
+from octavo.training.loop import train
 from octavo.training.precision import apply_recipe
 from octavo.training.run_folder import load_run
+from octavo.training.setup import build_optimizer
 from octavo.training.watched_run import read_run
 from tests.unit.checkpoints.folders import ROW, dynamic, written
 from tests.unit.doctor.test_capture import some_capture
@@ -185,7 +186,7 @@ def _refusals() -> Iterator[None]:
     """Let the server's two ways to refuse a request leave as octavo's own."""
     try:
         yield
-    except (Refusal, FieldError) as error:
+    except (ResponseError, FieldError) as error:
         raise DataError(str(error)) from error
 
 

@@ -11,7 +11,7 @@ from octavo.language_model import LanguageModel
 from octavo.quantization import Budget, calibrate, coverage, measure_sensitivity, text_windows
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.kv_cache_round_trip import key_means
-from octavo.quantization.comparison.variant_names import line_up
+from octavo.quantization.comparison.variants import line_up
 from octavo.training.memory import extra_memory_bytes
 from tests.gpu import devices
 from tests.unit.quantization.tiny_models import language_model

@@ -63,7 +63,7 @@ def test_on_one_fixed_batch_the_articles_program_learns(monkeypatch, capsys):
     assert "Inference Output Shape: torch.Size([8, 64])" in capsys.readouterr().out
 
 
-def test_the_articles_quantisation_aware_training_learns_and_leaves_fp8():
+def test_the_articles_quantization_aware_training_learns_and_leaves_fp8():
     result = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / "qat_simple_lm.py"],
         capture_output=True,

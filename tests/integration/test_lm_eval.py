@@ -16,6 +16,7 @@ from octavo.inference import Engine, EngineConfig, EngineThread, load_served_mod
 from octavo.models.llama_folder import write_tokenizer
 from octavo.server import Address, Limits, Server, Service
 from octavo.text.tokenizer import end_of_text_id, train_tokenizer
+from tests.tiny_llama import tiny_hugging_face_config
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 tasks = pytest.importorskip("lm_eval.tasks")
@@ -48,9 +49,7 @@ metric_list: [{metric: exact_match}]
 def folder(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        **shape, num_key_value_heads=2, vocab_size=300, max_position_embeddings=256, bos_token_id=0, eos_token_id=0
-    )
+    config = tiny_hugging_face_config(**shape, max_position_embeddings=256, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
     text = [one["first"] + "".join(one["ends"]) for one in QUESTIONS]

@@ -13,14 +13,9 @@ from octavo.training.loop import train
 from octavo.training.metrics import METRICS, read_metrics
 from octavo.training.run_folder import load_run
 from tests.integration.pieces import start
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 STEPS = 10
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def finish(data, run, options):

@@ -23,10 +23,11 @@ from pathlib import Path
 
 import pytest
 
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.text.tokenizer import train_tokenizer
 from tests.policy.source_tree import SOURCE
+from tests.tiny_llama import tiny_llama_config
 
 ROUNDS = int(os.environ.get("OCTAVO_SLOW_CLIENTS", "250"))
 FILES = 96
@@ -41,16 +42,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def folder(tmp_path):
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        max_positions=4096,
-        tie_embeddings=True,
-    )
+    config = tiny_llama_config(num_layers=1, num_heads=2, num_kv_heads=1, max_positions=4096, tie_embeddings=True)
     write_llama(tmp_path, Llama(config, seed=1))
     write_tokenizer(tmp_path, train_tokenizer(["some text, some more text"] * 3, vocab_size=300), context=4096)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)

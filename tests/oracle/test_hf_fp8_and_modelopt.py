@@ -17,8 +17,9 @@ import octavo
 from octavo.checkpoints import load_quantized
 from octavo.export.checkpoint_writer import save_quantized
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.checkpoints.folders import layer_of
 from tests.unit.quantization.tiny_models import windows
 
@@ -27,15 +28,7 @@ BLOCK = 128
 
 def model(intermediate_size):
     """Weights in several blocks of very different magnitude."""
-    shape = LlamaConfig(
-        vocab_size=300,
-        hidden_size=256,
-        intermediate_size=intermediate_size,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=64,
-    )
+    shape = tiny_llama_config(hidden_size=256, intermediate_size=intermediate_size, num_layers=1)
     made = Llama(shape, seed=5).eval()
     with torch.no_grad():
         for name, weight in made.named_parameters():
@@ -83,7 +76,7 @@ def test_each_block_is_its_codes_times_its_scale(tmp_path, intermediate_size):
         wanted = np.empty_like(numbers)
         for i, j in np.ndindex(numbers.shape):
             wanted[i, j] = numbers[i, j] * scale[i // BLOCK, j // BLOCK]
-        held = layer_of(read.model, path).held_weight()
+        held = layer_of(read.model, path).stored_codes()
         assert held is not None
         np.testing.assert_array_equal(held.dequantize().numpy(), wanted)
 
@@ -102,7 +95,7 @@ def test_transformers_decodes_the_blocks_to_the_same_weights(tmp_path):
     theirs = decoded.state_dict()
     for name, own in read.model.state_dict().items():
         path = name.removesuffix(".weight")
-        held = layer_of(read.model, path).held_weight() if path in read.recipes else None
+        held = layer_of(read.model, path).stored_codes() if path in read.recipes else None
         if not name.endswith((".weight_scale", ".weight_codes")):
             assert torch.equal(theirs[name].float(), own if held is None else held.dequantize()), name
     octavo.restore(read.model)  # inputs that are not cast, as there
@@ -118,7 +111,7 @@ def test_modelopts_layers_are_what_its_description_says(static):
         weight_scale, input_scale = (scales_of(static, f"{path}.{name}_scale") for name in ("weight", "input"))
         assert weight_scale.shape == input_scale.shape == ()
         layer = layer_of(read.model, path)
-        held = layer.held_weight()
+        held = layer.stored_codes()
         assert held is not None
         np.testing.assert_array_equal(held.dequantize().numpy(), numbers * weight_scale)
         x = np.random.default_rng(0).normal(size=(16, numbers.shape[1])).astype(np.float32) * 200 * input_scale

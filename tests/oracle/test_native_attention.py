@@ -201,7 +201,7 @@ def test_both_languages_have_the_same_page():
     assert (_native.PAGE, _native.MAX_HEAD_DIM) == (PAGE, MAX_HEAD_DIM)
 
 
-def test_what_does_not_fit_is_refused():
+def test_positions_and_pages_out_of_range_are_refused():
     t = filled(E4M3, 70, 1, 16).tensors
     queries, position = torch.randn(1, 1, 16), torch.tensor([3])
     for place, text in (

@@ -155,7 +155,7 @@ def test_more_dimensions():
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_takes_no_part_in_the_scale(granularity, dtype):
+def test_nonfinite_elements_do_not_affect_the_scale(granularity, dtype):
     x = numbers(140, 270, dtype=dtype)
     x[3, 5], x[3, 200], x[100, 5], x[:, 77], x[139] = math.nan, math.inf, -math.inf, math.nan, math.inf
     for view, fmt, policy in itertools.product((x, x.t()), FORMATS, Nonfinite):
@@ -325,7 +325,7 @@ def test_blocks_do_not_reach_from_one_matrix_into_the_next(shape, granularity):
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(3, 40)], ids=str)
-def test_what_saturates_and_underflows_is_counted(granularity):
+def test_saturation_and_underflow_are_counted(granularity):
     x = torch.randn(9, 100) * 10.0 ** torch.randint(-6, 5, (9, 100))
     x[0, :3] = torch.tensor([math.nan, math.inf, 0.0])
     x[1, :2] = torch.tensor([448.0, 464.0])

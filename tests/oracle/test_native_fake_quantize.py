@@ -88,7 +88,7 @@ def test_every_granularity_layout_and_rule(granularity, dtype):
 
 @every_granularity
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_stays(granularity, dtype):
+def test_nonfinite_elements_stay_nonfinite(granularity, dtype):
     x = numbers(140, 270, dtype=dtype)
     x[3, 5], x[3, 200], x[100, 5], x[:, 77], x[139] = math.nan, math.inf, -math.inf, math.nan, math.inf
     for view, fmt in itertools.product((x, x.t()), FORMATS):

@@ -30,7 +30,7 @@ def assert_same_rounding(x, random, fmt):
 
 
 @every_format
-def test_what_is_not_finite_keeps_its_sign(fmt):
+def test_nonfinite_elements_keep_their_sign(fmt):
     x = torch.tensor([math.inf, -math.inf, math.nan, math.copysign(math.nan, -1)])
     random = torch.zeros(4, dtype=torch.int32)
     wanted = {E4M3: [0x7F, 0xFF, 0x7F, 0xFF], E5M2: [0x7C, 0xFC, 0x7F, 0xFF]}[fmt]

@@ -117,3 +117,10 @@ def test_imports_in_functions_and_under_type_checking_are_seen(tmp_path):
     known = {f"octavo.{name}": path for name in names}
     found = imports("octavo.nn.linear", path, known)
     assert found == {f"octavo.{name}" for name in ["cli.app", "numerics.cast", "numerics", "autocast", "convert"]}
+
+
+def test_a_submodule_imported_from_its_package_is_an_edge_to_the_submodule(tmp_path):
+    path = tmp_path / "dispatch.py"
+    path.write_text("from octavo.kernels import tracing as trace\nfrom . import backend\n")
+    known = {f"octavo.kernels{name}": path for name in ("", ".tracing", ".backend", ".dispatch")}
+    assert imports("octavo.kernels.dispatch", path, known) == {"octavo.kernels.tracing", "octavo.kernels.backend"}

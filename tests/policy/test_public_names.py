@@ -21,7 +21,7 @@ PUBLIC = {
     "load_scaling_state", "nonfinite_counts", "scaling_state", "update_scales",
     # calibration
     "calibrate", "load_calibration",
-    # quantisation-aware training
+    # quantization-aware training
     "convert_qat", "prepare_qat",
     # checkpoints in FP8
     "load_quantized", "save_quantized",

@@ -20,7 +20,7 @@ from octavo.formats import E4M3
 from octavo.quantization import Budget
 from octavo.quantization.sensitivity.ablation import Increase
 from octavo.quantization.sensitivity.ranking import RankAgreement
-from octavo.quantization.sensitivity.study import Found, Sensitivity
+from octavo.quantization.sensitivity.study import MixResult, Sensitivity
 from octavo.quantization.sensitivity.units import CHOICES, Unit
 from octavo.reports.benchmark import benchmark_page
 from octavo.reports.doctor import doctor_page
@@ -88,7 +88,7 @@ def a_sensitivity_page(text):
     path = f"0.u{text}"
     unit = Unit(path=path, paths=(path,), shape=(8, 8), choices=CHOICES, is_table=True)
     increase = Increase(nats=0.1, error=0.01, divergence=0.1, windows=2)
-    best = Found(
+    best = MixResult(
         name="budget",
         chosen={path: "weight_only"},
         bytes=1,

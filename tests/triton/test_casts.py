@@ -21,6 +21,7 @@ from octavo.kernels.triton.casts import ceil_div
 from octavo.kernels.triton.rows import cast_rows
 from octavo.nn import Linear
 from octavo.numerics import (
+    AmaxRecord,
     CastSpec,
     Granularity,
     Nonfinite,
@@ -28,7 +29,6 @@ from octavo.numerics import (
     PerRow,
     PerTensor,
     QuantizedTensor,
-    Record,
     ScaleRounding,
     cast_stochastic,
     measure,
@@ -184,11 +184,11 @@ def test_a_program_that_measures_several_tiles_finds_the_largest(gaps, largest, 
     assert count(found) == len(broken)
 
 
-def filled_record(device: torch.device) -> Record:
-    return Record(torch.tensor(-1.0).to(device), torch.tensor(False).to(device), torch.tensor(5).to(device))
+def filled_record(device: torch.device) -> AmaxRecord:
+    return AmaxRecord(torch.tensor(-1.0).to(device), torch.tensor(False).to(device), torch.tensor(5).to(device))
 
 
-def as_numbers(record: Record) -> list[float]:
+def as_numbers(record: AmaxRecord) -> list[float]:
     return [t.item() for t in (record.amax, record.overflowed, record.nonfinite) if t is not None]
 
 
@@ -208,7 +208,7 @@ def test_kernels_record_what_a_measurement_would(granularity, both_ways, device)
         for x in (finite * 0, finite, broken, broken.contiguous(), finite):
             result = triton_bindings.cast(
                 x.to(device), CastSpec(format=E4M3, granularity=granularity), measure_if_zero=True,
-                transpose=both_ways, into=found, **on_device,
+                transpose=both_ways, record=found, **on_device,
             )  # fmt: skip
             assert result.measurement is None
             wanted.add(measure(x, granularity))
@@ -216,9 +216,9 @@ def test_kernels_record_what_a_measurement_would(granularity, both_ways, device)
         assert as_numbers(wanted)[1:] == [True, 9]
         for part in ("amax", "overflowed", "nonfinite"):
             alone = filled_record(device)
-            only = Record(**{part: getattr(alone, part)})
+            only = AmaxRecord(**{part: getattr(alone, part)})
             spec = CastSpec(format=E4M3, granularity=granularity)
-            triton_bindings.cast(broken.to(device), spec, transpose=both_ways, into=only, **on_device)
+            triton_bindings.cast(broken.to(device), spec, transpose=both_ways, record=only, **on_device)
             assert [i for i, (a, b) in enumerate(zip(as_numbers(alone), (-1.0, False, 5), strict=True)) if a != b] == [
                 ("amax", "overflowed", "nonfinite").index(part)
             ]
@@ -332,11 +332,11 @@ def test_sizes_up_to_the_largest_int32_are_divided_into_blocks(device):
 def casts_of_a_line(x: Tensor) -> list[Tensor]:
     """Codes in both orders, scales and amaxes of 128 numbers, by blocks and, if they are a row, by lines; and back."""
     made = [
-        cast_blocks(x, CastSpec(format=E4M3, granularity=block, **POWERS), flipped=True)
+        cast_blocks(x, CastSpec(format=E4M3, granularity=block, **POWERS), transposed=True)
         for block in (PerBlock(128, 128), PerBlock(1, 128))
     ]
     if len(x) == 1:
-        made.append(cast_rows(x, CastSpec(format=E4M3, granularity=PerRow(), **POWERS), flipped=True))
+        made.append(cast_rows(x, CastSpec(format=E4M3, granularity=PerRow(), **POWERS), transposed=True))
     lines = [each for one in made for each in one if each is not None]
     back = values.dequantize(lines[0].codes, lines[0].scale, (128, 128), E4M3, torch.float32)
     found = [tensor for each in lines for tensor in (each.codes.view(torch.uint8), each.scale, each.amax)]
@@ -371,7 +371,7 @@ def as_on_a_gpu(monkeypatch, device):
         return
     here = triton_bindings.unsupported_reason
     monkeypatch.setattr(triton_bindings, "unsupported_reason", lambda problem: here(replace(problem, device="cuda")))
-    monkeypatch.setattr(dispatch, "_casts", {})  # selections of the routes of a CPU
+    monkeypatch.setattr(dispatch, "_cast_choices", {})  # selections of the routes of a CPU
 
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
@@ -435,7 +435,7 @@ def test_a_layer_that_was_trained_remembers_the_same_without_operations_of_its_o
         plain.setattr(triton_bindings, "supports", lambda *_, **__: False)
         wanted = _train(name, x, weight)
     request.getfixturevalue("as_on_a_gpu")
-    monkeypatch.setattr(Record, "add", None)
+    monkeypatch.setattr(AmaxRecord, "add", None)
     found = _train(name, x, weight)
     states = [recorded_state(layer) for layer in (found, wanted)]
     assert states[0].keys() == states[1].keys()

@@ -16,13 +16,13 @@ ALONE = {  # programs that share their multiprocessor with none, and why
     "layernorm backward, 8192": "a row in registers beside two sums for the parameters",
 }
 RAISED = {  # what programs raise together, by kernel: amaxes as integers' maxima, counts as sums
-    "measure_lines_kernel": {"amaxes": ["max.s32"], "nonfinite": ["add.u64"]},
+    "measure_rows_and_columns_kernel": {"amaxes": ["max.s32"], "nonfinite": ["add.u64"]},
     "cast_tensor_kernel": {"amax_record": ["max.s32"], "nonfinite": ["add.u64"], "saturation": ["add.u64"]},
     "cast_rows_kernel": {"nonfinite": ["add.u64"]},
     "cast_blocks_kernel": {"nonfinite": ["add.u64"]},
-    "_norm_rows_kernel": {"found": ["add.u32", "max.s32"]},
-    "_activation_rows_kernel": {"found": ["add.u32", "max.s32"]},
-    "_activation_tiles_kernel": {"found": ["add.u32", "max.s32"]},
+    "_norm_rows_kernel": {"measured": ["add.u32", "max.s32"]},
+    "_activation_rows_kernel": {"measured": ["add.u32", "max.s32"]},
+    "_activation_tiles_kernel": {"measured": ["add.u32", "max.s32"]},
 }
 
 NARROW = {  # to what places 32-bit products lead, by kernel, with their factors: no tensor is too large for these

@@ -59,24 +59,24 @@ def _exact(x: Tensor, gain: Tensor, bias: Tensor | None, spec: NormSpec) -> Tens
 def test_the_transpose_by_itself_is_that_of_both(kind: str, cast: str, device: torch.device) -> None:
     spec, alone = KINDS[kind], replace(CASTS[cast], direct=False)
     inputs = _inputs(device, torch.bfloat16, layer=spec.layer)
-    both, *_ = fused_casts.cast_norm(*inputs, spec, CASTS[cast], handed_on=torch.bfloat16)
-    made, *_ = fused_casts.cast_norm(*inputs, spec, alone, handed_on=torch.bfloat16, amax=amax_of(both, alone))
+    both, *_ = fused_casts.cast_norm(*inputs, spec, CASTS[cast], result_dtype=torch.bfloat16)
+    made, *_ = fused_casts.cast_norm(*inputs, spec, alone, result_dtype=torch.bfloat16, amax=amax_of(both, alone))
     assert made.codes.numel() == 0
     assert_same_transpose(made, both, alone)
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize(("kind", "dtype", "handed_on"), WAYS, ids=str)
+@pytest.mark.parametrize(("kind", "dtype", "result_dtype"), WAYS, ids=str)
 def test_codes_are_those_of_the_norm_with_the_kernels_own_statistics(
-    kind: str, dtype: torch.dtype, handed_on: torch.dtype, cast: str, device: torch.device
+    kind: str, dtype: torch.dtype, result_dtype: torch.dtype, cast: str, device: torch.device
 ) -> None:
     spec, asked = KINDS[kind], CASTS[cast]
     x, gain, bias = _inputs(device, dtype, layer=spec.layer)
-    made, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, asked, handed_on=handed_on)
-    y = _result(x, gain, bias, mean, rstd, spec, handed_on)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, asked, result_dtype=result_dtype)
+    y = _result(x, gain, bias, mean, rstd, spec, result_dtype)
     assert_operands_of(made, y.cpu(), asked)
     exact = _exact(_double(x), _double(gain), None if bias is None else _double(bias), spec)
-    torch.testing.assert_close(_double(y), exact, rtol=torch.finfo(handed_on).eps, atol=4e-6)
+    torch.testing.assert_close(_double(y), exact, rtol=torch.finfo(result_dtype).eps, atol=4e-6)
 
 
 @pytest.mark.parametrize("cast", ["tensor", "row", "32 of a row, bytes", "128 of a row"])
@@ -85,7 +85,7 @@ def test_many_rows(cast: str, device: torch.device, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(f"octavo.kernels.triton.norms.{name}", 5)
     spec, asked = KINDS["rmsnorm"], CASTS[cast]
     x, gain, _ = _inputs(device, torch.bfloat16, layer=False, shape=TALL)
-    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, asked, handed_on=torch.bfloat16)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, asked, result_dtype=torch.bfloat16)
     assert_operands_of(made, _result(x, gain, None, mean, rstd, spec, torch.bfloat16).cpu(), asked)
 
 
@@ -94,7 +94,7 @@ def test_a_past_amax_scales_unless_it_is_zero(past: float, device: torch.device)
     spec, cast = KINDS["rmsnorm"], CASTS["tensor"]
     x, gain, _ = _inputs(device, torch.bfloat16, layer=False)
     amax = torch.tensor(past, device=device)
-    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=amax)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, cast, result_dtype=torch.bfloat16, amax=amax)
     y = _result(x, gain, None, mean, rstd, spec, torch.bfloat16)
     assert_operands_of(made, y.cpu(), cast, amax=amax.cpu())
 
@@ -103,7 +103,7 @@ def test_a_given_scale_scales(device: torch.device) -> None:
     spec, cast = KINDS["rmsnorm"], CASTS["tensor"]
     x, gain, _ = _inputs(device, torch.bfloat16, layer=False)
     scale = torch.tensor(0.013, device=device)
-    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, scale=scale)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, cast, result_dtype=torch.bfloat16, scale=scale)
     assert_operands_of(made, _result(x, gain, None, mean, rstd, spec, torch.bfloat16).cpu(), cast, scale=scale.cpu())
 
 
@@ -115,7 +115,7 @@ def test_what_is_not_finite_is_counted_and_stays_in_its_place(cast: str, device:
     x[3, 5] = float("nan")
     gain[7] = float("inf")
     gain[64:] = 0
-    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, asked, handed_on=torch.float32)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, asked, result_dtype=torch.float32)
     y = _result(x, gain, None, mean, rstd, spec, torch.float32).cpu()
     assert y.isnan().sum() == SHAPE[1]
     assert y.isinf().sum() == SHAPE[0] - 1
@@ -129,7 +129,7 @@ def test_gradients(kind: str, dtype: torch.dtype, device: torch.device, monkeypa
     spec = KINDS[kind]
     x, gain, bias = _inputs(device, dtype, layer=spec.layer)
     grad_y = torch.randn(SHAPE).to(device, dtype)
-    _, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, CASTS["row"], handed_on=dtype)
+    _, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, CASTS["row"], result_dtype=dtype)
     made = fused_casts.norm_backward(grad_y, x, gain, mean, rstd, spec, has_bias=bias is not None)
     exact = [_double(t).requires_grad_() for t in (x, gain, bias) if t is not None]
     y = _exact(exact[0], exact[1], exact[2] if bias is not None else None, spec)
@@ -144,6 +144,6 @@ def test_gradients(kind: str, dtype: torch.dtype, device: torch.device, monkeypa
 def test_sums_for_the_parameters_are_the_same_every_time(device: torch.device) -> None:
     spec = KINDS["layernorm, zero-centred"]
     x, gain, bias = _inputs(device, torch.bfloat16, layer=True)
-    _, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, CASTS["row"], handed_on=torch.bfloat16)
+    _, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, CASTS["row"], result_dtype=torch.bfloat16)
     first, second = (fused_casts.norm_backward(x, x, gain, mean, rstd, spec, has_bias=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

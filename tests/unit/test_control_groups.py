@@ -24,16 +24,16 @@ def limits() -> list[list[str]]:
         ("", {"cpu.max": "1 2\n"}, []),
     ],
 )
-def test_limits_are_those_of_the_process_s_groups_and_the_ones_above(groups, own, files, found):
+def test_limits_include_parent_groups(groups, own, files, found):
     groups(own, files)
     assert limits() == found
 
 
-def test_no_limit_where_the_system_knows_no_groups(groups):
+def test_no_limits_without_control_groups(groups):
     assert limits() == []
 
 
-def test_a_limit_that_cannot_be_read_is_none(groups, tmp_path):
+def test_unreadable_limit_is_skipped(groups, tmp_path):
     groups("0::/a\n", {"cpu.max": "1 2\n"})
     (tmp_path / "groups" / "a" / "cpu.max").mkdir(parents=True)
     assert limits() == [["1", "2"]]

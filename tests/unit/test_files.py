@@ -36,7 +36,7 @@ def test_writes_and_replaces(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failure_keeps_the_old_and_leaves_nothing(tmp_path):
+def test_failure_keeps_the_old_file(tmp_path):
     path = tmp_path / "f.txt"
     write_atomically(path, "old")
 
@@ -64,7 +64,7 @@ def test_the_file_is_synced_before_its_rename_and_the_folder_after(tmp_path, mon
     assert folder == (str(tmp_path), True)
 
 
-def test_a_refusal_names_the_file_that_was_given(tmp_path):
+def test_errors_name_the_given_file(tmp_path):
     (tmp_path / "file").write_text("no folder")
     for target in (tmp_path / "no" / "table.bin", tmp_path / "file" / "table.bin"):
         with pytest.raises(OSError, match=r"/table\.bin") as caught:
@@ -78,7 +78,7 @@ def test_a_refusal_names_the_file_that_was_given(tmp_path):
 
 
 @pytest.mark.parametrize("write", [write_atomically, lambda path, _: fill_with_a_full_disk(path)])
-def test_a_full_disk_is_said_of_the_file_or_folder_that_was_given(tmp_path, monkeypatch, write):
+def test_full_disk_error_names_the_given_path(tmp_path, monkeypatch, write):
     def full(self, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the write of an open file says it: without a name
 
@@ -103,7 +103,7 @@ def fill(folder, text):
         (temporary / "own").write_text(text)
 
 
-def test_a_folder_is_made_and_an_own_one_replaced(tmp_path):
+def test_folder_is_created_and_older_result_replaced(tmp_path):
     out = tmp_path / "out"
     fill(out, "old")
     fill(out, "new")
@@ -111,7 +111,7 @@ def test_a_folder_is_made_and_an_own_one_replaced(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_link_stays_one(tmp_path):
+def test_symbolic_link_is_kept(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     fill(tmp_path / "out", "old")
@@ -120,10 +120,10 @@ def test_a_link_stays_one(tmp_path):
     assert (tmp_path / "disk" / "own").read_text() == "new"
 
 
-def test_a_folder_of_others_is_not_replaced(tmp_path):
+def test_folder_with_other_files_is_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="out' is taken: something was put there before this was whole"):
+    with pytest.raises(ConfigError, match="out' is taken: something else was written there in the meantime"):
         fill(tmp_path / "out", "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
 
@@ -143,7 +143,7 @@ def test_a_failure_keeps_the_old_folder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["writing", "older"])
-def test_a_hidden_folder_of_somebody_else_is_not_removed(tmp_path, monkeypatch, kind):
+def test_other_hidden_folders_are_not_removed(tmp_path, monkeypatch, kind):
     """Such as of process 1 in another container, on a disk that both have."""
     monkeypatch.setattr(secrets, "token_hex", lambda _: "same")
     theirs = tmp_path / f".out.same.{kind}"
@@ -157,7 +157,7 @@ def test_a_hidden_folder_of_somebody_else_is_not_removed(tmp_path, monkeypatch, 
     assert (tmp_path / "out" / "own").read_text() == "old"
 
 
-def test_of_two_threads_one_has_the_folder_and_the_other_hears_so(tmp_path):
+def test_one_of_two_threads_gets_the_folder(tmp_path):
     both = Barrier(2)
 
     def write(text):
@@ -173,7 +173,7 @@ def test_of_two_threads_one_has_the_folder_and_the_other_hears_so(tmp_path):
     assert (tmp_path / "out" / "model").read_text() in said
 
 
-def test_two_threads_that_write_one_file_each_write_it_whole(tmp_path):
+def test_concurrent_writes_of_one_file_are_atomic(tmp_path):
     both = Barrier(2)
 
     def write(text):
@@ -187,7 +187,7 @@ def test_two_threads_that_write_one_file_each_write_it_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["table"]
 
 
-def test_which_folders_can_take_a_result(tmp_path):
+def test_check_folder_accepts_missing_empty_and_own_folders(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     fill(tmp_path / "own", "old")
@@ -198,7 +198,7 @@ def test_which_folders_can_take_a_result(tmp_path):
             check_folder(tmp_path / folder)
 
 
-def test_a_place_where_nobody_may_write_is_refused_before_the_work(tmp_path, monkeypatch):
+def test_unwritable_folder_is_refused_before_the_work(tmp_path, monkeypatch):
     """A folder that is renamed into its place needs the one above it."""
     (tmp_path / "shut" / "empty").mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut" or not mode & os.W_OK)
@@ -210,7 +210,7 @@ def test_a_place_where_nobody_may_write_is_refused_before_the_work(tmp_path, mon
         pass
 
 
-def test_folders_made_for_a_result_that_never_came_are_removed(tmp_path):
+def test_folders_created_for_a_failed_result_are_removed(tmp_path):
     (tmp_path / "kept").mkdir()
     with suppress(RuntimeError), claimed_folder(tmp_path / "kept" / "new" / "below"):
         raise RuntimeError
@@ -223,7 +223,7 @@ def test_folders_made_for_a_result_that_never_came_are_removed(tmp_path):
     assert (tmp_path / "kept" / "new" / "below" / "result").is_file()
 
 
-def test_whoever_may_read_the_folder_may_read_its_files(tmp_path):
+def test_files_get_the_read_permissions_of_the_folder(tmp_path):
     """Tensors too, which safetensors writes for their owner alone; a server runs as another user."""
     before = os.umask(0o027)
     try:
@@ -262,7 +262,7 @@ def writer(out, how):
 
 
 @pytest.mark.parametrize("call", ["write", "claim"])
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, call):
+def test_hidden_folder_of_killed_process_is_removed(tmp_path, call):
     process, left = writer(tmp_path / "out", "killed")
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -278,7 +278,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, call):
     assert names - {"out"} == {".other.0123456789abcdef.writing", ".out.notes"}
 
 
-def test_a_file_that_a_killed_process_was_writing_is_removed_by_the_next(tmp_path):
+def test_hidden_file_of_killed_process_is_removed(tmp_path):
     process, left = writer(tmp_path / "table.bin", "killed")
     process.communicate()
     assert left.read_text() == "half"
@@ -290,7 +290,7 @@ def test_a_file_that_a_killed_process_was_writing_is_removed_by_the_next(tmp_pat
     assert names - {"table.bin"} == {".other.bin.0123456789abcdef.tmp", ".table.bin.notes"}
 
 
-def test_a_file_that_a_living_process_writes_is_not_removed(tmp_path):
+def test_hidden_file_of_running_process_is_kept(tmp_path):
     process, theirs = writer(tmp_path / "table.bin", "lives")
     write_atomically(tmp_path / "table.bin", "mine")
     assert theirs.read_text() == "half"
@@ -301,7 +301,7 @@ def test_a_file_that_a_living_process_writes_is_not_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["table.bin"]
 
 
-def test_what_a_living_process_writes_is_not_removed(tmp_path):
+def test_hidden_folder_of_running_process_is_kept(tmp_path):
     process, theirs = writer(tmp_path / "out", "lives")
     fill(tmp_path / "out", "mine")
     assert (theirs / "model").read_text() == "half"
@@ -311,7 +311,7 @@ def test_what_a_living_process_writes_is_not_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_older_folder_without_its_name_gets_it_back(tmp_path):
+def test_folder_moved_aside_is_restored(tmp_path):
     """Killed between two renames: the older one is whole, the new one nobody can vouch for."""
     older = tmp_path / ".out.0123456789abcdef.older"
     older.mkdir()
@@ -337,7 +337,7 @@ def test_an_older_folder_without_its_name_gets_it_back(tmp_path):
         lambda file: CheckpointError(f"{str(file)!r} cannot be read"),
     ],
 )
-def test_an_error_names_the_folder_that_was_given(tmp_path, error):
+def test_errors_name_the_given_folder(tmp_path, error):
     def fails():
         with replacing_folder(tmp_path / "out") as temporary:
             raise error(temporary / "model")
@@ -348,7 +348,7 @@ def test_an_error_names_the_folder_that_was_given(tmp_path, error):
     assert "writing" not in str(caught.value)
 
 
-def test_too_little_room_is_said_beforehand(tmp_path):
+def test_too_little_disk_space_raises_first(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     check_room(tmp_path / "new" / "out", 1)
     with pytest.raises(

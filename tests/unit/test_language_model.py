@@ -13,20 +13,13 @@ from tokenizers import Tokenizer
 from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel, load_language_model
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.models.sources import SourceKind, kind_of, located
 from octavo.text.tokenizer import train_tokenizer
 from octavo.training.config import Device
+from tests.tiny_llama import tiny_llama_config
 
-SHAPE = LlamaConfig(
-    vocab_size=300,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=32,
-)
+SHAPE = tiny_llama_config(max_positions=32)
 TOKENS = torch.arange(20).view(2, 10) * 7 % 300
 
 

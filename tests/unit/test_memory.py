@@ -40,13 +40,13 @@ def nothing_large(monkeypatch):
     monkeypatch.setattr("octavo.training.memory.memory_bytes", lambda _: 64 << 20)
 
 
-def test_what_fits_passes_and_one_byte_more_does_not():
+def test_check_fits_is_exact_to_one_byte():
     check_fits("a thing", 64 << 20, CPU, remedy="shrink it")
     with pytest.raises(ConfigError, match=r"^a thing does not fit in the memory of 'cpu': it .* 64 MiB of 64; shrink"):
         check_fits("a thing", (64 << 20) + 1, CPU, remedy="shrink it")
 
 
-def test_memory_is_the_machines_or_a_lower_limit_of_the_process():
+def test_memory_is_the_lowest_limit():
     read = "import torch; from octavo.memory import memory_bytes; print(memory_bytes(torch.device('cpu')))"
     limit = 3 << 30
 
@@ -91,7 +91,7 @@ def test_the_lowest_limit_of_control_groups_counts(groups, own, files, found):
 
 @pytest.mark.parametrize("biases", [{}, {"qkv_bias": True}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_model(biases, tied):
+def test_parameter_estimate_matches_model(biases, tied):
     config = LlamaConfig(**SHAPE, tie_embeddings=tied, **biases)
     assert config.parameters == sum(p.numel() for p in Llama(config).parameters())
 
@@ -106,13 +106,13 @@ LARGE = {
 
 
 @pytest.mark.parametrize("key", LARGE)
-def test_a_model_is_judged_before_it_is_built(key):
+def test_model_size_is_checked_before_building(key):
     value, message = LARGE[key]
     with pytest.raises(ConfigError, match=message):
         Llama(LlamaConfig(**SHAPE | {key: value}))
 
 
-def test_rotary_tables_count():
+def test_rotary_tables_are_included():
     with pytest.raises(ConfigError, match="does not fit in the memory"):
         Llama(LlamaConfig(**SHAPE | {"max_positions": 1 << 22}))
 
@@ -128,13 +128,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize("key", RUNS)
-def test_a_run_is_judged_before_any_text_is_read(key):
+def test_run_size_is_checked_before_reading_text(key):
     section, value, message = RUNS[key]
     with pytest.raises(ConfigError, match=message):
         check_run_fits(config_from_dict({section: {key: value}}), vocab_size=300)
 
 
-def test_a_run_counts_weights_gradients_and_moments(monkeypatch):
+def test_run_estimate_includes_gradients_and_moments(monkeypatch):
     config = config_from_dict({"training": {"batch_size": 1}})
     parameters = config.model.llama(vocab_size=300, max_positions=128).parameters
     monkeypatch.setattr("octavo.memory.memory_bytes", lambda _: 16 * parameters)
@@ -144,18 +144,18 @@ def test_a_run_counts_weights_gradients_and_moments(monkeypatch):
         check_run_fits(config, vocab_size=300)
 
 
-def test_a_vocabulary_is_judged_before_it_is_trained():
+def test_vocabulary_size_is_checked_before_training_it():
     for size in (10**9, 10**19):
         with pytest.raises(ConfigError, match="vocab_size must be at most 1,048,576"):
             train_tokenizer(["some text"], vocab_size=size)
 
 
-def test_a_history_is_judged_before_layers_have_one():
+def test_history_size_is_checked_before_allocation():
     with pytest.raises(ConfigError, match="length must be at most 65,536 steps, not 1,000,000,000,000"):
         get("delayed", history_length=10**12)
 
 
-def test_a_cache_is_judged_before_it_is_filled():
+def test_cache_size_is_checked_before_allocation():
     with pytest.raises(
         ConfigError, match=r"a cache of .* positions does not fit in the memory of 'cpu': .*cache_positions"
     ):

@@ -66,7 +66,7 @@ def test_plain_text_reads_as_python_reads_it():
     assert parse_toml("a = [" + "0.5," * 1000 + "]") == {"a": [0.5] * 1000}
 
 
-def test_every_part_of_a_toml_key_is_looked_at_once(monkeypatch):
+def test_toml_key_parts_are_read_once(monkeypatch):
     """Keys of 99 parts in a comment: to search for 100 from each part on takes 100 times as long."""
     looks = 0
 
@@ -132,7 +132,7 @@ def test_damaged_tensors_are_refused():
             parse_tensors(damaged)
 
 
-def test_a_panic_of_a_rust_library_is_refused_and_a_signal_goes_on():
+def test_rust_panic_is_a_data_error_and_signals_propagate():
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
     with pytest.raises(DataError, match=r"broke down \(called `Option::unwrap\(\)`\)"), library_errors():
         raise panic("called `Option::unwrap()`\nnote: run with RUST_BACKTRACE=1")

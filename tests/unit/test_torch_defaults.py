@@ -14,10 +14,11 @@ from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0, FP32
 from octavo.inference import ModelRunner, PagedKVCache, generate
 from octavo.kernels import fake_quantize, native_bindings
 from octavo.kernels.hopper_model import _sums_by_torch
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, ScaleRounding, hopper_sums
 from octavo.training.loss_scaling import LossScaler
 from tests.recorded_state import recorded_state
+from tests.tiny_llama import tiny_llama_config
 
 
 @contextmanager
@@ -106,15 +107,7 @@ def test_sums_of_tensor_cores(default):
 
 
 def small():
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=100,
-    )
+    config = tiny_llama_config(vocab_size=60, hidden_size=64, intermediate_size=96, max_positions=100)
     return Llama(config, seed=3)
 
 

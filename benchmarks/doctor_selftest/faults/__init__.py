@@ -1,4 +1,4 @@
-"""Faults to inject into a training run, and what the doctor has to say of each."""
+"""Faults to inject into a training run, and the findings that the doctor must report."""
 
 from benchmarks.doctor_selftest.faults.catalogue import FAULTS
 from benchmarks.doctor_selftest.faults.fault import Fault, Injection, nothing

@@ -25,7 +25,7 @@ REPEATS = 16  # of the pooled input: K is so many times the hidden size
 
 
 class _StaleCache(WeightCache):
-    """A cache that finds its operands current whatever became of the weight, and cannot be emptied."""
+    """Weight cache that ignores changes of the weight and cannot be emptied."""
 
     def operands(self, weight: Tensor, recipe: Recipe, tap: OperandScaling, *, learning: bool) -> WeightOperands | None:
         if self._operands is None or self._operands._recipe != recipe:  # noqa: SLF001
@@ -38,7 +38,7 @@ class _StaleCache(WeightCache):
 
 @contextmanager
 def _stale_caches(trainer: Trainer, layer: int) -> Iterator[None]:
-    """The caches of a block do not look whether their weights have changed."""
+    """Make the weight caches of a block ignore changes of their weights."""
     with ExitStack() as stack:
         for module in block_of(trainer, layer).modules():
             if isinstance(module, Linear) and module.weight_cache is not None:
@@ -58,7 +58,7 @@ def _requantized(trainer: Trainer, layer: int) -> Iterator[None]:
 
 @contextmanager
 def _pooled(trainer: Trainer, layer: int) -> Iterator[None]:
-    """A layer sums many products of one sign as a tensor core does; beside its exact result, nothing else is added."""
+    """Make a layer sum many products of one sign as a tensor core does."""
     mlp = block_of(trainer, layer).mlp
     recipe = recipes.get("tensorwise", emulate_tensor_cores=True)
     width = REPEATS * trainer.config.model.hidden_size
@@ -111,6 +111,6 @@ CODE_FAULTS = (
         code="biased-accumulation",
         places=("model.layers.{layer}.mlp.pool",),
         inject=_pooled,
-        mendable=False,
+        is_remediable=False,
     ),
 )

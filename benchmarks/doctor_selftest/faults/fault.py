@@ -1,4 +1,4 @@
-"""A fault: something that goes wrong in FP8 training, and the finding that the doctor has to report."""
+"""Faults in FP8 training, with the finding that the doctor must report."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -17,13 +17,13 @@ Injection = Callable[[Trainer, int], AbstractContextManager[None]]
 
 @contextmanager
 def nothing(_trainer: Trainer, _layer: int) -> Iterator[None]:
-    """Leave the trainer as it is."""
+    """Inject nothing."""
     yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that goes wrong, on purpose, in one block of a decoder.
+    """A fault that is injected into one block of a decoder.
 
     A run with a fault has two parts. Its *workload* is the data and the model's state that bring the fault out, such
     as an amax that jumps; it changes nothing that high precision would compute, and a run with the workload alone is a
@@ -31,7 +31,7 @@ class Fault:
 
     Attributes:
         name: a word for tables.
-        story: what is wrong, in one sentence.
+        story: description in one sentence.
         code: the finding's that names the cause.
         places: patterns of paths one of which that finding must name; "{layer}" stands for the number of the block, and
             "" for the run as a whole.
@@ -41,7 +41,7 @@ class Fault:
         recipes: recipes of layers, by path, of the run with the fault.
         workload: in the run with the fault, in the cured one and in the clean one.
         inject: in the run with the fault and in the cured one.
-        mendable: whether a setting of the run mends it; not where the fault is in code, or in a module of its own.
+        is_remediable: whether a setting of the run can fix it; False for a fault in code or in a separate module.
         ranks: processes that train together.
     """
 
@@ -55,15 +55,15 @@ class Fault:
     recipes: Mapping[str, str | Recipe] = field(default_factory=dict)
     workload: Injection = nothing
     inject: Injection = nothing
-    mendable: bool = True
+    is_remediable: bool = True
     ranks: int = 1
 
     def explains(self, finding: Finding) -> bool:
-        """Whether the finding is of this fault or of something that follows from it."""
+        """Return True if the finding is of this fault or of one of its consequences."""
         return finding.code in {self.code, *self.also}
 
     def is_named_by(self, finding: Finding, layer: int) -> bool:
-        """Whether the finding names cause and place of this fault, injected into block ``layer``."""
+        """Return True if the finding names cause and place of this fault, injected into block ``layer``."""
         patterns = [place.format(layer=layer) for place in self.places]
         return (
             finding.code == self.code

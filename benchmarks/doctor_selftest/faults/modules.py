@@ -1,4 +1,4 @@
-"""Modules that FP8 does not agree with: aligned gates, a wandering batch norm, a head that was converted."""
+"""Faults in modules: aligned gates, a drifting batch norm, a converted head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,7 +113,7 @@ MODULE_FAULTS = (
         code="batch-norm",
         places=("model.layers.{layer}.batch_norm",),
         inject=adding_batch_norm(wandering=3.0),
-        mendable=False,
+        is_remediable=False,
     ),
     Fault(
         name="head in FP8",

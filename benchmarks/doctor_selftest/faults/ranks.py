@@ -47,7 +47,7 @@ def _of_the_next_rank(_trainer: Trainer, _layer: int) -> Iterator[None]:
 
 @contextmanager
 def _halved(trainer: Trainer, layer: int) -> Iterator[None]:
-    """The last rank's scale of one weight is half of what it should be."""
+    """Halve the last rank's scale of one weight."""
     history = layer_at(trainer, layer, KEY).amax_history
     if history is None or distributed.get_rank() == 0:
         yield
@@ -73,7 +73,7 @@ RANK_FAULTS = (
         workload=_first_rank_larger,
         inject=_of_the_next_rank,
         ranks=2,
-        mendable=False,
+        is_remediable=False,
     ),
     Fault(
         name="halved scale of a rank",
@@ -85,6 +85,6 @@ RANK_FAULTS = (
         training={"recipe": "delayed"},
         inject=_halved,
         ranks=2,
-        mendable=False,
+        is_remediable=False,
     ),
 )

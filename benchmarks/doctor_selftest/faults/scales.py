@@ -1,4 +1,4 @@
-"""Scales that go wrong: frozen, too old, averaged, alternating, halved, rounded."""
+"""Faults in scales: frozen, too old, averaged, alternating, halved, rounded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,4 +1,4 @@
-"""Settings that go wrong: the learning rate at a switch of precision, the loss scale."""
+"""Faults in settings: the learning rate at a switch of precision, the loss scale."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ def switching_precision(*, first_rate: float | None = None) -> Injection:
     """The layers run in BF16 for some steps and as their recipe says afterwards.
 
     Args:
-        first_rate: what the run's peak learning rate is before the switch; None for what its settings say.
+        first_rate: peak learning rate before the switch; None for that of the settings.
     """
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Values that go wrong: infinite, too small, zero, cancelling."""
+"""Faults in values: infinite, too small, zero, cancelling."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ __all__ = ["VALUE_FAULTS", "add_adapter"]
 
 STRIKES_AFTER = 12  # steps
 RANK = 16  # of the low-rank adapter
-NOISE = 300.0  # a cancelling gradient's size beside the true one's
+NOISE = 300.0  # size of a cancelling gradient over that of the true one
 DOWN = "mlp.down_proj"
 
 
@@ -86,7 +86,7 @@ def e4m3_gradients() -> Recipe:
 
 @contextmanager
 def add_adapter(trainer: Trainer, layer: int, *, zero: bool) -> Iterator[None]:
-    """A low-rank adapter beside the query projection: its second matrix starts at zero, the first must not."""
+    """Add a low-rank adapter to the query projection; its second matrix starts at zero, and the first must not."""
     attention = block_of(trainer, layer).self_attn
     query, recipe = attention.q_proj, attention.q_proj.recipe
     down = Linear(query.in_features, RANK, bias=False, recipe=recipe, manual_scale_updates=True)
@@ -157,7 +157,7 @@ VALUE_FAULTS = (
         code="nonfinite",
         places=("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.post_attention_layernorm"),
         inject=_infinite_activation,
-        mendable=False,
+        is_remediable=False,
     ),
     Fault(
         name="NaN gradient",
@@ -165,7 +165,7 @@ VALUE_FAULTS = (
         code="nonfinite",
         places=("model.layers.{layer}.self_attn.o_proj",),
         inject=_broken_gradient,
-        mendable=False,
+        is_remediable=False,
     ),
     Fault(
         name="E4M3 gradients",
@@ -183,7 +183,7 @@ VALUE_FAULTS = (
         code="zero-tensor",
         places=("model.layers.{layer}.self_attn.q_adapter_*",),
         inject=_zero_adapter,
-        mendable=False,
+        is_remediable=False,
     ),
     Fault(
         name="gradient below noise",

@@ -1,4 +1,4 @@
-"""Casts that go wrong: a layer's tensor is cast with a scale made from something else than its amax, or twice."""
+"""Faults in casts: a tensor is cast with a scale from another number than its amax, or twice."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,7 +50,7 @@ def scaling_by(layer: Linear, role: int, change: Callable[[Tensor], Tensor]) -> 
 
 @contextmanager
 def requantizing(layer: Linear, role: int) -> Iterator[None]:
-    """Make the transposed operand of one role from what the other operand's codes decode to."""
+    """Cast the transposed operand of one role from the dequantized codes of the other operand."""
     with _wrong(layer, role=role, requantizes=True):
         yield
 

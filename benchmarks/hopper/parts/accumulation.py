@@ -1,9 +1,9 @@
-"""How this GPU's tensor cores sum: ``torch._scaled_mm``'s FP32 results beside octavo's models, bit by bit.
+"""Sums of this GPU's tensor cores: FP32 results of ``torch._scaled_mm`` against octavo's models, bit by bit.
 
-The models (octavo.numerics.accumulate) are chains of the tensor core's steps that are added in FP32 every so many
-products of K: every 128 is "hopper-slow", never is "hopper-fast". Here other intervals are tried too, and rounding each
-exact sum once. The operands' scales are 1, so that a result is the sum itself. A library may split K over several
-chains, and may choose by shape, so the same rows are multiplied within a larger product as well.
+The models (octavo.numerics.accumulate) are chains of the tensor core's steps that are added in FP32 after intervals of
+K: every 128 is "hopper-slow", never is "hopper-fast". Other intervals are compared too, and exact sums rounded once.
+The operands' scales are 1, so that a result is the sum itself. A library may split K over several chains depending on
+the shape, so the same rows are also multiplied within a larger GEMM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ LARGER = 8  # times as many rows and columns
 
 
 def measure(session: Session) -> Iterator[Section]:
-    """A row for every K, kind of data and way to accumulate; then what fits best over all of them."""
+    """Yield a section with a row for every K, kind of data and accumulation, and the best fit over all of them."""
     rows, raw = [], []
     for k in session.sizes.chain_lengths:
         if session.is_late():
@@ -93,7 +93,7 @@ def _of_length(session: Session, k: int, *, one_sign: bool) -> Iterator[dict[str
 
 
 def _different(k: int) -> list[int | None]:
-    """Intervals at least as long as K are all one chain."""
+    """Intervals that differ for this K: those of at least K are all one chain."""
     return [interval for interval in INTERVALS if interval is None or interval < k]
 
 
@@ -127,7 +127,7 @@ def _row(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _finding(raw: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """One sentence for each way to accumulate, over the K at which intervals differ."""
+    """Yield a sentence for each kind of accumulation, over the K at which all intervals differ."""
     for fast in (True, False):
         long = [each for each in raw if each["fast"] is fast and each["K"] > max(filter(None, INTERVALS))]
         if not long:

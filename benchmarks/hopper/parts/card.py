@@ -49,18 +49,18 @@ def _ceilings(session: Session) -> Section:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver, as nvidia-smi tells it; "unknown" where it does not, or not in time."""
+    """Version of NVIDIA's driver by nvidia-smi; "unknown" without it or after a timeout."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "unknown"
-    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=ANSWERS_WITHIN)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWERS_WITHIN)
     except subprocess.TimeoutExpired:
         return f"unknown: nvidia-smi did not answer in {ANSWERS_WITHIN:g} s"
     except OSError as error:
         return f"unknown: nvidia-smi cannot be run: {error.strerror}"
-    return done.stdout.strip().split("\n")[0] or "unknown"
+    return result.stdout.strip().split("\n")[0] or "unknown"
 
 
 def _copy(session: Session) -> Variant:

@@ -20,13 +20,13 @@ from octavo.bench.results import Section, Verdict
 from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
 from octavo.kernels import cast, quantize
 from octavo.numerics import (
+    AmaxRecord,
     CastSpec,
     Granularity,
     PerBlock,
     PerRow,
     PerTensor,
     QuantizedTensor,
-    Record,
     ScaleRounding,
     amax,
     dequantize,
@@ -77,7 +77,7 @@ def _quantizing(session: Session, name: str, dtype: torch.dtype) -> Section:
 
 
 def _cast_bars(name: str, variants: Mapping[str, Variant]) -> dict[str, Verdict]:
-    """By variant."""
+    """Bars by variant."""
     bars = {}
     for what in variants:
         if BOTH_WAYS in what:
@@ -87,45 +87,45 @@ def _cast_bars(name: str, variants: Mapping[str, Variant]) -> dict[str, Verdict]
     return bars
 
 
-def _judged(bars: Mapping[str, Verdict], found: Timings, copy: float | None) -> list[Verdict]:
-    """A share of the copy's speed, or how many times as long as the copy of as many bytes it takes."""
+def _judged(bars: Mapping[str, Verdict], timings: Timings, copy: float | None) -> list[Verdict]:
+    """Judge the share of the copy's speed, or the time over that of a copy of as many bytes."""
     verdicts = []
     for what, bar in bars.items():
-        if what not in found.seconds:
-            verdicts.append(not_judged(bar, why_absent([what], found.failures)))
+        if what not in timings.seconds:
+            verdicts.append(not_judged(bar, why_absent([what], timings.failures)))
         elif copy is None:
             verdicts.append(not_judged(bar, NO_COPY))
         else:
-            share = speed(found, what) / copy
+            share = speed(timings, what) / copy
             verdicts.append(replace(bar, found=1 / share if bar.at_most else share))
     return verdicts
 
 
 def _casts(session: Session, dtype: torch.dtype) -> dict[str, Variant]:
-    """By name; the most important first."""
-    known = cache(lambda: amax(session.randn(64, 64, dtype=dtype)) + 4.0)  # made when it is first needed
+    """Casts by name; the most important first."""
+    known_amax = cache(lambda: amax(session.randn(64, 64, dtype=dtype)) + 4.0)  # made when it is first needed
 
     def entry(run: Run, *, reads: int = 1, writes: int = 1, groups: Granularity | None = None) -> Variant:
         return _over(session, dtype, run, reads, writes, scales=_scale_bytes(session, groups))
 
     casts = {
         "one scale, measured": entry(lambda x: quantize(x, E4M3), reads=2),
-        "one scale, amax known": entry(lambda x: quantize(x, E4M3, amax=known())),
-        DELAYED: entry(_delayed(session, known)),
+        "one scale, amax known": entry(lambda x: quantize(x, E4M3, amax=known_amax())),
+        DELAYED: entry(_delayed(session, known_amax)),
         f"one scale, measured, {BOTH_WAYS}": entry(_both_ways(PerTensor()), reads=2, writes=2),
-        f"one scale, amax known, {BOTH_WAYS}": entry(_both_ways(PerTensor(), known), writes=2),
-        f"{DELAYED}, {BOTH_WAYS}": entry(_delayed(session, known, transpose=True), writes=2),
+        f"one scale, amax known, {BOTH_WAYS}": entry(_both_ways(PerTensor(), known_amax), writes=2),
+        f"{DELAYED}, {BOTH_WAYS}": entry(_delayed(session, known_amax, transpose=True), writes=2),
     }
     for what, groups in FINE.items():
         casts[what] = entry(_fine(groups), groups=groups)
         if dtype is not torch.float16:
             reads = 2 if groups == PerRow() else 1  # a column of the input has to be measured first, and is long
             casts[f"{what}, {BOTH_WAYS}"] = entry(_both_ways(groups), reads=reads, writes=2, groups=groups)
-            casts[f"{what}, of the transpose"] = entry(_fine(groups, turned=True), reads=reads, groups=groups)
+            casts[f"{what}, of the transpose"] = entry(_fine(groups, transposed=True), reads=reads, groups=groups)
     if dtype is torch.bfloat16:
         casts["1x32, E8M0"] = entry(_fine(PerBlock(1, 32), scale_format=E8M0), groups=PerBlock(1, 128))  # as many bytes
         casts["E5M2, one scale, measured"] = entry(lambda x: quantize(x, E5M2), reads=2)
-        casts["E5M2, one scale, amax known"] = entry(lambda x: quantize(x, E5M2, amax=known()))
+        casts["E5M2, one scale, amax known"] = entry(lambda x: quantize(x, E5M2, amax=known_amax()))
         casts[f"one scale, measured, {COMPILED}"] = entry(_plain(session, PerTensor()), reads=2)
         for what in ("a scale a row", "1x128"):
             casts[f"{what}, {COMPILED}"] = entry(_plain(session, FINE[what]), groups=FINE[what])
@@ -133,14 +133,16 @@ def _casts(session: Session, dtype: torch.dtype) -> dict[str, Variant]:
 
 
 def _scale_bytes(session: Session, groups: Granularity | None) -> int:
-    """Of FP32 scales; None is one for all."""
+    """Bytes of the FP32 scales of a granularity; None is one scale per tensor."""
     return 4 * math.prod((groups or PerTensor()).scale_shape(torch.Size(session.sizes.cast)))
 
 
-def _fine(groups: Granularity, *, turned: bool = False, scale_format: Format = FP32) -> Run:
+def _fine(groups: Granularity, *, transposed: bool = False, scale_format: Format = FP32) -> Run:
     def run(x: Tensor) -> object:
-        given = x.t() if turned else x
-        return quantize(given, E4M3, granularity=groups, scale_rounding=ScaleRounding.RCEIL, scale_format=scale_format)
+        operand = x.t() if transposed else x
+        return quantize(
+            operand, E4M3, granularity=groups, scale_rounding=ScaleRounding.RCEIL, scale_format=scale_format
+        )
 
     return run
 
@@ -157,9 +159,9 @@ def _both_ways(groups: Granularity, known: Callable[[], Tensor] | None = None) -
 
 
 def _delayed(session: Session, known: Callable[[], Tensor], *, transpose: bool = False) -> Run:
-    """As a layer with the recipe "delayed" casts: for an amax of past steps, unless that is 0; this one's is recorded.
+    """Cast of a layer with the recipe "delayed": uses the amax of past steps unless it is 0, and records its own.
 
-    Whether it is 0 the device finds out, with a launch more than where an amax is given for good.
+    The device checks for 0, which takes one more launch than a fixed amax.
     """
     spec = get("delayed").output.a
     assert spec is not None
@@ -167,7 +169,7 @@ def _delayed(session: Session, known: Callable[[], Tensor], *, transpose: bool =
     record = cache(lambda: [torch.zeros((), dtype=kind, device=session.device) for kind in kinds])
 
     def run(x: Tensor) -> object:
-        return cast(x, spec, amax=known(), measure_if_zero=True, transpose=transpose, into=Record(*record()))
+        return cast(x, spec, amax=known(), measure_if_zero=True, transpose=transpose, record=AmaxRecord(*record()))
 
     return run
 
@@ -181,7 +183,7 @@ def _plain(session: Session, groups: Granularity) -> Run:
 
 
 def _over(session: Session, dtype: torch.dtype, run: Run, reads: int, writes: int, *, scales: int) -> Variant:
-    """A cast that reads its input and writes its codes so many times, and the scales as often as the codes."""
+    """Variant of a cast with this many passes over its input and over its codes and scales."""
     rows, columns = session.sizes.cast
     moved = rows * columns * (reads * dtype.itemsize + writes) + writes * scales
 
@@ -210,7 +212,7 @@ def _decodes(session: Session) -> dict[str, Variant]:
 
 
 def _decode_bars(variants: Mapping[str, Variant]) -> dict[str, Verdict]:
-    """By variant."""
+    """Bars by variant."""
     return {what: Verdict(claim=f"dequantize, {what}: share of copy", bar=COPY_BAR) for what in variants}
 
 

@@ -1,4 +1,4 @@
-"""Products over a grid of M, K, N: FP8 with each kind of scale beside BF16, and what the card reaches at best."""
+"""GEMMs over a grid of M, K, N: FP8 with each kind of scale against BF16 and the card's ceiling."""
 
 from collections.abc import Callable, Iterator
 
@@ -29,7 +29,7 @@ BACKENDS = {"cuBLAS": "torch_cuda", "octavo's Triton kernel": "triton"}
 
 
 def measure(session: Session) -> Iterator[Section]:
-    """A section for every shape."""
+    """Yield a section for every shape."""
     for m, k, n in session.sizes.gemms:
         session.check_time(f"{m}×{k}×{n}")
         yield _products(session, m, k, n)
@@ -56,15 +56,15 @@ def _products(session: Session, m: int, k: int, n: int) -> Section:
 
 
 def multiplied_by(session: Session) -> list[tuple[str, str, str]]:
-    """Which backend took which scales on this device so far, and why others did not."""
-    found: dict[tuple[str, str, str], None] = {}
+    """Rows of scales, selected backend, and the reasons against other backends, for GEMMs on this device so far."""
+    rows: dict[tuple[str, str, str], None] = {}
     for selection in selections():
         problem = selection.problem
         if problem.device == session.device.type:
             scales = f"{problem.a_granularity} times {problem.b_granularity}"
             reasons = "; ".join(f"{name}: {reason}" for name, reason in selection.rejected)
-            found[scales, selection.backend, reasons or "–"] = None
-    return list(found)
+            rows[scales, selection.backend, reasons or "–"] = None
+    return list(rows)
 
 
 def _bf16(session: Session, m: int, k: int, n: int) -> Variant:

@@ -1,8 +1,8 @@
 """One transformer layer of Llama 3 8B's shape, 8,192 tokens, forward and backward.
 
-``octavo.nn.TransformerLayer`` with each recipe, and the same layer with the recipe "bf16"; beside it a layer of plain
-``nn.Linear`` (octavo.models.llama, its norms torch's own in BF16), in BF16 and, where torchao is installed, converted
-by torchao. All parameters and activations are BF16 but for what a recipe casts.
+``octavo.nn.TransformerLayer`` with each recipe, and the same layer with the recipe "bf16"; for comparison a layer of
+plain ``nn.Linear`` (octavo.models.llama, its norms torch's own in BF16), in BF16 and, where torchao is installed,
+converted by torchao. All parameters and activations are BF16, except those that a recipe casts.
 """
 
 import importlib.util
@@ -42,23 +42,23 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def measure(session: Session) -> Iterator[Section]:
-    """Times, then memory."""
-    found = session.compare(_variants(session))
+    """Yield the times, then the memory."""
+    timings = session.compare(_variants(session))
     size = session.sizes.layer
     title = f"TransformerLayer, {size.batch * size.length:,} tokens, hidden {size.hidden}, ffn {size.ffn}"
-    yield section_of(title, found, base=BASE, verdicts=_speed_verdicts(found), notes=[PUBLISHED])
-    steps = {name: run for name, run in found.runs.items() if isinstance(run, TrainingStep)}
+    yield section_of(title, timings, base=BASE, verdicts=_speed_verdicts(timings), notes=[PUBLISHED])
+    steps = {name: run for name, run in timings.runs.items() if isinstance(run, TrainingStep)}
     memory, failures = session.look_at_each(steps, partial(memory_of, session))
-    yield _memory_section(memory, failures, found.failures)
+    yield _memory_section(memory, failures, timings.failures)
 
 
 def bars(_: Session) -> list[Verdict]:
-    """The same for all sizes."""
+    """Bars, which are the same for all sizes."""
     return [*(bar for bar, _, _ in _speed_bars()), MEMORY]
 
 
 def _variants(session: Session) -> dict[str, Variant]:
-    """The judged ones first: the last are left out when time runs short."""
+    """Variants, those with bars first, because the last are left out if time runs short."""
     octavo = {recipe: _octavo(session, recipe) for recipe in ("bf16", *RECIPES)}
     variants = {
         BASE: _step(session, octavo["bf16"], compiled=True),
@@ -155,7 +155,7 @@ def _torchao(session: Session, recipe: str) -> Callable[[], tuple[nn.Module, For
 
 
 def _speed_bars() -> Iterator[tuple[Verdict, list[str], Sequence[str]]]:
-    """Each, whose speed it is about, and whom that is divided by."""
+    """Yield each bar with the variants that may reach it and the variants that they are compared with."""
     ours = {how: [f"{recipe}, {how}" for recipe in RECIPES] for how in PLAIN}
     for own, how, bar in ((BASE, "compiled", SPEED_BAR), (EAGER, "eager", 1.0)):
         yield Verdict(claim=f"TransformerLayer, {how}, × the faster bf16", bar=bar), ours[how], (own, PLAIN[how])
@@ -171,19 +171,19 @@ def _speed_verdicts(found: Timings) -> list[Verdict]:
 def _memory_section(
     memory: Mapping[str, Memory], failures: Sequence[Failure] = (), earlier: Sequence[Failure] = ()
 ) -> Section:
-    """``failures`` are of measuring it, ``earlier`` ones of those that are not here."""
+    """Section on memory; ``failures`` are of its measurement, ``earlier`` ones of variants that were not timed."""
     base = memory.get(BASE, Memory(0, 0))
     rows = [
         (
             name,
-            gigabytes(own.peak),
-            _share(own.peak, base.peak),
-            gigabytes(own.kept),
-            _share(own.kept, base.kept),
+            gigabytes(step_memory.peak),
+            _share(step_memory.peak, base.peak),
+            gigabytes(step_memory.kept),
+            _share(step_memory.kept, base.kept),
         )
-        for name, own in memory.items()
+        for name, step_memory in memory.items()
     ]
-    peaks = {name: own.peak for name, own in memory.items()}
+    peaks = {name: step_memory.peak for name, step_memory in memory.items()}
     ours = [f"{recipe}, compiled" for recipe in RECIPES]
     return Section(
         title="Its memory",
@@ -192,7 +192,7 @@ def _memory_section(
         notes=(PEAKS,),
         verdicts=(judged_by_memory(MEMORY, peaks, ours, BASE, (*earlier, *failures)),),
         failures=tuple(failures),
-        raw={name: {"peak": own.peak, "kept": own.kept} for name, own in memory.items()},
+        raw={name: {"peak": step_memory.peak, "kept": step_memory.kept} for name, step_memory in memory.items()},
     )
 
 

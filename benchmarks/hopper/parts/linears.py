@@ -1,9 +1,9 @@
-"""A linear layer forward and backward, quantization included, beside ``nn.Linear`` in BF16.
+"""A linear layer forward and backward, including quantization, against ``nn.Linear`` in BF16.
 
-Hopper's tensor cores know no scales for 32 numbers: "mxfp8" is emulated, a product of each block and a sum in FP32.
-Everything is BF16 but for what a recipe casts; input and weight take gradients. All variants of a shape share one
-weight. An eager step and a compiled one are timed with Python's launches, of which FP8 has more; as a CUDA graph a step
-is the GPU's work alone. The published figures are torchao's, for its rowwise recipe, compiled, on an H100.
+Hopper's tensor cores have no scales for blocks of 32: "mxfp8" is emulated by a GEMM per block and sums in FP32. All
+tensors are BF16, except those that a recipe casts; input and weight have gradients. All variants of a shape share one
+weight. Eager and compiled steps are timed with their launches, of which FP8 has more; a step as a CUDA graph is the
+GPU's work alone. The published figures are torchao's, for its rowwise recipe, compiled, on an H100.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ PUBLISHED_5B = (
 
 
 def measure(session: Session) -> Iterator[Section]:
-    """A section for every shape, eager; for some compiled; then as CUDA graphs: after a failed capture little runs."""
+    """Yield sections of all shapes eager, of some compiled, and last as CUDA graphs, whose capture may break CUDA."""
     for case, how in _cases(session):
         session.check_time(f"{case.name}, {how}")
         yield _section(session, case, how)
@@ -42,12 +42,12 @@ def measure(session: Session) -> Iterator[Section]:
 
 
 def bars(session: Session) -> list[Verdict]:
-    """Of every section."""
+    """Bars of all sections."""
     return [bar for case, how in _cases(session) for bar, _ in _bars(case, how)]
 
 
 def _cases(session: Session) -> list[tuple[LinearCase, str]]:
-    """And how each is run: as CUDA graphs those that have a bar to reach."""
+    """Cases and how they run; only those with a bar run as CUDA graphs."""
     every = session.sizes.linears
     barred = [case for case in every if case.bar is not None or case.blockwise_bar is not None]
     cases = {EAGER: every, COMPILED: [case for case in every if case.compiled], GRAPH: barred}
@@ -56,14 +56,14 @@ def _cases(session: Session) -> list[tuple[LinearCase, str]]:
 
 def _section(session: Session, case: LinearCase, how: str) -> Section:
     weight = nn.Parameter(session.randn(case.n, case.k) * case.k**-0.5)
-    found = session.compare(_variants(session, case, weight, how), kernels=how == GRAPH)
+    timings = session.compare(_variants(session, case, weight, how), kernels=how == GRAPH)
     published = {} if case.published is None else {f"rowwise, {how}": f"{case.published:.2f}"}
     return section_of(
         f"Linear, {how}, forward and backward, {case.name}",
-        found,
+        timings,
         base=_base(how),
         columns={PUBLISHED: published} if published else {},
-        verdicts=_verdicts(case, found, how),
+        verdicts=_verdicts(case, timings, how),
         notes=[JUDGED] if case.bar is not None else [PUBLISHED_5B] if case.blockwise_bar is not None else [],
     )
 
@@ -97,7 +97,7 @@ def _layer(case: LinearCase, recipe: str, weight: nn.Parameter) -> Callable[[], 
 
 
 def _closing(layer: Linear) -> Callable[[Tensor], Tensor]:
-    """A delayed layer whose every call begins a step: there is no optimizer to end them."""
+    """Delayed layer that begins a step with every call, since there is no optimizer."""
 
     def call(x: Tensor) -> Tensor:
         update_scales(layer)
@@ -130,7 +130,7 @@ def _step(
 
 
 def _as_graphs(session: Session, step: TrainingStep) -> Callable[[], object]:
-    """A graph for every input, replayed in turn: what is captured reads the same memory ever after."""
+    """Graphs replayed in turn, one per input, since a captured graph always reads the same memory."""
     graphs = []
     for _ in range(max(len(step.inputs.items), len(step.grads.items))):
         one = TrainingStep(step.run, step.parameters, Rotation([step.inputs()]), Rotation([step.grads()]))
@@ -145,7 +145,7 @@ def _as_graphs(session: Session, step: TrainingStep) -> Callable[[], object]:
 
 
 def _bars(case: LinearCase, how: str) -> Iterator[tuple[Verdict, list[str]]]:
-    """A section's bars, and whose speed each is about."""
+    """Yield the bars of a section, with the variants that may reach them."""
     if case.bar is not None:
         recipes = RECIPES if how == EAGER else FIRST_RECIPES
         claim = f"linear {case.name}, {how}, × bf16, the fastest recipe"

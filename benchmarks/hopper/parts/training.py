@@ -1,7 +1,7 @@
 """A whole training step of a model with a billion parameters: forward, loss, backward, AdamW.
 
-Parameters, gradients and moments are BF16. The variants share them: a copy of the modules for each, the tensors of
-all are the same, so one peak differs from another by what a recipe keeps alone.
+Parameters, gradients and moments are BF16. Each variant has a copy of the modules with the same tensors, so that peaks
+differ only by the memory that a recipe keeps.
 """
 
 import copy
@@ -38,7 +38,7 @@ PUBLISHED = (
 )
 
 
-class _Step:
+class _OptimizerStep:
     """One update on the next batch."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Rotation[Tensor]) -> None:
@@ -54,18 +54,18 @@ class _Step:
 
 
 def bars(_: Session) -> list[Verdict]:
-    """One, whatever the sizes."""
+    """Bars, which are the same for all sizes."""
     return [MEMORY]
 
 
 def measure(session: Session) -> Iterator[Section]:
-    """Tokens a second and peak memory, of layers compiled one by one and of eager ones."""
+    """Yield tokens per second and peak memory, with layers compiled one by one and eager."""
     model = random_llama(session)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     size = session.sizes.model
-    found = session.compare(_variants(session, model, optimizer))
-    peaks, failures = session.look_at_each(found.runs, partial(session.peak_above, 0))
-    found = replace(found, failures=(*found.failures, *failures))
+    timings = session.compare(_variants(session, model, optimizer))
+    peaks, failures = session.look_at_each(timings.runs, partial(session.peak_above, 0))
+    timings = replace(timings, failures=(*timings.failures, *failures))
     base = peaks.get(BASE, 0)
     columns = {"peak memory": {name: gigabytes(peak) for name, peak in peaks.items()}}
     columns |= {f"× {BASE}": {name: f"{peak / base:.2f}" if base else "–" for name, peak in peaks.items()}}
@@ -74,10 +74,10 @@ def measure(session: Session) -> Iterator[Section]:
     title = f"Training step, {millions:,.0f} M parameters, {size.batch} × {size.length:,} tokens"
     yield section_of(
         title,
-        found,
+        timings,
         base=BASE,
         columns=columns,
-        verdicts=[judged_by_memory(MEMORY, peaks, ours, BASE, found.failures)],
+        verdicts=[judged_by_memory(MEMORY, peaks, ours, BASE, timings.failures)],
         notes=[COMPILED, VOCABULARY.format(size.vocabulary), PUBLISHED],
         raw={"peak": peaks},
     )
@@ -95,21 +95,21 @@ def _step(session: Session, model: Llama, optimizer: torch.optim.Optimizer, reci
     size = session.sizes.model
 
     def build() -> Callable[[], object]:
-        own = sharing_copy(model)
+        variant_model = sharing_copy(model)
         if recipe != BF16:
-            convert(own, recipe)
+            convert(variant_model, recipe)
         if compiled:
-            for layer in own.model.layers:
+            for layer in variant_model.model.layers:
                 layer.forward = session.compiled(layer.forward)
         batches = session.rotation(
             lambda: torch.randint(size.vocabulary, (size.batch, size.length + 1), device=session.device), 1 << 20
         )
-        return _Step(own, optimizer, batches)
+        return _OptimizerStep(variant_model, optimizer, batches)
 
     return Variant(build=build, work=size.batch * size.length, unit="tokens")
 
 
 def sharing_copy(model: Any) -> Any:
-    """The modules again, with the same parameters and buffers."""
+    """Copy of the modules with the same parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

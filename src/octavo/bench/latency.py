@@ -1,8 +1,8 @@
-"""How long a language model takes for a pass, in each of the formats that are compared.
+"""Time of a forward pass of a language model in several formats.
 
-A pass reads B sequences of T tokens and gives the logits of all of them: the work of a prompt, or of a batch that is
-scored. It is not generation, token by token from a cache. Formats are timed in turn (:mod:`octavo.bench.timing`),
-because a machine that is shared or warms up would favour the one that runs in a calm moment.
+A pass reads B sequences of T tokens and returns the logits of all of them, as for a prompt or a scored batch; it does
+not generate. Formats are timed in turn (:mod:`octavo.bench.timing`), because the load and temperature of a machine
+change during the measurement.
 """
 
 import statistics
@@ -20,21 +20,21 @@ __all__ = ["BATCHES", "PassTime", "emulation_note", "pass_times"]
 BATCHES = (1, 16)
 
 
-class Reads(Protocol):
-    """A model that can be timed."""
+class LogitsModel(Protocol):
+    """Model that can be timed."""
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, T] → logits."""
+        """Return the logits of token ids [B, T]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """The median pass of one format at one batch size.
+    """Median time of a pass of one format at one batch size.
 
     Attributes:
-        name: of the format.
-        batch: sequences of a pass.
-        length: tokens of each.
+        name: name of the format.
+        batch: sequences per pass.
+        length: tokens per sequence.
         latency_ms: median over the rounds.
     """
 
@@ -45,12 +45,12 @@ class PassTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of a pass over its latency."""
+        """Tokens of a pass divided by its latency."""
         return 1e3 * self.batch * self.length / self.latency_ms
 
 
 def pass_times(
-    models: Mapping[str, Reads],
+    models: Mapping[str, LogitsModel],
     tokens: Tensor,
     *,
     batches: Sequence[int] = BATCHES,
@@ -58,21 +58,21 @@ def pass_times(
     clock: Clock | None = None,
     advance: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[PassTime]:
-    """Time every model at every batch size, interleaved, after one round that is not counted.
+    """Time every model at every batch size, interleaved, after one untimed round.
 
     Args:
-        models: by name.
-        tokens: ids [T] of the sequence that every place of the batch holds, on the models' device.
-        batches: their sizes.
-        rounds: passes of each that count.
-        clock: times one pass; None is the wall's on a CPU, and a GPU's own.
-        advance: called before each pass with (passes done, of all).
+        models: models by name.
+        tokens: ids [T] of the sequence that every row of the batch holds, on the models' device.
+        batches: batch sizes.
+        rounds: timed passes of each model and batch size.
+        clock: times one pass; None is the wall clock on a CPU and CUDA events on a GPU.
+        advance: called before each pass with (passes done, number of passes).
     """
     clock = clock or (EventClock() if tokens.device.type == "cuda" else wall_clock)
     total = len(batches) * len(models) * (rounds + 1)
     done = 0
 
-    def counted(model: Reads, rows: Tensor) -> Callable[[], object]:
+    def counted(model: LogitsModel, rows: Tensor) -> Callable[[], object]:
         def run() -> object:
             nonlocal done
             advance(done, total)
@@ -84,7 +84,7 @@ def pass_times(
     measured_times = []
     for batch in batches:
         rows = tokens.expand(batch, -1).contiguous()
-        with torch.cuda.device_of(tokens):  # whose queue a GPU's clock looks at
+        with torch.cuda.device_of(tokens):  # the clock records events in this device's queue
             seconds = interleaved(
                 {name: counted(model, rows) for name, model in models.items()}, rounds=rounds, clock=clock
             )
@@ -96,9 +96,9 @@ def pass_times(
 
 
 def emulation_note(device: torch.device) -> str:
-    """A sentence on what times on this device say about FP8."""
+    """Sentence on how far times on this device apply to FP8."""
     if device.type == "cuda":
-        return "Times are of this GPU."
+        return "These are times of this GPU."
     return (
         "A CPU has no FP8 instructions: codes are decoded and multiplied as BF16 or FP32, so FP8 can only be slower "
         "here than what it is decoded to. These times say nothing about a GPU that multiplies FP8."

@@ -1,4 +1,4 @@
-"""A report as Markdown, which is what is committed; octavo.reports.benchmark makes the page with figures."""
+"""Reports of benchmarks as Markdown, the form that is committed; octavo.reports.benchmark writes the HTML page."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Theme:
     """Sentences of a report around its tables.
 
     Attributes:
-        title: of the Markdown.
-        heading: of the page.
-        method: how it was measured.
-        bars_for: the device whose bars they are; "" for any.
+        title: title of the Markdown file.
+        heading: heading of the page.
+        method: description of the measurement.
+        bars_for: device that the bars apply to; "" for any.
     """
 
     title: str
@@ -52,7 +52,7 @@ THEMES = {
 
 
 def markdown(report: Report) -> str:
-    """The whole report."""
+    """Return a report as Markdown."""
     theme = THEMES[report.theme]
     lines = [f"# {theme.title}", "", f"`{report.command}`, {report.measured}", ""]
     lines += [REHEARSED, ""] if report.is_rehearsal else []

@@ -1,6 +1,6 @@
-"""Results of a benchmark: sections with a table, numbers, bars and failures, as data that JSON holds; and their files.
+"""Results of a benchmark: sections with a table, numbers, bars and failures, as JSON; and their files.
 
-A report is drawn again from its JSON alone, on a machine that has what draws it.
+The JSON has everything that a page needs, so that it can be drawn on another machine.
 """
 
 import json
@@ -28,15 +28,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A bar, and what was found.
+    """Bar, with the measured figure.
 
     Attributes:
-        claim: the judged claim, which identifies a bar.
-        found: the figure; None where the bar could not be judged.
-        bar: the figure to reach.
-        at_most: whether it is to stay below.
-        by: whose figure it is; "" where the claim says so.
-        reason: why the bar could not be judged.
+        claim: claim that is judged; identifies the bar.
+        found: measured figure; None if the bar could not be judged.
+        bar: figure to reach.
+        at_most: whether the figure must be at most the bar, instead of at least.
+        by: variant that has the figure; "" if the claim names it.
+        reason: reason why the bar could not be judged.
     """
 
     claim: str
@@ -58,25 +58,25 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """For a reader."""
+        """Verdict in words."""
         return ("met" if self.is_met else "missed") if self.is_judged else "not judged"
 
     def __str__(self) -> str:
-        wanted = f"{'at most' if self.at_most else 'at least'} {self.bar:.2f}"
+        bar = f"{'at most' if self.at_most else 'at least'} {self.bar:.2f}"
         if self.found is None:
-            return f"{self.word}: {self.claim} ({wanted}): {self.reason}"
+            return f"{self.word}: {self.claim} ({bar}): {self.reason}"
         by = f" ({self.by})" if self.by else ""
-        return f"{self.word}: {self.claim}{by}: {self.found:.2f} ({wanted})"
+        return f"{self.word}: {self.claim}{by}: {self.found:.2f} ({bar})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Bars in groups: by series, then by what stands below them.
+    """Bar chart with grouped bars.
 
     Attributes:
-        unit: of the values.
-        series: a series' name to its values by label.
-        line: a level to compare with, or None.
+        unit: unit of the values.
+        series: values by label, by name of the series.
+        line: level to compare with, or None.
     """
 
     unit: str
@@ -89,9 +89,9 @@ class Failure:
     """Something that could not be measured.
 
     Attributes:
-        name: what.
-        reason: why, in a line.
-        trace: where it happened; empty where nothing was raised.
+        name: what could not be measured.
+        reason: reason, in one line.
+        trace: traceback; empty if nothing was raised.
     """
 
     name: str
@@ -101,17 +101,17 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One table and what belongs to it.
+    """Table with its notes, chart, verdicts and numbers.
 
     Attributes:
-        title: its heading.
-        columns: of the table.
-        rows: of the table, cells as text.
-        notes: sentences below it.
-        chart: the same as a picture.
-        verdicts: the bars judged here.
+        title: heading.
+        columns: names of the table's columns.
+        rows: cells of the table as text.
+        notes: sentences below the table.
+        chart: chart of the same figures.
+        verdicts: bars judged by them.
         failures: reasons for missing rows.
-        raw: every number behind it: seconds of each round, bytes.
+        raw: all numbers behind the table, such as seconds of each round and bytes.
     """
 
     title: str
@@ -129,10 +129,10 @@ class PartRecord:
     """Result of one part.
 
     Attributes:
-        name: the part's.
-        seconds: how long it took.
+        name: name of the part.
+        seconds: duration.
         sections: finished sections.
-        failure: what ended it early, or None.
+        failure: failure that ended it early, or None.
         owed: bars of sections that were not reached.
     """
 
@@ -144,22 +144,22 @@ class PartRecord:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Every bar, judged or not."""
+        """All bars, judged or not."""
         return [*(verdict for section in self.sections for verdict in section.verdicts), *self.owed]
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """Everything a run found.
+    """Results of one run of a benchmark.
 
     Attributes:
-        facts: the machine and the versions, by name.
-        command: what was called.
-        is_rehearsal: whether the times mean nothing.
-        measured: the day, YYYY-MM-DD.
-        parts: in order.
+        facts: machine and versions, by name.
+        command: command line.
+        is_rehearsal: whether shapes were tiny, so that times have no meaning.
+        measured: date, YYYY-MM-DD.
+        parts: parts in order.
         is_interrupted: whether Ctrl-C ended it.
-        theme: what was measured, as files are named: "hopper" or "serving".
+        theme: "hopper" or "serving"; part of the file names.
     """
 
     facts: dict[str, str]
@@ -172,12 +172,12 @@ class Report:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Every bar, judged or not."""
+        """All bars, judged or not."""
         return [verdict for part in self.parts for verdict in part.verdicts]
 
     @property
     def tally(self) -> str:
-        """How many bars are met, of how many.
+        """Number of bars that are met, and of all bars.
 
         Example:
             >>> part = PartRecord(name="layer", owed=(Verdict(claim="memory", bar=0.75, reason="no time"),))
@@ -190,20 +190,20 @@ class Report:
 
     @property
     def failures(self) -> list[tuple[str, Failure]]:
-        """Everything that could not be measured, and where it belongs."""
-        found = []
+        """All failures, each with the title of its section or "part"."""
+        failures = []
         for part in self.parts:
-            found += [(section.title, failure) for section in part.sections for failure in section.failures]
-            found += [("part", part.failure)] if part.failure is not None else []
-        return found
+            failures += [(section.title, failure) for section in part.sections for failure in section.failures]
+            failures += [("part", part.failure)] if part.failure is not None else []
+        return failures
 
     def to_json(self) -> str:
-        """The whole, indented little."""
+        """Return the report as indented JSON."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
 def result_name(theme: str, hardware: str, day: str) -> str:
-    """A result's file name without its ending.
+    """Return a result's file name without its extension.
 
     Example:
         >>> result_name("hopper", "NVIDIA H200", "2026-01-31")
@@ -214,7 +214,7 @@ def result_name(theme: str, hardware: str, day: str) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; a cell's own ``|`` becomes ``/``.
+    """Lines of a Markdown table; ``|`` in a cell becomes ``/``.
 
     Example:
         >>> markdown_table(["timed", "speed"], [["copy", "2 GB/s"]])
@@ -225,12 +225,12 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 
 def write_result(folder: Path, name: str, texts: Mapping[str, str]) -> Path:
-    """Write a result's files, by ending, and return their common path without it.
+    """Write a result's files, and return their common path without the extension.
 
     Args:
-        folder: created where it does not exist.
-        name: from :func:`result_name`.
-        texts: of each file, by ending such as ".md".
+        folder: folder to write to; created if it does not exist.
+        name: name from :func:`result_name`.
+        texts: content of each file, by extension such as ".md".
     """
     folder.mkdir(parents=True, exist_ok=True)
     for ending, text in texts.items():

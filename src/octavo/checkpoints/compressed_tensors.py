@@ -1,7 +1,7 @@
 """The compressed-tensors format, written by vLLM's tools and loaded by vLLM, SGLang and transformers.
 
 Its quantization_config contains groups of layers; each defines the casts of weights and inputs and the layers they
-apply to, by class ("Linear"), path or regular expression ("re:…"). `ignore` lists layers that are not quantised.
+apply to, by class ("Linear"), path or regular expression ("re:…"). `ignore` lists layers that are not quantized.
 Different layers may have different schemes.
 
 Source: the library compressed-tensors, ``quantization/quant_config.py`` and ``quant_scheme.py``.

@@ -1,18 +1,20 @@
-"""Contents of an FP8 checkpoint: quantised layers, all other tensors, and scales of keys and values."""
+"""Contents of an FP8 checkpoint: quantized layers, all other tensors, and scales of keys and values."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from octavo.checkpoints.tables import CodedTable
 from octavo.errors import ConfigError
-from octavo.functional import cast_operand
+from octavo.functional import quantize_operand
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import runs_in_fp8
 from octavo.numerics import QuantizedTensor
-from octavo.recipes import Recipe, Scaling
+from octavo.recipes import Recipe
 
 __all__ = ["Contents", "FP8Layer", "KVScales", "attention_path", "contents_of", "nothing_in_fp8"]
 
@@ -63,7 +65,7 @@ def contents_of(
     kv_scales: Mapping[int, KVScales] | None = None,
     tables: Mapping[str, CodedTable] | None = None,
 ) -> Contents:
-    """Collect the contents of a converted model; held codes are kept, other weights are cast by their recipes.
+    """Collect the contents of a converted model; stored codes are kept, other weights are cast by their recipes.
 
     ``tables`` must decode to the model's embeddings.
 
@@ -73,8 +75,8 @@ def contents_of(
             table does not match the model.
     """
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    owners = _owners(model)
-    layers = {path: _fp8_layer(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    layers = {path: _fp8_layer(path, layer, owners) for path, layer in linears.items() if runs_in_fp8(layer)}
     if not layers:
         raise ConfigError(nothing_in_fp8(model))
     tables = tables or {}
@@ -159,21 +161,7 @@ def _experts(model: nn.Module) -> Iterator[str]:
                     yield name
 
 
-def _is_fp8(layer: nn.Linear) -> bool:
-    return isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
-
-
-def _owners(model: nn.Module) -> dict[int, int]:
-    """Number of modules that own each parameter, by id."""
-    count: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            count[id(parameter)] = count.get(id(parameter), 0) + 1
-    return count
-
-
-def _fp8_layer(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
-    assert isinstance(layer, Linear)
+def _fp8_layer(path: str, layer: Linear, owners: Mapping[int, int]) -> FP8Layer:
     if owners[id(layer.stored_weight)] > 1:
         raise ConfigError(
             f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would separate; "
@@ -182,15 +170,12 @@ def _fp8_layer(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Lay
     scale = layer.input_scale.detach().clone() if layer.recipe.has_static_input else None
     if scale is not None and not scale > 0:
         raise ConfigError(f"layer {path!r} has no scale for its static input; calibrate the model first")
-    return FP8Layer(recipe=layer.recipe, weight=layer.held_weight() or _codes(layer), input_scale=scale)
+    return FP8Layer(recipe=layer.recipe, weight=layer.stored_codes() or _codes(layer), input_scale=scale)
 
 
 def _codes(layer: Linear) -> QuantizedTensor:
-    spec = layer.recipe.output.b
-    assert spec is not None
-    codes = cast_operand(layer.weight.detach(), replace(spec, scaling=Scaling.DYNAMIC))
-    assert isinstance(codes, QuantizedTensor)
-    return codes
+    assert layer.recipe.output.b is not None
+    return quantize_operand(layer.weight.detach(), layer.recipe.output.b)
 
 
 def _rest(model: nn.Module, layers: Mapping[str, FP8Layer]) -> Iterator[tuple[str, Tensor]]:

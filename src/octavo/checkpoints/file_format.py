@@ -16,7 +16,7 @@ __all__ = ["FileFormat", "Layout", "damaged", "matched_scheme", "names_in"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Quantised layers of a folder, from its configuration.
+    """Quantized layers of a folder, from its configuration.
 
     Attributes:
         recipes: recipe of each FP8 layer, by path.
@@ -39,7 +39,7 @@ class FileFormat:
         names: names of its scales.
         preset: default recipe.
         schemes: supported schemes; None if the format stores whole recipes.
-        one_scheme: True if all quantised layers must have the same scheme.
+        one_scheme: True if all quantized layers must have the same scheme.
         refuses: returns the reason why a layer cannot be written, or None.
         configuration: contents → config.json's quantization_config.
         other_files: contents → texts of additional files, by name.

@@ -21,7 +21,7 @@ METHODS = {fmt.quant_method: fmt for fmt in FORMATS.values()}
 
 
 def is_quantized(folder: Path) -> bool:
-    """Report whether a folder's config.json declares any quantisation method, supported or not.
+    """Report whether a folder's config.json declares any quantization method, supported or not.
 
     Loading such a folder as a plain model would load codes as weights, so unknown methods count too.
 
@@ -32,7 +32,7 @@ def is_quantized(folder: Path) -> bool:
 
 
 def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[str, Any]]:
-    """Return a folder's format, its config.json without quantisation, and its quantization_config.
+    """Return a folder's format, its config.json without quantization, and its quantization_config.
 
     Raises:
         CheckpointError: the configuration is missing, unreadable, or of an unsupported format.
@@ -57,7 +57,7 @@ def written_configuration(fmt: FileFormat, plain: Mapping[str, Any], config: Map
 
 
 def plain_configuration(folder: Path) -> dict[str, Any]:
-    """config.json without quantisation, as for the model in high precision.
+    """config.json without quantization, as for the model in high precision.
 
     Raises:
         CheckpointError: config.json cannot be read.

@@ -1,6 +1,6 @@
 """Loading of FP8 checkpoint folders (``octavo.load_quantized``), without changing any code.
 
-A layer stored as codes becomes an ``octavo.nn.Linear`` that holds those codes and scales; all other tensors are
+A layer stored as codes becomes an ``octavo.nn.Linear`` that stores those codes and scales; all other tensors are
 converted to FP32, which is exact. Every inconsistency is an error: a tensor that belongs to neither the model nor the
 format, a scale of another shape, or a layer on which the configuration and the file disagree.
 
@@ -28,7 +28,7 @@ from octavo.models import Llama
 from octavo.models.llama import skip_init
 from octavo.models.llama_folder import read_tokenizer, shape_from_record
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_codes
+from octavo.nn.fp8_weight import store_codes
 from octavo.numerics import PerTensor, QuantizedTensor
 from octavo.recipes import Recipe
 
@@ -48,7 +48,7 @@ class QuantizedModel:
     """Model loaded from an FP8 checkpoint.
 
     Attributes:
-        model: in evaluation mode; its FP8 layers hold the file's codes.
+        model: in evaluation mode; its FP8 layers store the file's codes.
         tokenizer: of the folder.
         context: maximum number of tokens.
         format: name of the folder's format.
@@ -268,7 +268,7 @@ def _load_layer(layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles,
     name = f"{path}.{names.weight}"
     scale = checked_scale(name, _require(files, name), spec.granularity, codes.shape, spec.scale_format)
     layer.weight.requires_grad_(False)
-    hold_codes(layer, QuantizedTensor(codes, scale, spec.granularity, torch.float32))
+    store_codes(layer, QuantizedTensor(codes, scale, spec.granularity, torch.float32))
     used = {name}
     if recipe.has_static_input:
         name = f"{path}.{names.input}"

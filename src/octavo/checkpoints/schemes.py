@@ -1,4 +1,4 @@
-"""Quantisation schemes of linear layers that checkpoint formats can describe and servers can run.
+"""Quantization schemes of linear layers that checkpoint formats can describe and servers can run.
 
 | a scale of the weight for each | inputs                                | known as                         |
 |--------------------------------|---------------------------------------|----------------------------------|
@@ -114,5 +114,5 @@ def served(recipe: Recipe) -> Recipe:
     scheme_recipe = scheme_of(recipe).recipe
     assert b is not None
     if b.scaling is not Scaling.DYNAMIC:
-        b = replace(b, scaling=Scaling.DYNAMIC)  # as octavo.nn.fp8_weight.hold_weight_as_codes does
+        b = replace(b, scaling=Scaling.DYNAMIC)  # as octavo.nn.fp8_weight.store_weight_as_codes does
     return replace(scheme_recipe, output=replace(scheme_recipe.output, b=b))

@@ -18,7 +18,7 @@ from octavo import recipes
 from octavo.checkpoints.names import checked_scale
 from octavo.checkpoints.tensor_files import AGAIN, TensorFiles
 from octavo.errors import CheckpointError
-from octavo.functional import cast_operand
+from octavo.functional import quantize_operand
 from octavo.numerics import PerRow, QuantizedTensor
 
 __all__ = ["CodedTable", "table_names"]
@@ -56,8 +56,9 @@ class CodedTable:
                     [0.1001, 0.6992]])
         """
         table, rows = table.detach(), bf16_rows.to(device=table.device, dtype=torch.int64).unique()
-        codes = cast_operand(table[_others(rows, len(table))], recipes.get("weight_only").output.b)
-        assert isinstance(codes, QuantizedTensor)
+        spec = recipes.get("weight_only").output.b
+        assert spec is not None
+        codes = quantize_operand(table[_others(rows, len(table))], spec)
         return cls(codes=codes, bf16=table[rows].to(torch.bfloat16), bf16_rows=rows)
 
     @classmethod

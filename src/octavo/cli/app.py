@@ -1,12 +1,12 @@
-"""The ``octavo`` application: registers the commands and draws one boundary around their errors.
+"""The ``octavo`` application: its commands, and the handling of their errors.
 
-What octavo refuses (``OctavoError``) and what the machine refuses (``OSError``: a full disk, a missing permission)
-ends as one sentence on stderr and exit code 2; Ctrl-C ends with 130 and SIGTERM with 143, once what was begun is
-cleared away. ``--debug``, before or after the command's name, lets the traceback through. Anything else is a defect of
-octavo's own and keeps its traceback.
+``OctavoError`` and ``OSError`` (a full disk, a missing permission) end a command with one sentence on stderr and exit
+code 2. Ctrl-C ends it with 130 and SIGTERM with 143, after temporary files are removed. ``--debug``, before or after
+the command's name, shows the traceback. Other exceptions are defects of octavo and always have a traceback.
 """
 
 import errno
+import inspect
 import os
 import signal
 import threading
@@ -48,11 +48,11 @@ DEBUG = "--debug"
 
 
 def sentence_of(error: OSError) -> str:
-    """Describe in one sentence what the operating system refused."""
+    """Convert an error of the operating system to one sentence."""
     reason = (error.strerror or str(error)).lower()
     place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
     advice = {
-        errno.ENOSPC: "free some space or choose another disk; what was whole before is still there",
+        errno.ENOSPC: "free some space or choose another disk; existing files are unchanged",
         errno.EACCES: "choose a path you may read and write",
         errno.EPERM: "choose a path you may read and write",
         errno.EROFS: "choose a path you may read and write",
@@ -62,21 +62,21 @@ def sentence_of(error: OSError) -> str:
 
 
 class _Terminated(BaseException):
-    """SIGTERM, raised where the program was: no defect, and so no Exception, as with Ctrl-C."""
+    """SIGTERM, raised in the main thread; not an Exception, like KeyboardInterrupt."""
 
 
 @contextmanager
 def _unwinding_on_signals(received: list[int]) -> Iterator[None]:
-    """Let SIGTERM, as Ctrl-C, unwind the block: ``finally`` removes hidden folders and ends started processes.
+    """Raise an exception in the block on SIGTERM or Ctrl-C, so that ``finally`` clauses remove temporary folders.
 
-    What was received is noted, since a library may catch what is raised here and raise something of its own: an import
-    that is broken off in torch's exporter becomes an ImportError that speaks of a circular import. A second signal does
-    what it would have done without this. Where one is ignored or handled already, it stays so.
+    Signals are recorded, since a library may catch the exception and raise another: an import that is interrupted in
+    torch's exporter becomes an ImportError about a circular import. A second signal has its default effect. A signal
+    that is already ignored or handled stays so.
 
     Args:
-        received: takes the signals' numbers.
+        received: list to which the numbers of signals are appended.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # others may set no handler
+    is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     before = {number: handler for number, handler in usual.items() if is_main and signal.getsignal(number) is handler}
 
@@ -95,10 +95,10 @@ def _unwinding_on_signals(received: list[int]) -> Iterator[None]:
 
 
 class ErrorBoundary(TyperGroup):
-    """The command group that turns refusals into one sentence and an exit code."""
+    """Command group that converts errors to one sentence and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept ``--debug`` anywhere on the line, and Unicode only: tables, JSON and files cannot hold other words."""
+        """Accept ``--debug`` anywhere on the line; reject arguments that are not Unicode, which JSON cannot hold."""
         for arg in args:
             if not is_unicode(arg):
                 complain(f"{arg!r} is not UTF-8; write it in UTF-8, or rename the file")
@@ -107,7 +107,7 @@ class ErrorBoundary(TyperGroup):
         return super().parse_args(ctx, [arg for arg in args if arg != DEBUG])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command inside the boundary."""
+        """Run the command and handle its errors."""
         received: list[int] = []
         try:
             with _unwinding_on_signals(received):
@@ -131,14 +131,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it would swallow the [default: ...] of an option's help
+    rich_markup_mode=None,  # markup would remove the [default: ...] of an option's help
     help="Train PyTorch models in FP8 and measure what it costs, on a Hopper GPU or on a CPU.",
     epilog="Start with: octavo demo",
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"octavo {own_version()}")
         raise typer.Exit
 
@@ -146,16 +146,18 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def root(
     debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error; may stand anywhere.")] = False,
-    version: Annotated[  # shown, and the command ended, as soon as it is parsed
+    version: Annotated[  # eager: ends the command as soon as it is parsed
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print octavo's version.")
     ] = False,
 ) -> None:
-    """Hold the options that stand before a command's name."""
+    """Options before a command's name."""
 
 
-def add_command(command: Callable[..., None], name: str, *, short: str, example: str) -> None:
-    """Register a command; ``short`` is its line in the list of commands, whole on a terminal of 80 columns."""
-    app.command(name=name, short_help=short, epilog=f"Example: octavo {name} {example}")(command)
+def add_command(command: Callable[..., None], name: str, *, example: str, short: str | None = None) -> None:
+    """Register a command; ``short`` is its line in the list of commands, by default the first line of its help."""
+    line = short or inspect.getdoc(command)
+    assert line is not None
+    app.command(name=name, short_help=line.splitlines()[0], epilog=f"Example: octavo {name} {example}")(command)
 
 
 add_command(demo, "demo", short="See FP32, BF16 and FP8 train on real text, side by side.", example="--quick")
@@ -165,12 +167,7 @@ add_command(
     short="Compare precisions on your own text and model shape.",
     example="--data my-texts/ --steps 1000 --out runs/mine",
 )
-add_command(
-    train,
-    "train",
-    short="Train a small language model with one recipe.",
-    example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel",
-)
+add_command(train, "train", example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel")
 add_command(
     evaluate,
     "eval",
@@ -183,12 +180,7 @@ add_command(
     short="Find static FP8 scales for a trained model.",
     example="model.gguf --samples 128 --out calibrated/",
 )
-add_command(
-    generate,
-    "generate",
-    short="Continue a prompt with a trained model.",
-    example="runs/demo/tensorwise --prompt 'def main('",
-)
+add_command(generate, "generate", example="runs/demo/tensorwise --prompt 'def main('")
 add_command(
     qat,
     "qat",
@@ -231,7 +223,7 @@ app.add_typer(
     short_help="Find what goes wrong in FP8 training, and why.",
     epilog="Example: octavo doctor runs/mine",
 )
-add_command(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
+add_command(data, "data", example="--data my-texts/")
 app.add_typer(
     bench,
     name="bench",

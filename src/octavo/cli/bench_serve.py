@@ -12,15 +12,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from octavo._lazy import own_version
 from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, Section, result_name, write_result
 from octavo.bench.serving import Target, Workload, measured
 from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
-from octavo.cli.console import stderr, stdout
+from octavo.cli.console import print_lines, print_table, stdout
 from octavo.cli.options import read_api_key
 from octavo.cli.progress import Display, open_display
 from octavo.errors import ConfigError
@@ -84,7 +82,7 @@ def bench_serve(
             key = None if api_key_file is None else read_api_key(api_key_file)
             servers = _servers(url or [], api or [], name or [])
             sections = asyncio.run(_measure_servers(servers, key, timeout_seconds, work, display))
-    report = Report(facts=_facts(), command=_command(), is_rehearsal=False, theme=THEME)
+    report = Report(facts=_facts(), command=shlex.join(["octavo", *sys.argv[1:]]), is_rehearsal=False, theme=THEME)
     report.parts.append(PartRecord(name=THEME, seconds=time.perf_counter() - started, sections=sections))
     _show(report, as_json=as_json)
     if out is not None:
@@ -112,7 +110,8 @@ def _measure_model(
         targets[recipe] = Target(ask=ask_engine(thread), weight_bytes=served.runner.resident_bytes)
     vocab_size = next(iter(threads.values())).engine.vocab_size
     try:
-        return asyncio.run(_measure(targets, replace(work, vocab_size=vocab_size), display))
+        advance = display.phase("measuring", work.runs(len(targets)))
+        return asyncio.run(measured(targets, replace(work, vocab_size=vocab_size), advance=advance))
     finally:
         for thread in threads.values():
             thread.engine.cancel_all()
@@ -143,11 +142,7 @@ async def _measure_servers(
         for url, api, name in servers:
             client = await open_clients.enter_async_context(connected(url, key=key, timeout_s=timeout_s))
             targets[url] = Target(ask=ask_server(client, api, name or await model_name(client)))
-        return await _measure(targets, work, display)
-
-
-async def _measure(targets: dict[str, Target], work: Workload, display: Display) -> list[Section]:
-    return await measured(targets, work, advance=display.phase("measuring", work.runs(len(targets))))
+        return await measured(targets, work, advance=display.phase("measuring", work.runs(len(targets))))
 
 
 def _recipe_names(recipes: str) -> list[str]:
@@ -176,21 +171,15 @@ def _facts() -> dict[str, str]:
     }
 
 
-def _command() -> str:
-    return shlex.join(["octavo", *sys.argv[1:]])
-
-
 def _show(report: Report, *, as_json: bool) -> None:
     if as_json:
         stdout().print(report.to_json(), markup=False, soft_wrap=True, end="")
         return
     for section in report.parts[0].sections:
-        table = Table(title=escape(section.title), title_justify="left")
-        for index, column in enumerate(section.columns):
-            table.add_column(escape(column), justify="right" if index else "left")
-        for row in section.rows:
-            table.add_row(*map(escape, row))
-        stdout().print(table if section.rows else escape(section.title))
+        if section.rows:
+            print_table(section.title, section.columns, section.rows)
+        else:
+            print_lines(section.title)
         for line in [*section.notes, *map(str, section.verdicts)]:
             stdout().print(line, markup=False)
 
@@ -198,4 +187,4 @@ def _show(report: Report, *, as_json: bool) -> None:
 def _write(report: Report, folder: Path) -> None:
     texts = {".json": report.to_json(), ".md": markdown(report), ".html": benchmark_page(report)}
     path = write_result(folder, result_name(THEME, report.facts["device"], report.measured), texts)
-    stderr().print(f"written: {path}{', '.join(texts)}", markup=False, soft_wrap=True)
+    print_lines(f"written: {path}{', '.join(texts)}", to_stderr=True)

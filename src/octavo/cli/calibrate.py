@@ -1,6 +1,6 @@
 """``octavo calibrate``: static FP8 scales for a model, from sample text or from its delayed-scaling run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ import typer
 from torch import Tensor
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.training_text import text_to_train_on
 from octavo.errors import ConfigError
@@ -84,11 +84,14 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """Find static FP8 scales for a model's linear layers and write them to a folder."""
-    text_options = {"--data": source, "--split": split, "--samples": samples, "--seed": seed}
+    text_options: dict[str, object] = {"--data": source, "--split": split, "--samples": samples, "--seed": seed}
     _check_method(method, percentile, granularity, weights)
     if from_run is not None:
         text_options |= {"--method": method if method != Method.MAX else None, "--context": None if check else context}
-        _refuse_with_run(text_options | {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None})
+        text_options |= {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None}
+        options.refuse_given(
+            text_options, "--from-run takes amaxes from the run and cannot be combined with {}; leave one of them out"
+        )
     target_device = options.device_of(device)
     check_own_folder(out)
     if hub:
@@ -126,14 +129,6 @@ def _check_method(method: str, percentile: float | None, granularity: str, weigh
     check_choices(method=method, percentile=share, granularity=granularity, weight_method=weights)
     if percentile is not None and method != Method.PERCENTILE:
         raise ConfigError(f"--percentile {percentile} needs --method percentile; add that, or leave --percentile out")
-
-
-def _refuse_with_run(given: Mapping[str, object]) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"--from-run takes amaxes from the run and cannot be combined with {option}; leave one of them out"
-            )
 
 
 def _check_text(source: str, calibrated: TextWindows) -> TextWindows:
@@ -186,10 +181,12 @@ def _print(calibration: Calibration, check_coverage: Sequence[LayerCoverage] | N
     shown = "" if len(rows) <= ROWS else f", the {ROWS} of lowest SQNR among {len(rows)} inputs"
     columns = ["input of", "amax", "scale", "SQNR dB", "to zero", "clipped", "amax/rms", "moved", "weight dB"]
     print_table(f"Inputs and their scales{shown}", columns, rows[:ROWS])
-    lines = [_clipping_note(calibration), *(f"warning: {sentence}" for sentence in calibration.warnings())]
-    lines += _coverage_lines(check_coverage)
-    lines.append(f"{out}: scales of {len(calibration.input_scales)} layers; read it with octavo.load_calibration")
-    stdout().print("\n".join(filter(None, lines)), markup=False, soft_wrap=True)
+    print_lines(
+        *_clipping_notes(calibration),
+        *(f"warning: {sentence}" for sentence in calibration.warnings()),
+        *_coverage_lines(check_coverage),
+        f"{out}: scales of {len(calibration.input_scales)} layers; read it with octavo.load_calibration",
+    )
 
 
 def _rows(calibration: Calibration) -> list[list[str]]:
@@ -215,15 +212,14 @@ def _cells(layer: LayerHealth, others: int) -> list[str]:
     ]
 
 
-def _clipping_note(calibration: Calibration) -> str:
-    """Sentence about the elements that the method clips; empty if there are none."""
+def _clipping_notes(calibration: Calibration) -> Iterator[str]:
+    """Sentence about the elements that the method clips, if there are any."""
     worst = max(calibration.health, key=lambda each: each.clipped_fraction or 0.0)
-    if not worst.clipped_fraction:
-        return ""
-    return (
-        f"{calibration.rule.method} clips up to {_percent(worst.clipped_fraction)} of an input's elements, with "
-        f"{_percent(worst.clipped_energy)} of its energy ({worst.path})"
-    )
+    if worst.clipped_fraction:
+        yield (
+            f"{calibration.rule.method} clips up to {_percent(worst.clipped_fraction)} of an input's elements, with "
+            f"{_percent(worst.clipped_energy)} of its energy ({worst.path})"
+        )
 
 
 def _coverage_lines(check_coverage: Sequence[LayerCoverage] | None) -> Iterator[str]:

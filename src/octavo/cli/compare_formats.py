@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.bench.latency import PassTime, emulation_note, pass_times
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.contamination import Readers, default_split, readers_of, shares_read, warnings_of
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.training_text import own_source, text_to_train_on
@@ -20,7 +20,6 @@ from octavo.quantization import calibrate, load_calibration, load_qat, text_wind
 from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.kv_cache_round_trip import key_means
-from octavo.quantization.comparison.variant_names import check_formats, line_up
 from octavo.quantization.comparison.variants import (
     AS_IT_IS,
     BF16,
@@ -30,13 +29,15 @@ from octavo.quantization.comparison.variants import (
     FormatVariant,
     StaticScales,
     as_it_is,
+    check_formats,
+    line_up,
 )
 from octavo.text.corpus import Split
 from octavo.text.sources import TOPICS
 from octavo.training.config import Device
 from octavo.training.memory import extra_memory_bytes
 
-__all__ = ["EvaluationRequest", "compare_formats", "evaluate_model"]
+__all__ = ["EvaluationRequest", "compare_formats", "evaluate_model", "print_evaluation"]
 
 WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 4, 128
 
@@ -86,14 +87,20 @@ def evaluate_model(request: EvaluationRequest, *, as_json: bool) -> None:
         "nats": entry.scores.nats,
         "perplexity": entry.scores.perplexity,
     }
+    print_evaluation(record, as_json=as_json)
+
+
+def print_evaluation(record: dict[str, Any], *, as_json: bool) -> None:
+    """Print the record of one evaluation, with warnings about text that was read before."""
     if as_json:
         print_json(record)
         return
     shares = record.pop("read_before", {})
-    rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in record.items()]
+    rows = [
+        (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
+    ]
     print_table("Evaluation", ["", ""], rows)
-    for warning in warnings_of(shares, record["data"], record["split"]):
-        stdout().print(warning, markup=False, soft_wrap=True)
+    print_lines(*warnings_of(shares, record["data"], record["split"]))
 
 
 def compare_formats(request: EvaluationRequest, names: Sequence[str], *, as_json: bool) -> None:
@@ -227,15 +234,14 @@ def _print(
     """Print tables that fit a terminal of 80 columns."""
     names = [entry.name for entry in comparison.entries]
     print_table(f"{facts['model']} on {facts['data']}", QUALITY, [_quality(comparison, name) for name in names])
-    for line in _notes(facts, comparison):
-        stdout().print(line, markup=False, soft_wrap=True)
+    print_lines(*_notes(facts, comparison))
     print_table("Weights", SIZES, [_sizes(comparison, name, extra[name]) for name in names])
-    stdout().print(_peak_note(comparison, device), markup=False, soft_wrap=True)
+    print_lines(_peak_note(comparison, device))
     if times:
         columns = [word for batch in sorted({time.batch for time in times}) for word in (f"ms at {batch}", "tokens/s")]
         title = f"A pass over {times[0].length} tokens per sequence, by batch size"
         print_table(title, ["format", *columns], [[name, *_times(times, name)] for name in names])
-        stdout().print(emulation_note(device), markup=False, soft_wrap=True)
+        print_lines(emulation_note(device))
 
 
 def _quality(comparison: FormatComparison, name: str) -> list[str]:

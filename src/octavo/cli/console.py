@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["complain", "number", "print_json", "print_table", "stderr", "stdout"]
+__all__ = ["complain", "number", "print_json", "print_lines", "print_table", "stderr", "stdout"]
 
 PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is unknown
 
@@ -37,6 +37,12 @@ def stderr() -> Console:
 def complain(sentence: str) -> None:
     """Print an error message of one sentence."""
     stderr().print(f"[bold red]error:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def print_lines(*lines: str, to_stderr: bool = False) -> None:
+    """Print lines without wrapping them; brackets are not interpreted."""
+    for line in lines:
+        _console(to_stderr=to_stderr).print(line, markup=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

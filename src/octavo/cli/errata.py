@@ -22,65 +22,46 @@ class Erratum:
 
 def errata() -> tuple[Erratum, ...]:
     """Every wrong figure, in the article's order."""
-    return (*_ranges(), *_precisions(), *_scalings())
-
-
-def _ranges() -> tuple[Erratum, ...]:
-    return (
-        Erratum(
-            article="E4M3 reaches ±65,504",
-            true=f"±{E4M3.max:,.0f}; {FP16.max:,.0f} is FP16's maximum",
-        ),
-        Erratum(article="E4M3 goes down to 1.5e-6", true=_smallest(E4M3)),
-        Erratum(article="E5M2 reaches ±131K", true=f"±{E5M2.max:,.0f}"),
-        Erratum(article="E5M2 goes down to 1.5e-8", true=_smallest(E5M2)),
-        Erratum(
-            article="the maximum E5M2 value is 240",
-            true=f"{E5M2.max:,.0f}; {E4M3_FNUZ.max:,.0f} is the maximum of FNUZ (and IEEE-style) E4M3",
-        ),
-    )
-
-
-def _precisions() -> tuple[Erratum, ...]:
-    return (
-        Erratum(
-            article="8 values in each band of magnitude",
-            true=f"E4M3: {_values_per_binade(E4M3)}, and {_values_in_top_binade(E4M3)} in its top band; "
-            f"E5M2: {_values_per_binade(E5M2)}",
-        ),
-        Erratum(article="E4M3 holds 3–4 decimal places", true=f"{_decimal_digits(E4M3):.1f} significant digits"),
-        Erratum(article="E5M2 holds about 2 decimal places", true=f"{_decimal_digits(E5M2):.1f} significant digits"),
-    )
-
-
-def _scalings() -> tuple[Erratum, ...]:
     steps = math.ceil(math.log(2) / -math.log(0.99))
     window, growth = 32, 4
-    mean_scale = ((window - 1) + 1 / growth) / window
-    return (
-        Erratum(
-            article="on overflow multiply the scale by 0.99",
-            true=f"one binade back then takes {steps} skipped steps",
+    overshoot = (growth * (window - 1) + 1) / window
+    pairs = (
+        ("E4M3 reaches ±65,504", f"±{E4M3.max:,.0f}; {FP16.max:,.0f} is FP16's maximum"),
+        ("E4M3 goes down to 1.5e-6", _smallest(E4M3)),
+        ("E5M2 reaches ±131K", f"±{E5M2.max:,.0f}"),
+        ("E5M2 goes down to 1.5e-8", _smallest(E5M2)),
+        (
+            "the maximum E5M2 value is 240",
+            f"{E5M2.max:,.0f}; {E4M3_FNUZ.max:,.0f} is the maximum of FNUZ (and IEEE-style) E4M3",
         ),
-        Erratum(
-            article=f"average the scales of a window of {window} steps",
-            true=f"the mean lags: when amax grows {growth}-fold, the new one lands at {growth * mean_scale:.1f} times "
-            "the format's maximum and saturates",
+        (
+            "8 values in each band of magnitude",
+            (
+                f"E4M3: {_values_per_binade(E4M3)}, and {E4M3.max_code % _values_per_binade(E4M3) + 1} in its top "
+                f"band; E5M2: {_values_per_binade(E5M2)}"
+            ),
+        ),
+        ("E4M3 holds 3–4 decimal places", f"{_decimal_digits(E4M3):.1f} significant digits"),
+        ("E5M2 holds about 2 decimal places", f"{_decimal_digits(E5M2):.1f} significant digits"),
+        ("on overflow multiply the scale by 0.99", f"one binade back then takes {steps} skipped steps"),
+        (
+            f"average the scales of a window of {window} steps",
+            (
+                f"the mean lags: when amax grows {growth}-fold, the new one lands at {overshoot:.1f} times the "
+                "format's maximum and saturates"
+            ),
         ),
     )
+    return tuple(Erratum(article=article, true=true) for article, true in pairs)
 
 
-def _smallest(row: Format) -> str:
-    return f"{row.min_subnormal:.3g} (subnormal), {row.min_normal:.3g} (normal)"
+def _smallest(fmt: Format) -> str:
+    return f"{fmt.min_subnormal:.3g} (subnormal), {fmt.min_normal:.3g} (normal)"
 
 
-def _values_per_binade(row: Format) -> int:
-    return 1 << row.mantissa_bits
+def _values_per_binade(fmt: Format) -> int:
+    return 1 << fmt.mantissa_bits
 
 
-def _values_in_top_binade(row: Format) -> int:
-    return row.max_code % _values_per_binade(row) + 1
-
-
-def _decimal_digits(row: Format) -> float:
-    return (row.mantissa_bits + 1) * math.log10(2)
+def _decimal_digits(fmt: Format) -> float:
+    return (fmt.mantissa_bits + 1) * math.log10(2)

@@ -1,21 +1,26 @@
 """``octavo eval``: a model's loss on text, as trained or in several formats."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from octavo.cli import options
-from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, EvaluationRequest, compare_formats, evaluate_model
-from octavo.cli.console import number, print_json, print_table, stdout
-from octavo.cli.contamination import readers_of, shares_read, warnings_of
+from octavo.cli.compare_formats import (
+    LENGTH,
+    SAMPLES,
+    WINDOWS,
+    EvaluationRequest,
+    compare_formats,
+    evaluate_model,
+    print_evaluation,
+)
+from octavo.cli.contamination import readers_of, shares_read
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.models.sources import SourceKind, kind_of, located
-from octavo.quantization.comparison.variant_names import FORMATS
-from octavo.quantization.comparison.variants import CENTRED, STATIC, TUNED
+from octavo.quantization.comparison.variants import CENTRED, FORMATS, STATIC, TUNED
 from octavo.text.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards
@@ -79,22 +84,16 @@ def evaluate(
     if formats is not None:
         compare_formats(request, [name.strip() for name in formats.split(",")], as_json=as_json)
         return
-    _refuse(comparison_options, "needs --compare; add that, or leave it out")
+    options.refuse_given(comparison_options, "{} needs --compare; add that, or leave it out")
     if kind_of(model) is not SourceKind.RUN:
         evaluate_model(request, as_json=as_json)
         return
-    _refuse(
+    options.refuse_given(
         {"--windows": windows, "--context": context},
-        "does not apply to a run evaluated as it was trained; add --compare, or leave it out",
+        "{} does not apply to a run evaluated as it was trained; add --compare, or leave it out",
     )
     run = load_run(model, device=None if device is None else place)
     _evaluate_run(run, Path(model), source, split, as_json=as_json)
-
-
-def _refuse(options_given: Mapping[str, object], reason: str) -> None:
-    for option, value in options_given.items():
-        if value is not None:
-            raise ConfigError(f"{option} {reason}")
 
 
 def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str | None, *, as_json: bool) -> None:
@@ -116,7 +115,7 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
                 surroundings=run.surroundings,
             )
     data_source, data_split = data.manifest["source"], data.manifest["split"]
-    record = {
+    record: dict[str, Any] = {
         "run": str(run_dir),
         "recipe": run.config.training.recipe,
         "step": run.step,
@@ -126,13 +125,5 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
         "nats": evaluation.nats,
         "perplexity": evaluation.perplexity,
     }
-    shares = shares_read(readers_of(run_dir), data_source, data_split)
-    if as_json:
-        print_json(record | {"read_before": shares})
-        return
-    rows = [
-        (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
-    ]
-    print_table("Evaluation", ["", ""], rows)
-    for warning in warnings_of(shares, data_source, data_split):
-        stdout().print(warning, markup=False, soft_wrap=True)
+    record["read_before"] = shares_read(readers_of(run_dir), data_source, data_split)
+    print_evaluation(record, as_json=as_json)

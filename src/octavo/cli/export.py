@@ -12,7 +12,7 @@ from octavo.cli.export_graph import write_graph
 from octavo.cli.export_job import TRITON, CheckpointOptions, GraphOptions, Job, Writer
 from octavo.cli.export_repository import write_triton
 from octavo.export.checkpoint_writer import DTYPES
-from octavo.export.sources import ONNX, Request
+from octavo.export.sources import ONNX, ConversionOptions
 from octavo.models.sources import located
 from octavo.onnx import OPSETS
 
@@ -78,7 +78,7 @@ def export(
     """Write a language model in FP8 for other programs, and verify that it computes the same there."""
     if hub:
         located(model, hub=True)
-    request = Request(
+    request = ConversionOptions(
         recipe=recipe,
         power_of_two=power_of_two,
         calibration=calibration,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.export_job import Job
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
@@ -73,10 +73,11 @@ def _print(saved: SavedCheckpoint) -> None:
     rows.append(("high precision: " + ", ".join(saved.left_out[:3]), number(len(saved.left_out))))
     print_table(f"{saved.folder}, {saved.format}", ["layers", ""], rows)
     share = saved.nbytes / saved.bf16_nbytes
-    lines = [f"{number(saved.nbytes)} bytes of weights, {share:.3f} times as many as in BF16"]
-    lines += [f"note: {note}" for note in saved.notes]
-    lines.append(verdict(saved))
-    stdout().print("\n".join(lines), markup=False, soft_wrap=True)
+    print_lines(
+        f"{number(saved.nbytes)} bytes of weights, {share:.3f} times as many as in BF16",
+        *(f"note: {note}" for note in saved.notes),
+        verdict(saved),
+    )
     servers = [(server, does, SOURCES[server]) for server, does in DOES[saved.format].items()]
     print_table("Support by servers", ["", "weights and inputs", "source"], servers, left=3)
 

@@ -3,9 +3,9 @@
 from collections import Counter
 from dataclasses import replace
 
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.export_job import Job
-from octavo.cli.progress import Display, open_display
+from octavo.cli.progress import open_display, phases
 from octavo.export.sources import ONNX, ExportSource, load_source
 from octavo.files import claimed_folder
 from octavo.onnx import OPSETS, OnnxOptions, OnnxReport, check_packages, export_onnx
@@ -22,24 +22,21 @@ def write_graph(job: Job, *, as_json: bool) -> None:
     """Write a folder with an ONNX graph and print a summary."""
     onnx_options = graph_options(job)
     with claimed_folder(job.out), open_display() as display:
-        display.phase("load", None)
+        show = phases(display)
+        show("load", 0, None)
         source, onnx_options = load_graph_source(job, onnx_options)
         report = export_onnx(
             source.language_model,
             job.out,
             options=onnx_options,
             calibration=source.calibration,
-            on_step=lambda step: _open_phase(display, step),
+            on_step=lambda step: show(step, 0, None),
         )
     notes = _notes(onnx_options, has_scales=bool(source.kv_scales))
     if as_json:
         print_json({**report.to_record(), "folder": str(report.folder), "notes": notes})
     else:
         _print(report, notes)
-
-
-def _open_phase(display: Display, step: str) -> None:
-    display.phase(step, None)
 
 
 def graph_options(job: Job) -> OnnxOptions:
@@ -76,7 +73,7 @@ def _notes(onnx_options: OnnxOptions, *, has_scales: bool) -> list[str]:
 
 def _print(report: OnnxReport, notes: list[str]) -> None:
     print_table(str(report.folder), ["inputs", "weights", "layers", ""], _layers(report), left=3)
-    header = [
+    columns = [
         "checked by",
         "casts",
         "codes",
@@ -95,20 +92,17 @@ def _print(report: OnnxReport, notes: list[str]) -> None:
         for each in report.engines
         if not each.skipped
     ]
-    print_table("The graph's results against torch's", header, rows)
+    print_table("The graph's results against torch's", columns, rows)
     lines = [str(each) for each in report.engines if each.skipped]
     lines += [str(report.build)] if report.build else []
-    lines.append(
-        f"{report.fp8_layers} of {len(report.layers)} linear layers in FP8; opset {report.opset}, {report.dtype}"
-    )
-    lines.append(
-        f"in torch, layers are within {report.layer_error:.1e} of the model's, results within {report.model_error:.1e}"
-    )
-    lines.append(
+    print_lines(
+        *lines,
+        f"{report.fp8_layers} of {len(report.layers)} linear layers in FP8; opset {report.opset}, {report.dtype}",
+        f"in torch, layers are within {report.layer_error:.1e} of the model's, results within {report.model_error:.1e}",
         f"{number(report.file_bytes)} bytes of graph and weights, {report.bytes.fp8_share:.0%} of the constants' FP8; "
-        f"files: {', '.join(report.files)}"
+        f"files: {', '.join(report.files)}",
+        *(f"note: {note}" for note in notes),
     )
-    stdout().print("\n".join([*lines, *(f"note: {note}" for note in notes)]), markup=False, soft_wrap=True)
 
 
 def _layers(report: OnnxReport) -> list[tuple[str, str, str, str]]:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from octavo.checkpoints import FORMATS
 from octavo.errors import ConfigError
-from octavo.export.sources import ONNX, Request
+from octavo.export.sources import ONNX, ConversionOptions
 from octavo.numerics.cast_spec import check_member
 
 __all__ = ["TRITON", "CheckpointOptions", "GraphOptions", "Job", "Writer"]
@@ -72,7 +72,7 @@ class Job:
     model: str
     out: Path
     format: str
-    request: Request
+    request: ConversionOptions
     dtype: str | None
     checkpoint: CheckpointOptions
     graph: GraphOptions

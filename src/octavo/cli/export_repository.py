@@ -4,13 +4,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.export_checkpoint import size_of, verdict
 from octavo.cli.export_graph import graph_options, load_graph_source
 from octavo.cli.export_job import Job
 from octavo.cli.progress import open_display, phases
 from octavo.cli.serve import check_server_packages
-from octavo.export.sources import Request, load_source
+from octavo.export.sources import ConversionOptions, load_source
 
 if TYPE_CHECKING:
     from octavo.server.triton.repository import Repository
@@ -30,7 +30,7 @@ def write_triton(job: Job, *, as_json: bool) -> None:
     with open_display() as display:
         repository = write_repository(
             job.out,
-            engine=lambda: load_source(job.model, CHECKPOINT, Request(), device=place),
+            engine=lambda: load_source(job.model, CHECKPOINT, ConversionOptions(), device=place),
             graph=lambda: load_graph_source(job, graph_settings),
             max_shard_bytes=size_of(job.checkpoint.max_shard_size or "5GB"),
             verify=not job.checkpoint.no_verify,
@@ -66,9 +66,8 @@ def _print(repository: "Repository") -> None:
         ("onnx", f"onnxruntime: {layers}", number(graph.file_bytes)),
     ]
     print_table(str(repository.folder), ["models", "runs", "bytes"], rows, left=2)
-    lines = [
+    print_lines(
         f"the checkpoint: {verdict(engine)}",
         f"for servers with other backends: {', '.join(repository.others)}; see README.md there",
         f"octavo triton setup, then: octavo serve {repository.folder} --engine triton",
-    ]
-    stdout().print("\n".join(lines), markup=False, soft_wrap=True)
+    )

@@ -106,7 +106,7 @@ def _stop_id(loaded: LanguageModel) -> int | None:
 
 
 def _has_blocks(model: Llama) -> bool:
-    weight_tensors = (layer.held for layer in model.modules() if isinstance(layer, Linear))
+    weight_tensors = (layer.codes_layout for layer in model.modules() if isinstance(layer, Linear))
     return any(weight is not None and isinstance(weight.granularity, PerBlock) for weight in weight_tensors)
 
 

@@ -1,5 +1,6 @@
 """``octavo import``: check an FP8 folder, and write the same codes in another format."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,10 +9,10 @@ import typer
 from octavo.checkpoints import QuantizedModel, load_quantized, read_configuration
 from octavo.checksums import SUMS, count_listed
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.export import export
 from octavo.errors import ConfigError
-from octavo.models.sources import check_is_run
+from octavo.models.sources import check_run_folder
 
 __all__ = ["import_"]
 
@@ -29,7 +30,7 @@ def import_(
     as_json: options.Json = False,
 ) -> None:
     """Read a model in FP8 from another tool, check every tensor, and print its recipes."""
-    check_is_run(folder)
+    check_run_folder(folder)
     if out is not None:
         read_configuration(folder)  # raises for a folder that is not in FP8, which octavo export would quantize
         export(model=str(folder), out=out, format_=format_ or DEFAULT, as_json=as_json)
@@ -54,17 +55,14 @@ def _record(imported: QuantizedModel) -> dict[str, Any]:
 
 
 def _print(folder: Path, imported: QuantizedModel, *, checked: tuple[int, int] | None) -> None:
-    counts: dict[str, int] = {}
-    for recipe in imported.recipes.values():
-        counts[recipe.name] = counts.get(recipe.name, 0) + 1
-    print_table(f"{folder}, {imported.format}", ["recipe", "layers"], [(name, number(n)) for name, n in counts.items()])
+    layers = Counter(recipe.name for recipe in imported.recipes.values())
+    rows = [(name, number(count)) for name, count in layers.items()]
+    print_table(f"{folder}, {imported.format}", ["recipe", "layers"], rows)
     lines = [f"keys and values have scales in {len(imported.kv_scales)} layers"] if imported.kv_scales else []
-    lines.append(
-        "every tensor is recognized, every scale positive and finite; octavo eval and octavo generate accept the folder"
-    )
-    lines.append(
+    print_lines(
+        *lines,
+        "every tensor is recognized, every scale positive and finite; octavo eval and octavo generate take the folder",
         f"{checked[0]} of {checked[1]} files match their checksums ({SUMS})"
         if checked
-        else f"the folder has no checksums ({SUMS}), so corrupted codes cannot be detected"
+        else f"the folder has no checksums ({SUMS}), so corrupted codes cannot be detected",
     )
-    stdout().print("\n".join(lines), markup=False, soft_wrap=True)

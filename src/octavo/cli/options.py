@@ -1,5 +1,6 @@
 """Options shared by several commands, and a run's configuration from them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ __all__ = [
     "configured",
     "device_of",
     "read_api_key",
+    "refuse_given",
 ]
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; missing keys keep their defaults.")]
@@ -68,6 +70,18 @@ WindowSeed = Annotated[
     int | None, typer.Option(min=0, max=MOST_SEED, help="Seed of the windows' positions in the text. [default: 0]")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def refuse_given(options: Mapping[str, object], reason: str) -> None:
+    """Raise ConfigError for the first option that was given.
+
+    Args:
+        options: values by option; None for an option that was not given.
+        reason: message with ``{}`` for the option's name.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(reason.format(name))
 
 
 def device_of(given: str | None) -> Place:

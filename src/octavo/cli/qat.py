@@ -9,7 +9,7 @@ import typer
 
 from octavo import recipes
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import open_display, phases
 from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
@@ -156,7 +156,7 @@ def _show(result: QATResult, out: Path | None, *, as_json: bool) -> None:
         rows,
     )
     if out is not None:
-        stdout().print(f"written to {out}; read it with octavo.quantization.load_qat", markup=False, soft_wrap=True)
+        print_lines(f"written to {out}; read it with octavo.quantization.load_qat")
 
 
 def _difference(measurement: dict[str, float | None]) -> tuple[str, str, str]:

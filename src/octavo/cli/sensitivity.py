@@ -1,4 +1,4 @@
-"""``octavo sensitivity MODEL``: what each layer costs in FP8, and the mix of precisions that meets a budget."""
+"""``octavo sensitivity MODEL``: cost of each layer in FP8, and the mix of precisions that meets a budget."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import print_json, print_table, stdout
+from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
@@ -18,7 +18,8 @@ from octavo.language_model import load_language_model
 from octavo.models.sources import located
 from octavo.parsing import read_object
 from octavo.quantization import text_windows
-from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
+from octavo.quantization.sensitivity.mix import save_mix
+from octavo.quantization.sensitivity.study import Budget, MixResult, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.summary import FORMAT, cost_of, headline, name_of, notes, record, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
 from octavo.reports.rendering import check_report_extra
@@ -31,7 +32,7 @@ __all__ = ["show_sensitivity"]
 RECORD, MIX, PAGE = "sensitivity.json", "mix.toml", "report.html"
 DEFAULT_PERPLEXITY = "1%"
 NO_MIX = 1  # exit code
-BYTES = 6 << 20  # of the files: plotly's script, and less than one MiB
+BYTES = 6 << 20  # of the files: plotly's script and less than one MiB of content
 WORST = 15  # layers of the printed table
 
 
@@ -40,22 +41,24 @@ def show_sensitivity(
     source_of_model: options.Model,
     out: Annotated[Path, typer.Option(help="Folder for mix.toml, sensitivity.json and report.html.")],
     source: options.ModelText = None,
-    split: Annotated[str, typer.Option(help="What to choose on: train, validation, test or all.")] = "train",
+    split: Annotated[str, typer.Option(help="Split to choose on: train, validation, test or all.")] = "train",
     windows: Annotated[int, typer.Option(help="Windows to choose on, 2 or more.")] = 8,
     verify_source: Annotated[
         str | None, typer.Option("--verify-data", help="Text to verify on. [default: that of --data]")
     ] = None,
-    verify_split: Annotated[str, typer.Option(help="What of it: train, validation, test or all.")] = "test",
+    verify_split: Annotated[str, typer.Option(help="Its split: train, validation, test or all.")] = "test",
     verify_windows: Annotated[int, typer.Option(help="Windows to verify on, 2 or more.")] = 8,
-    context: Annotated[int | None, typer.Option(help="Tokens of a window. [default: 512, or what it reads]")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens per window. [default: 512, or the model's context]")
+    ] = None,
     budget_perplexity: Annotated[
         str | None,
-        typer.Option(help="Most that perplexity may rise, such as 0.5%. [default: 1%, or with bytes any]"),
+        typer.Option(help="Largest increase of perplexity, such as 0.5%. [default: 1%; any with --budget-bytes]"),
     ] = None,
     budget_bytes: Annotated[
-        str | None, typer.Option(help="Most bytes over BF16's, such as 0.60. [default: any]")
+        str | None, typer.Option(help="Largest fraction of BF16's bytes, such as 0.60. [default: any]")
     ] = None,
-    pairs: Annotated[int, typer.Option(help="How many (layer, choice) to run for real, beside the estimates.")] = 24,
+    pairs: Annotated[int, typer.Option(help="Pairs of a layer and a format to measure, besides estimating all.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the windows and of the estimate.")] = 0,
     device: options.Device = None,
     hub: options.Hub = False,
@@ -63,7 +66,7 @@ def show_sensitivity(
 ) -> None:
     """Rank a language model's layers by what FP8 costs them, and find the best mix of precisions for a budget.
 
-    Exit code 1 says that no mix was found within it.
+    The exit code is 1 if no mix meets the budget.
     """
     place = options.device_of(device)
     budget = _budget(budget_perplexity, budget_bytes)
@@ -73,15 +76,15 @@ def show_sensitivity(
     text = text_to_train_on(source_of_model) if source is None else source
     other = text if verify_source is None else verify_source
     _check_apart((text, split), (other, verify_split))
-    check_folder(out, is_own=_is_ours)
-    check_report_extra(PAGE)  # refused now, and not after the work
+    check_folder(out, is_own=_is_sensitivity_folder)
+    check_report_extra(PAGE)  # checked before the work
     check_room(out, BYTES)
     model = load_language_model(source_of_model, device=place)
     length = min(512, model.context) if context is None else context
     chosen_on = text_windows(model, text, split, count=windows, length=length, seed=seed)
     verified_on = text_windows(model, other, verify_split, count=verify_windows, length=length, seed=seed)
     with open_display() as display:
-        found = measure_sensitivity(
+        sensitivity = measure_sensitivity(
             model.model,
             chosen_on,
             verified_on,
@@ -95,14 +98,14 @@ def show_sensitivity(
         "chosen on": f"{text}, {split} split, {windows} windows of {length} tokens",
         "verified on": f"{other}, {verify_split} split, {verify_windows} windows of {length} tokens",
     }
-    kept = record(found, facts)
-    folder, refused = save_or_keep(
-        out, lambda folder: _save(folder, found, kept, facts), command="sensitivity", nbytes=BYTES
+    results = record(sensitivity, facts)
+    folder, save_error = save_or_keep(
+        out, lambda folder: _save(folder, sensitivity, results, facts), command="sensitivity", nbytes=BYTES
     )
-    _show(found, kept, folder, as_json=as_json)
-    if refused is not None:
-        raise refused
-    if found.best is None:
+    _show(sensitivity, results, folder, as_json=as_json)
+    if save_error is not None:
+        raise save_error
+    if sensitivity.best is None:
         raise typer.Exit(NO_MIX)
 
 
@@ -115,7 +118,7 @@ def _budget(perplexity: str | None, bytes_share: str | None) -> Budget:
 
 
 def _share(option: str, text: str | None) -> float | None:
-    """A share, from percent or as a number below 1: a bare 1 may be meant as either."""
+    """Parse a share, in percent or as a number below 1; a bare 1 is ambiguous and rejected."""
     if text is None:
         return None
     try:
@@ -140,7 +143,7 @@ def _check_numbers(*, windows: int, verify_windows: int, pairs: int, seed: int) 
 
 
 def _check_apart(chosen: tuple[str, str], verified: tuple[str, str]) -> None:
-    """Refuse to verify on what was chosen on, under whatever name."""
+    """Raise ConfigError if the text to verify on overlaps the text to choose on."""
     share = shared_share(chosen, verified)
     if share > MOST_SHARED:
         raise ConfigError(
@@ -149,71 +152,83 @@ def _check_apart(chosen: tuple[str, str], verified: tuple[str, str]) -> None:
         )
 
 
-def _is_ours(out: Path) -> bool:
-    """Whether a folder is one that this command wrote."""
+def _is_sensitivity_folder(out: Path) -> bool:
+    """Return True for a folder that this command wrote."""
     try:
         return read_object(out / RECORD).get("format") == FORMAT
     except (OSError, DataError):
         return False
 
 
-def _files(found: Sensitivity) -> list[str]:
-    return [RECORD, PAGE] if found.mix is None else [MIX, RECORD, PAGE]
+def _files(sensitivity: Sensitivity) -> list[str]:
+    return [RECORD, PAGE] if sensitivity.mix is None else [MIX, RECORD, PAGE]
 
 
-def _save(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str, str]) -> None:
-    """Write a new folder as a whole; in one of before, file by file, beside what else is in it."""
+def _save(out: Path, sensitivity: Sensitivity, results: dict[str, Any], facts: dict[str, str]) -> None:
+    """Write a new folder atomically; replace the files of an existing one one by one."""
     if out.exists():
-        _write(out, found, kept, facts)
+        _write(out, sensitivity, results, facts)
         return
     with replacing_folder(out) as temporary:
-        _write(temporary, found, kept, facts)
+        _write(temporary, sensitivity, results, facts)
 
 
-def _write(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str, str]) -> None:
-    """The record first: it marks the folder as this command's. A mix of before that no longer holds goes."""
-    page = sensitivity_page(found, facts)
-    write_atomically(out / RECORD, json.dumps(kept, indent=1, allow_nan=False) + "\n")
+def _write(out: Path, sensitivity: Sensitivity, results: dict[str, Any], facts: dict[str, str]) -> None:
+    """Write the record first, which marks the folder as this command's; remove an older mix if there is none now."""
+    page = sensitivity_page(sensitivity, facts)
+    write_atomically(out / RECORD, json.dumps(results, indent=1, allow_nan=False) + "\n")
     write_atomically(out / PAGE, page)
-    if found.mix is None:
+    if sensitivity.mix is None:
         (out / MIX).unlink(missing_ok=True)
     else:
-        lines = [headline(found), *(f"{name}: {value}" for name, value in facts.items())]
-        save_mix(found.mix, out / MIX, comment="\n".join(lines))
+        lines = [headline(sensitivity), *(f"{name}: {value}" for name, value in facts.items())]
+        save_mix(sensitivity.mix, out / MIX, comment="\n".join(lines))
 
 
-def _show(found: Sensitivity, kept: dict[str, Any], folder: Path | None, *, as_json: bool) -> None:
+def _show(sensitivity: Sensitivity, results: dict[str, Any], folder: Path | None, *, as_json: bool) -> None:
     if as_json:
-        print_json(kept)
+        print_json(results)
         return
-    _print(found)
+    _print(sensitivity)
     if folder is not None:
-        stdout().print(f"\nIn {folder}: {', '.join(_files(found))}", markup=False, soft_wrap=True)
+        print_lines(f"\nIn {folder}: {', '.join(_files(sensitivity))}")
 
 
-def _print(found: Sensitivity) -> None:
+def _print(sensitivity: Sensitivity) -> None:
     title = "What layers cost alone, in thousandths of a nat (worst first)"
     print_table(
-        title, ["layer", *CHOICES[:-1], "the mix"], [_layer(found, unit) for unit in worst_first(found)[:WORST]]
+        title,
+        ["layer", *CHOICES[:-1], "the mix"],
+        [_layer_cells(sensitivity, unit) for unit in worst_first(sensitivity)[:WORST]],
     )
-    if len(found.units) > WORST:
-        stdout().print(f"and {len(found.units) - WORST} more in {RECORD}\n")
-    mixes = [] if found.best is None else [found.best]
-    head = ["mix", "bytes / BF16", "FP8 products", "perplexity", "nats", "KL"]
-    print_table("Verified on other text", head, [_mix(one) for one in (*mixes, *found.front, *found.presets)])
-    for sentence in (f"{headline(found)}.", *notes(found)):
-        stdout().print(sentence, markup=False, soft_wrap=True)
+    if len(sensitivity.units) > WORST:
+        stdout().print(f"and {len(sensitivity.units) - WORST} more in {RECORD}\n")
+    mixes = [] if sensitivity.best is None else [sensitivity.best]
+    columns = ["mix", "bytes / BF16", "FP8 products", "perplexity", "nats", "KL"]
+    print_table(
+        "Verified on other text",
+        columns,
+        [_mix_cells(mix) for mix in (*mixes, *sensitivity.front, *sensitivity.presets)],
+    )
+    print_lines(*(f"{headline(sensitivity)}.", *notes(sensitivity)))
 
 
-def _layer(found: Sensitivity, unit: Unit) -> list[str]:
-    costs = (cost_of(found, unit, choice) for choice in CHOICES[:-1])
-    chosen = BF16 if found.best is None else found.best.chosen[unit.path]
-    return [unit.path, *("–" if nats is None else f"{1000 * nats:.3f}" for nats in costs), chosen]
+def _layer_cells(sensitivity: Sensitivity, unit: Unit) -> list[str]:
+    costs = (cost_of(sensitivity, unit, choice) for choice in CHOICES[:-1])
+    choice_in_mix = BF16 if sensitivity.best is None else sensitivity.best.chosen[unit.path]
+    return [unit.path, *("–" if nats is None else f"{1000 * nats:.3f}" for nats in costs), choice_in_mix]
 
 
-def _mix(one: Found) -> list[str]:
-    true = one.verified
-    if true is None:
-        return [name_of(one), f"{one.bytes_share:.3f}", f"{one.fp8_products:.0%}", "–", "–", "–"]
-    increase, nats = f"{true.perplexity_increase:+.2%}", f"{true.nats:+.4f} ± {true.error:.4f}"
-    return [name_of(one), f"{one.bytes_share:.3f}", f"{one.fp8_products:.0%}", increase, nats, f"{true.divergence:.4f}"]
+def _mix_cells(mix: MixResult) -> list[str]:
+    verified = mix.verified
+    if verified is None:
+        return [name_of(mix), f"{mix.bytes_share:.3f}", f"{mix.fp8_products:.0%}", "–", "–", "–"]
+    increase, nats = f"{verified.perplexity_increase:+.2%}", f"{verified.nats:+.4f} ± {verified.error:.4f}"
+    return [
+        name_of(mix),
+        f"{mix.bytes_share:.3f}",
+        f"{mix.fp8_products:.0%}",
+        increase,
+        nats,
+        f"{verified.divergence:.4f}",
+    ]

@@ -12,9 +12,8 @@ from socket import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from octavo.cli.console import stderr
+from octavo.cli.console import print_lines
 from octavo.cli.options import Hub, Model, read_api_key
 from octavo.cli.progress import open_display
 from octavo.cli.serve_triton import (
@@ -133,11 +132,13 @@ def serve(
     address, key = Address(host=host, port=port), None if api_key_file is None else read_api_key(api_key_file)
     with address.bind() as listening_socket:  # report an unknown host first
         address.check_secure(key=key, insecure=insecure)
-        callbacks: Any = {"on_prompt": _print_prompt if log_prompts else _discard_prompt, "on_warning": _warn}
+        callbacks: Any = {"on_prompt": _print_prompt} if log_prompts else {}  # prompts may be private
         with open_display() as display, answer_not_ready(listening_socket, limits=limits):
             display.phase("loading", None)
             served = load_served_model(model, recipe=recipe, calibration=calibration, hub=hub)
-            service = Service.of(served, name or _name_of(model), config=config, limits=limits, **callbacks)
+            service = Service.of(
+                served, name or _name_of(model), config=config, limits=limits, on_warning=_warn, **callbacks
+            )
         gc.freeze()  # keep the collector from traversing the model and all modules after every large request
         with closing(service):
             Server(service, key=key, host=host, on_ready=partial(_print_address, service, listening_socket)).run(
@@ -180,20 +181,12 @@ def _print_address(service: "Service", listening_socket: socket) -> None:
     """Print the model's name and the numeric address it is served at."""
     host, port = listening_socket.getsockname()[:2]
     place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    _print_line(f"{service.name} is served at {place}; press Ctrl-C to stop")
+    print_lines(f"{service.name} is served at {place}; press Ctrl-C to stop", to_stderr=True)
 
 
 def _print_prompt(prompt: str | list[int]) -> None:
-    _print_line(f"prompt: {prompt!r}")
-
-
-def _discard_prompt(prompt: str | list[int]) -> None:
-    """Print nothing, the default, because prompts may be private."""
+    print_lines(f"prompt: {prompt!r}", to_stderr=True)
 
 
 def _warn(sentence: str) -> None:
-    _print_line(f"warning: {sentence}")
-
-
-def _print_line(line: str) -> None:
-    stderr().print(escape(line), soft_wrap=True)
+    print_lines(f"warning: {sentence}", to_stderr=True)

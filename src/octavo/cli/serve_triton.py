@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import stderr
+from octavo.cli.console import print_lines
 from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
 
@@ -93,13 +93,14 @@ def serve_repository(
                     on_wait=lambda seconds: advance(0, f"{seconds:.0f} s"),
                 )
                 server = stack.enter_context(started)
-            _print_line(
+            print_lines(
                 f"Triton is ready after {server.ready_s:.1f} s at http://{host}:{free_ports.http}, gRPC "
-                f"{free_ports.grpc}, metrics {free_ports.metrics}; log {log}; press Ctrl-C to stop"
+                f"{free_ports.grpc}, metrics {free_ports.metrics}; log {log}; press Ctrl-C to stop",
+                to_stderr=True,
             )
             server.wait()
     except KeyboardInterrupt:
-        _print_line("Triton has stopped")
+        print_lines("Triton has stopped", to_stderr=True)
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
 
@@ -113,7 +114,3 @@ def _free_ports(host: str, requested: tuple[int, int, int]) -> "Ports":
         sockets = [stack.enter_context(Address(host=host, port=port).bind()) for port in requested]
         http, grpc, metrics = (listening_socket.getsockname()[1] for listening_socket in sockets)
     return Ports(host=host, http=http, grpc=grpc, metrics=metrics)
-
-
-def _print_line(line: str) -> None:
-    stderr().print(line, markup=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.console import print_json, print_table, stderr, stdout
+from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.experiments.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
@@ -17,10 +17,10 @@ from octavo.text.tokens import open_data, preparing
 from octavo.training import study_table
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
-from octavo.training.loop import build_model
 from octavo.training.memory import check_run_fits
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, is_own_config, remove_runs, resumable_state
+from octavo.training.setup import build_model
 
 __all__ = ["compare", "print_study"]
 
@@ -112,8 +112,7 @@ def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) ->
         study_table.emulation_note(device),
     )
     for note in (study_table.verdict(study), *filter(None, notes)):
-        _print_line(note)
-        _print_line("")
+        stdout().print(note, "", sep="\n", markup=False)
     _print_files(study, out)
     _print_sample(study)
 
@@ -161,29 +160,28 @@ def _write_report(study: Study, out: Path, device: str) -> None:
     try:
         page = study_page(study, device=device)
     except ConfigError as error:
-        stderr().print(f"note: no report.html: {error}", soft_wrap=True, markup=False)
+        print_lines(f"note: no report.html: {error}", to_stderr=True)
         return
     write_atomically(out / REPORT, page)
 
 
-def _print_line(line: str, *, wrap: bool = True) -> None:
-    stdout().print(line, markup=False, soft_wrap=not wrap)
-
-
 def _print_files(study: Study, out: Path) -> None:
     runs = ", ".join(f"{run.recipe}/" for run in study.runs)
-    _print_line(f"Files: {out}/", wrap=False)
-    _print_line(f"  {REPORT}  the curves, the gap and this table")
-    _print_line(f"  {runs}  metrics.jsonl, TensorBoard events, checkpoints")
-    _print_line(f"  {CONFIG}, {STUDY}, {DATA}/  the configuration, every figure, the tokens")
+    print_lines(f"Files: {out}/")
+    stdout().print(
+        f"  {REPORT}  the curves, the gap and this table",
+        f"  {runs}  metrics.jsonl, TensorBoard events, checkpoints",
+        f"  {CONFIG}, {STUDY}, {DATA}/  the configuration, every figure, the tokens",
+        sep="\n",
+        markup=False,
+    )
 
 
 def _print_sample(study: Study) -> None:
     recipe = study.fp8_runs[0].recipe if study.fp8_runs else study.runs[-1].recipe
-    _print_line("")
-    _print_line(f"The {study_table.title_of(recipe)} model continues {study.prompt!r}:")
-    for line in (study.prompt + study.samples[recipe]).splitlines()[:SAMPLE_LINES]:
-        _print_line(f"  | {line}")
+    lines = ["", f"The {study_table.title_of(recipe)} model continues {study.prompt!r}:"]
+    lines += [f"  | {line}" for line in (study.prompt + study.samples[recipe]).splitlines()[:SAMPLE_LINES]]
+    stdout().print("\n".join(lines), markup=False)
 
 
 def _record(study: Study, out: Path) -> dict[str, Any]:

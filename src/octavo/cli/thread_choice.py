@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.cli.console import stderr
+from octavo.cli.console import print_lines
 from octavo.kernels.cores import allowed_cores, usable_cores
 from octavo.parsing import read_toml
 from octavo.training.config import load_config
@@ -38,7 +38,7 @@ def choose_threads() -> int:
         else:  # OMP_NUM_THREADS exceeds the cores
             reason = f"torch would use {torch_threads} threads on {_count(cores, 'core')}"
         note = f"{reason}; training with {_count(threads, 'thread')} (set --threads to change)"
-        stderr().print(note, soft_wrap=True, markup=False)
+        print_lines(note, to_stderr=True)
     return threads
 
 

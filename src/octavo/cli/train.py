@@ -15,12 +15,12 @@ from octavo.cli.thread_choice import sets_threads, threads_of
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
-from octavo.training.loop import check_data
 from octavo.training.loop import train as run_training
 from octavo.training.memory import check_run_fits
 from octavo.training.precision_schedule import parse_schedule
 from octavo.training.result import TrainResult
 from octavo.training.run_folder import CONFIG, check_start, resumable_state
+from octavo.training.setup import check_data
 
 __all__ = ["train"]
 

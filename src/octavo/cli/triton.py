@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli.console import stdout
-from octavo.cli.progress import Display, open_display
+from octavo.cli.console import print_lines
+from octavo.cli.progress import open_display, phases
 from octavo.cli.serve import check_server_packages
 from octavo.cli.serve_triton import default_environment
 
@@ -37,10 +37,7 @@ def setup(
     from octavo.server.triton.environment import make_environment
 
     with open_display() as display:
-        environment = make_environment(folder or default_environment(), on_step=lambda step: _open_phase(display, step))
+        show = phases(display)
+        environment = make_environment(folder or default_environment(), on_step=lambda step: show(step, 0, None))
     line = f"{environment.folder} is ready; start Triton with: octavo serve REPO --engine triton"
-    stdout().print(line, markup=False, soft_wrap=True)
-
-
-def _open_phase(display: Display, step: str) -> None:
-    display.phase(step, None)
+    print_lines(line)

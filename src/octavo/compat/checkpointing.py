@@ -11,7 +11,7 @@ from octavo.recipes import Recipe
 
 __all__ = ["ScalingState"]
 
-_COUNT = "tensors"  # a key of its own, so that a library that loads only the keys it is shown cannot lose the others
+_COUNT = "tensors"  # key of the number of tensors, which reveals a load that left some of them out
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -43,7 +43,7 @@ class ScalingState:
         return state | {_COUNT: torch.tensor(len(state))}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Put a :meth:`state_dict` back.
+        """Load a :meth:`state_dict`.
 
         Raises:
             CheckpointError: it does not fit the model; nothing is loaded then.
@@ -60,7 +60,7 @@ class ScalingState:
 
 
 def _count(value: object) -> int:
-    """A number of tensors, which is saved as a tensor of one whole number."""
+    """Saved number of tensors, from a tensor of one whole number."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in INTEGERS:
         return int(value)
     raise CheckpointError(f"{_COUNT!r} must be a tensor of one whole number, not {value!r}; save the state again")

@@ -1,7 +1,7 @@
 """Scaling state in the checkpoints of transformers' ``Trainer``: ``Trainer(..., callbacks=[ScalingStateCallback()])``.
 
-The state stands in the checkpoint's ``trainer_state.json``, as safetensors' bytes in base64, and is loaded when
-training resumes from it, wherever the folder lies. Needs ``transformers``: octavo[hf].
+The state is in the checkpoint's ``trainer_state.json``, as safetensors' bytes in base64, and is loaded when training
+resumes from it, also from a moved folder. Needs ``transformers``: octavo[hf].
 """
 
 import base64
@@ -38,11 +38,11 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
         self._model: nn.Module | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Load the state of the checkpoint that training resumes from."""
         del args, control
-        model: nn.Module = given["model"]
+        model: nn.Module = kwargs["model"]
         name = type(self).__name__
         exported: Any = state.stateful_callbacks or {}  # a dictionary once training begins
         saved = exported.get(name, self.state())["attributes"]["saved"]

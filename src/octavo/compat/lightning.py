@@ -30,12 +30,12 @@ class ScalingStateCallback(Callback):  # type: ignore[misc]
         self.recipe = recipe
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the state beside the weights."""
+        """Add the state to the checkpoint."""
         del trainer
         checkpoint[KEY] = scaling_state(pl_module)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take the state from where it was put."""
+        """Load the state from the checkpoint."""
         del trainer
         if KEY in checkpoint:
             load_scaling_state(pl_module, checkpoint[KEY], recipe=self.recipe)

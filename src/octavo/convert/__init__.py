@@ -2,7 +2,7 @@
 
 from octavo.convert.choice import HEAD_NAMES, choose_layers, heads_of
 from octavo.convert.conversion import convert, restore
-from octavo.convert.fp8_storage import guard_save_pretrained, hold_weights, read_by_others
+from octavo.convert.fp8_storage import guard_save_pretrained, read_by_others, store_weights_as_codes
 from octavo.convert.report import ConversionReport
 from octavo.convert.weight_readers import layers_not_run
 
@@ -13,8 +13,8 @@ __all__ = [
     "convert",
     "guard_save_pretrained",
     "heads_of",
-    "hold_weights",
     "layers_not_run",
     "read_by_others",
     "restore",
+    "store_weights_as_codes",
 ]

@@ -12,6 +12,7 @@ from octavo.convert.weight_readers import WeightReader, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import is_own_linear
+from octavo.numerics.cast_spec import check_integer
 
 __all__ = ["HEAD_NAMES", "all_paths", "candidates_of", "check_patterns", "choose_layers", "heads_of", "matches"]
 
@@ -73,7 +74,7 @@ def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightRead
         return "its forward was replaced by another library's (accelerate's hooks); convert the model before that"
     if layer in readers and readers[layer].replaces:
         return f"{type(readers[layer].module).__name__} reads its weight and never calls the layer"
-    if isinstance(layer, Linear) and layer.held is not None:
+    if isinstance(layer, Linear) and layer.codes_layout is not None:
         return None
     return _unreadable(layer.weight)
 
@@ -179,7 +180,8 @@ def _outer_blocks(
     model: torch.nn.Module, candidates: dict[str, torch.nn.Module], first: int, last: int
 ) -> dict[str, str]:
     """Layers in the model's first and last blocks: path to reason."""
-    _check_counts(keep_first_blocks=first, keep_last_blocks=last)
+    check_integer("keep_first_blocks", first, least=0)
+    check_integer("keep_last_blocks", last, least=0)
     reasons: dict[str, str] = {}
     for stack in _stacks(model, candidates) if first or last else ():
         count = len(list(model.get_submodule(stack).children()))
@@ -190,12 +192,6 @@ def _outer_blocks(
             )
         reasons |= _ends(model, candidates, stack, first, last)
     return reasons
-
-
-def _check_counts(**counts: object) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ConfigError(f"{name} must be a whole number of at least 0, not {count!r}")
 
 
 def _stacks(model: torch.nn.Module, candidates: dict[str, torch.nn.Module]) -> list[str]:

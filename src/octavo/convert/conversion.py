@@ -12,7 +12,7 @@ import torch
 
 from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
-from octavo.convert.fp8_storage import allow_save_pretrained, hold_weights
+from octavo.convert.fp8_storage import allow_save_pretrained, store_weights_as_codes
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
@@ -74,7 +74,7 @@ def convert(
             default process group if it is initialized; "rank": each rank alone.
         cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the
             codes' bytes between steps; a compiled graph does not use it.
-        frozen: "fp8" holds weights that take no gradient as FP8 codes, one byte an element, such as the base that a
+        frozen: "fp8" stores weights that take no gradient as FP8 codes, one byte an element, such as the base that a
             LoRA fine-tune adapts. The ``state_dict`` then has ``weight_codes`` and ``weight_scale``
             in the place of ``weight``.
 
@@ -115,8 +115,8 @@ def convert(
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
         module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
-    not_held = hold_weights(model, chosen if frozen is not None else ())[1]
-    report = _report(model, resolved, followed, skipped, not_held)
+    not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
+    report = _report(model, resolved, followed, skipped, not_stored)
     _warn_if_nothing_changed(report, resolved)
     return report
 
@@ -126,15 +126,15 @@ def _report(
     default: Recipe,
     followed: Mapping[str, Recipe],
     skipped: dict[str, str],
-    not_held: dict[str, str],
+    not_stored: dict[str, str],
 ) -> ConversionReport:
     bare = list(bare_weights(model))
     return ConversionReport(
         recipe=default.name,
         converted=tuple(followed),
         overridden={path: other.name for path, other in followed.items() if other != default},
-        held=tuple(path for path in followed if _holds_codes(model.get_submodule(path))),
-        not_held=not_held,
+        held=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
+        not_held=not_stored,
         skipped=skipped,
         parameters={weight.path: weight.reason for weight in bare} | dict(packed_weights(model)),
         notes=dict(_notes(model)),
@@ -142,8 +142,8 @@ def _report(
     )
 
 
-def _holds_codes(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, Linear) and layer.held is not None
+def _stores_codes(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, Linear) and layer.codes_layout is not None
 
 
 def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
@@ -163,7 +163,7 @@ def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """Make every octavo linear layer a plain ``nn.Linear`` again; weights are untouched, scaling state is dropped.
 
-    A weight that was held as FP8 codes becomes what they decode to: the rest is gone.
+    A weight that was stored as FP8 codes becomes its decoded values.
 
     Returns:
         The paths of the restored layers.
@@ -184,7 +184,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.amax_history,
                 module.nonfinite_counts,
                 module.input_scale,
-                module.held,
+                module.codes_layout,
                 module.weight_cache,
                 module.shared_input,
                 module.last_recipe,

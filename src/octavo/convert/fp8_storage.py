@@ -11,14 +11,14 @@ import torch
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import check_storable, hold_weight_as_codes
+from octavo.nn.fp8_weight import check_storable, store_weight_as_codes
 
-__all__ = ["allow_save_pretrained", "guard_save_pretrained", "hold_weights", "read_by_others"]
+__all__ = ["allow_save_pretrained", "guard_save_pretrained", "read_by_others", "store_weights_as_codes"]
 
 SAVE = "save_pretrained"
 
 
-def hold_weights(
+def store_weights_as_codes(
     model: torch.nn.Module, paths: Iterable[str], *, scales: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Store the frozen weights of converted layers as FP8 codes (:mod:`octavo.nn.fp8_weight`).
@@ -36,7 +36,7 @@ def hold_weights(
     for path in paths:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        if layer.held is not None or layer.weight.requires_grad:
+        if layer.codes_layout is not None or layer.weight.requires_grad:
             continue
         if path in others_read:
             reasons[path] = others_read[path]
@@ -48,7 +48,7 @@ def hold_weights(
             check_storable(layer)
             stored[path] = layer
     for path, layer in stored.items():  # all or, where one cannot be stored, none
-        hold_weight_as_codes(layer, scale=(scales or {}).get(path))
+        store_weight_as_codes(layer, scale=(scales or {}).get(path))
     if stored:
         guard_save_pretrained(model)
     return tuple(stored), reasons
@@ -78,7 +78,7 @@ def allow_save_pretrained(model: torch.nn.Module) -> None:
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     """Call the model's ``save_pretrained`` if it writes no codes: with a ``state_dict`` without any, or adapters."""
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
-    codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
+    codes = [f"{path}.weight" for path, layer in layers.items() if layer.codes_layout is not None]
     state_dict = options.get("state_dict", args[2] if len(args) > 2 else None)  # transformers' third parameter
     if state_dict is not None:
         codes = [name for name in codes if f"{name}_codes" in state_dict]

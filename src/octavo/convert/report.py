@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.nn import Linear
+from octavo.nn.fp8_weight import runs_in_fp8
 
 __all__ = [
     "BareWeight",
@@ -101,9 +101,9 @@ class ConversionReport:
             self.shares.sentence(),
         ]
         if self.held:
-            lines.append(f"{len(self.held)} hold their weight as FP8 codes")
+            lines.append(f"{len(self.held)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
-        lines += [f"  {path}: its weight is not held: {reason}" for path, reason in _grouped(self.not_held)]
+        lines += [f"  {path}: its weight is not stored as codes: {reason}" for path, reason in _grouped(self.not_held)]
         stay = self.skipped | self.parameters
         lines += [f"  {path}: {reason}" for path, reason in _grouped(stay, self.shares.by_path)]
         return "\n".join(lines + [f"note: {path} {note}" for path, note in _grouped(self.notes)])
@@ -184,7 +184,7 @@ def shares_of(
     multiplying = {path: layer.weight for path, layer in others.items() if not isinstance(layer, LOOK_UPS)}
     multiplying |= {weight.path: weight.parameter for weight in bare if weight.multiplies}
     products = _sum(layer.weight for layer in taken) + _sum(multiplying.values())
-    cast = _sum(layer.weight for layer in taken if _casts(layer))
+    cast = _sum(layer.weight for layer in taken if runs_in_fp8(layer))
     staying = {path: layer.weight for path, layer in others.items()}
     staying |= {weight.path: weight.parameter for weight in bare}
     return Shares(
@@ -198,10 +198,6 @@ def shares_of(
             for path, weight in staying.items()
         },
     )
-
-
-def _casts(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
 
 
 def _elements(weight: object) -> int:

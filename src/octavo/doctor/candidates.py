@@ -34,7 +34,8 @@ def candidates_for(capture: Capture) -> tuple[Candidate, ...]:
     """
     ran = capture.recipe
     candidates = [Candidate(name, _preset(name, ran)) for name in PRESETS]
-    candidates += [_candidate_of(_preset(name, ran).with_gradients_in(fmt)) for name, fmt in OTHER_GRADIENTS.items()]
+    others = (_preset(name, ran).with_gradients_in(fmt) for name, fmt in OTHER_GRADIENTS.items())
+    candidates += [Candidate(recipe.name, recipe) for recipe in others]
     if ran.history is not None:
         candidates += _history_variants(ran)
     if ran.emulate_tensor_cores:
@@ -48,10 +49,6 @@ def _preset(name: str, ran: Recipe) -> Recipe:
     """A preset with the accumulation of ``ran``, where the preset supports it."""
     emulates = ran.emulate_tensor_cores and name not in ("bf16", "mxfp8")
     return recipes.get(name, emulate_tensor_cores=True) if emulates else recipes.get(name)
-
-
-def _candidate_of(recipe: Recipe) -> Candidate:
-    return Candidate(recipe.name, recipe)
 
 
 def _history_variants(ran: Recipe) -> list[Candidate]:

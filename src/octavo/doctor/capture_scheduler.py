@@ -130,7 +130,7 @@ class CapturingWatch:
         """See :class:`octavo.scaling.LayerWatch`."""
         if self.watch is not None:
             self.watch.forward(recipe, x, weight, operands, kept)
-        quantized_weight = self.layer.held_weight()
+        quantized_weight = self.layer.stored_codes()
         self._forward = (x.detach(), weight.detach() if quantized_weight is None else quantized_weight.dequantize())
 
     def backward(

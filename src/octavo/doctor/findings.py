@@ -120,16 +120,13 @@ class Finding:
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.path, self.role))) or "the run"
-        steps = f"step {self.first_step}" if self.first_step == self.last_step else self._steps
+        same = self.first_step == self.last_step
+        steps = f"step {self.first_step}" if same else f"steps {self.first_step}-{self.last_step}"
         return f"{self.severity}: {self.code} at {place}, {steps}: {self.cause}"
 
     def is_at(self, path: str) -> bool:
         """True if the finding concerns this module, alone or among others; "" is the run as a whole."""
         return path == self.path or path in self.places
-
-    @property
-    def _steps(self) -> str:
-        return f"steps {self.first_step}-{self.last_step}"
 
 
 def worst_first(findings: list[Finding]) -> list[Finding]:

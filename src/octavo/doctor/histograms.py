@@ -28,15 +28,15 @@ CAST_IN = {"input": ("output", 0), "weight": ("output", 1), "grad_output": ("gra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """One tensor to draw against the values that its codes can have.
+    """Magnitudes of one tensor and the grid of values of its codes.
 
     Attributes:
-        path: the layer's.
-        role: the tensor's, such as "grad_output".
-        values: any shape; in high precision, before the cast.
-        format: of the codes, one with subnormals.
-        scale: decode scale, of the whole tensor.
-        step: when it was captured; None where that is not known.
+        path: the layer's path.
+        role: the tensor's role, such as "grad_output".
+        values: the tensor before its cast, of any shape.
+        format: the codes' format, one with subnormals.
+        scale: decode scale of the whole tensor.
+        step: the step of the capture; None if unknown.
 
     Raises:
         ConfigError: ``scale`` is not positive and finite, or the format has no zero.
@@ -61,10 +61,10 @@ class Histogram:
         if not 0 < self.scale < float("inf"):
             raise ConfigError(f"a histogram's scale must be positive and finite, not {self.scale!r}")
         if self.format.min_subnormal is None:
-            raise ConfigError(f"{self.format} has no zero, so nothing can be drawn against its grid; use E4M3 or E5M2")
+            raise ConfigError(f"{self.format} has no zero, so a histogram has no grid to be drawn on; use E4M3 or E5M2")
 
     def facts(self) -> dict[str, Any]:
-        """Plain data: shares of the nonzeros in bars of a quarter binade, and where the format's ranges end.
+        """Plain data for a page: shares of the nonzeros in bars of a quarter binade, and ends of the format's ranges.
 
         Magnitudes are log2. A value is flushed at half the smallest subnormal or below, which ties to the even code 0,
         and saturated beyond the largest value.
@@ -96,7 +96,7 @@ class Histogram:
 
 
 def _bars(exponents: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Left end of the first bar, and how many lie in each; what is too small for any is counted in the first."""
+    """Left end of the first bar and the count of each bar; smaller values are counted in the first."""
     if not exponents.size:
         return 0.0, np.zeros(0, dtype=np.int64)
     places = np.floor(exponents * BARS_A_BINADE).astype(np.int64)
@@ -107,24 +107,26 @@ def _bars(exponents: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, np.n
 def histograms_of(findings: Iterable[Finding], captures: Captures, *, series: Series) -> list[Histogram]:
     """Histograms of the tensors that findings are about, from their layers' captures; all roles where none is named.
 
-    Tensors with a scale for each row or block are left out, as they lie on many grids, and damaged captures. At most 8
-    are made, of the worst findings.
+    Damaged captures are left out, as are tensors with a scale for each row or block, which lie on many grids. At most 8
+    histograms are made, of the worst findings.
 
     Args:
         findings: worst first.
-        captures: the run's.
-        series: that they were found in.
+        captures: the run's captures.
+        series: the run's series.
 
     Example:
         >>> from octavo.doctor import series_of
         >>> histograms_of([], Captures("/nowhere/captures"), series=series_of([]))
         []
     """
-    wanted: dict[tuple[str, str], Finding] = {}
+    finding_by_tensor: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         for role in (finding.role,) if finding.role else ROLES:
-            wanted.setdefault((finding.path, role), finding)
-    histograms = (one for (_, role), finding in wanted.items() for one in _histogram(finding, role, captures, series))
+            finding_by_tensor.setdefault((finding.path, role), finding)
+    histograms = (
+        one for (_, role), finding in finding_by_tensor.items() for one in _histogram(finding, role, captures, series)
+    )
     return list(islice(histograms, MOST_HISTOGRAMS))
 
 
@@ -132,7 +134,7 @@ def _histogram(finding: Finding, role: str, captures: Captures, series: Series) 
     path = finding.path
     try:
         capture = capture_for(finding, path, captures, series=series)
-    except DataError:  # the page is worth more without it than not at all; the ranking of remedies names the file
+    except DataError:  # the page is written without it; the ranking of remedies reports the file
         return
     operand = None if capture is None else _operand(capture, role)
     if capture is not None and operand is not None and operand.scale.numel() == 1:
@@ -142,9 +144,9 @@ def _histogram(finding: Finding, role: str, captures: Captures, series: Series) 
 
 
 def _operand(capture: Capture, role: str) -> QuantizedTensor | None:
-    """The codes of a role, as its GEMM multiplied them; None where it stayed in high precision."""
-    seen = OperandRecorder()
-    Rerun(capture, capture.recipe, ran=True)(seen)
+    """Codes of a role in its GEMM; None if it stayed in high precision."""
+    recorder = OperandRecorder()
+    Rerun(capture, capture.recipe, ran=True)(recorder)
     gemm, side = CAST_IN[role]
-    operand = seen.by_gemm[gemm][side]
+    operand = recorder.by_gemm[gemm][side]
     return operand if isinstance(operand, QuantizedTensor) else None

@@ -30,6 +30,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ from octavo.errors import DataError
 from octavo.numerics.metrics import saturation_fraction, sqnr_db, underflow_fraction
 from octavo.recipes import Recipe
 
-__all__ = ["AS_IT_RAN", "Trial", "harm", "replay", "score"]
+__all__ = ["AS_IT_RAN", "Trial", "harm", "replay", "score", "synchronized_time"]
 
 HEALTHY_ERROR, HEALTHY_UNDERFLOW = 0.06, 0.05
 PRICE = 0.05  # of doubled time or doubled bytes
@@ -145,7 +146,8 @@ def score(trial: Trial, ran: Trial, role: str | None = None) -> float:
 
 def _without_nonfinite(capture: Capture, device: torch.device) -> Capture:
     """The capture on its device, without tokens and output features that hold NaN or ±Inf."""
-    x, weight, grad_output = (one.to(device) for one in (capture.input, capture.weight, capture.grad_output))
+    tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in capture.tensors.items()}
+    x, weight, grad_output = tensors["input"], tensors["weight"], tensors["grad_output"]
     outputs = weight.isfinite().all(dim=1)
     rows = x.isfinite().all(dim=1) & grad_output[:, outputs].isfinite().all(dim=1)
     if not outputs.any() or not rows.any():
@@ -153,15 +155,8 @@ def _without_nonfinite(capture: Capture, device: torch.device) -> Capture:
             f"the capture of layer {capture.path!r} at step {capture.step} has NaN or infinity in every token; "
             "no recipe fixes that: find where it comes from"
         )
-    return replace(
-        capture,
-        input=x[rows],
-        weight=weight[outputs],
-        grad_output=grad_output[rows][:, outputs],
-        amax=None if capture.amax is None else capture.amax.to(device),
-        window=None if capture.window is None else capture.window.to(device),
-        input_scale=None if capture.input_scale is None else capture.input_scale.to(device),
-    )
+    tensors |= {"input": x[rows], "weight": weight[outputs], "grad_output": grad_output[rows][:, outputs]}
+    return replace(capture, **tensors)
 
 
 def _float64_gemms(capture: Capture) -> Products:
@@ -210,16 +205,16 @@ def _median_seconds(runs: Sequence[Rerun], rounds: int) -> list[float]:
 
 
 def _time_run(run: Rerun) -> float:
-    _synchronize(run.capture.input.device)
-    started = time.perf_counter()
+    started = synchronized_time(run.capture.input.device)
     run()
-    _synchronize(run.capture.input.device)
-    return time.perf_counter() - started
+    return synchronized_time(run.capture.input.device) - started
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronized_time(device: torch.device) -> float:
+    """Seconds of a monotonic clock, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _relative_to(trial: Trial, ran: Trial) -> Trial:

@@ -59,7 +59,6 @@ __all__ = [
     "PRODUCT_FIELDS",
     "PRODUCT_SUMS",
     "cast_numbers",
-    "cast_statistics",
     "cast_sums",
     "product_numbers",
     "product_sums",
@@ -98,8 +97,8 @@ TIE = 1.001  # x · encode_scale and x / scale may differ in the last bit, which
 Floats = NDArray[np.float64]
 
 
-def cast_statistics(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
-    """Statistics of one cast: float64 [len(CAST_FIELDS)] on the CPU.
+def cast_sums(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
+    """Sums of one cast, as input of :func:`cast_numbers`: float64 [len(CAST_SUMS)] on the device of ``x``.
 
     Args:
         x: [M, K] before the cast, not empty.
@@ -109,20 +108,12 @@ def cast_statistics(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float 
     Example:
         >>> import octavo
         >>> x = torch.tensor([[3.0, -4.0, 0.0, 1e-6]])
-        >>> numbers = dict(zip(CAST_FIELDS, cast_statistics(x, octavo.quantize(x, octavo.E4M3)).tolist()))
-        >>> numbers["amax"], numbers["stale_ratio"], numbers["zero_fraction"], round(numbers["underflow_fraction"], 2)
-        (4.0, 1.0, 0.25, 0.33)
-    """
-    return torch.from_numpy(cast_numbers(cast_sums(x, quantized, amax_floor=amax_floor).cpu().numpy()))
-
-
-def cast_sums(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
-    """Sums of one cast, as input of :func:`cast_numbers`: float64 [len(CAST_SUMS)] on the device of ``x``.
-
-    Args:
-        x: [M, K] before the cast, not empty.
-        quantized: its codes and scales.
-        amax_floor: lower clamp of the amaxes that the scales were computed from.
+        >>> numbers = cast_numbers(cast_sums(x, octavo.quantize(x, octavo.E4M3)).numpy())
+        >>> [
+        ...     round(float(numbers[CAST_FIELDS.index(name)]), 2)
+        ...     for name in ("amax", "stale_ratio", "underflow_fraction")
+        ... ]
+        [4.0, 1.0, 0.33]
     """
     is_transposed_view = is_transposed(x)
     size, row_length = x.shape[::-1] if is_transposed_view else x.shape

@@ -1,4 +1,4 @@
-"""Catalog of the statistics a page can show: title, meaning, healthy range, and which of several values is worst."""
+"""Catalog of the statistics that a page shows: title, meaning, healthy range, and the worst of several values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from enum import StrEnum
 
 from octavo.doctor.thresholds import Thresholds
 
-__all__ = ["STATISTIC_OF_CODE", "Kind", "PageStatistic", "Worst", "all_statistics"]
+__all__ = ["STATISTIC_OF_CODE", "PageStatistic", "StatisticKind", "Worst", "all_statistics"]
 
 
-class Kind(StrEnum):
-    """How a number is written and spread over colours."""
+class StatisticKind(StrEnum):
+    """Kind of a number, which selects its text format and colours."""
 
     MAGNITUDE = "magnitude"  # positive, over many binades
     RATIO = "ratio"  # positive, 1 in the middle
@@ -22,7 +22,7 @@ class Kind(StrEnum):
 
 
 class Worst(StrEnum):
-    """Which value stands for several looks."""
+    """Value that represents several samples."""
 
     LARGEST = "largest"
     SMALLEST = "smallest"
@@ -36,10 +36,10 @@ class PageStatistic:
     Attributes:
         table: "casts", "products", "parameters" or "modules".
         field: its name in that table of a series.
-        title: in a menu.
-        kind: how it is written and coloured.
+        title: its name in a menu.
+        kind: selects its text format and colours.
         meaning: one sentence.
-        worst: which value of several looks is kept.
+        worst: the value of several samples that is kept.
         low: smallest healthy value; None for no limit.
         high: largest healthy value; None for no limit.
     """
@@ -47,7 +47,7 @@ class PageStatistic:
     table: str
     field: str
     title: str
-    kind: Kind
+    kind: StatisticKind
     meaning: str
     worst: Worst = Worst.LARGEST
     low: float | None = None
@@ -64,7 +64,7 @@ class PageStatistic:
         return f"{self.table}.{self.field}"
 
 
-MAGNITUDE, RATIO, FRACTION, SIGNED, DECIBEL, COUNT, NUMBER = Kind
+MAGNITUDE, RATIO, FRACTION, SIGNED, DECIBEL, COUNT, NUMBER = StatisticKind
 LARGEST, SMALLEST, FARTHEST = Worst
 
 # In the menu's order: table, field, title, kind, worst value, meaning.
@@ -75,14 +75,14 @@ CATALOG = (
     ("casts", "flushed_energy", "Flushed energy", FRACTION, LARGEST,
      "share of the sum of squares in the nonzeros that became zero"),
     ("casts", "saturation_fraction", "Saturation", FRACTION, LARGEST,
-     "elements beyond the largest value that the scale provides for"),
+     "elements beyond the largest value that the scale represents"),
     ("casts", "signed_error", "Signed error", SIGNED, FARTHEST,
      "error along the values' signs, relative to the sum of magnitudes"),
-    ("casts", "cosine", "Cosine", NUMBER, SMALLEST, "of the tensor and what its codes decode to"),
-    ("casts", "stale_ratio", "Stale ratio", RATIO, FARTHEST, "amax now over the amax that the scale was made for"),
+    ("casts", "cosine", "Cosine", NUMBER, SMALLEST, "of the tensor and its decoded codes"),
+    ("casts", "stale_ratio", "Stale ratio", RATIO, FARTHEST, "amax over the amax that the scale was computed for"),
     ("casts", "least_stale_ratio", "Least stale ratio", RATIO, FARTHEST,
      "the smallest stale ratio of all scaling groups"),
-    ("casts", "scale", "Scale", MAGNITUDE, LARGEST, "what codes decode with"),
+    ("casts", "scale", "Scale", MAGNITUDE, LARGEST, "decode multiplier of the codes"),
     ("casts", "code_mismatch", "Code mismatch", FRACTION, LARGEST,
      "codes that are not those of the tensor under its scale"),
     ("casts", "amax", "Amax", MAGNITUDE, LARGEST, "largest finite magnitude"),
@@ -92,8 +92,8 @@ CATALOG = (
     ("casts", "zero_fraction", "Zeros", FRACTION, LARGEST, "elements x = 0"),
     ("products", "sqnr_db", "GEMM SQNR", DECIBEL, SMALLEST, "of the product, against high precision"),
     ("products", "accumulation_bias", "Accumulation bias", SIGNED, FARTHEST,
-     "what a Hopper tensor core's sums lose, against FP32 sums"),
-    ("parameters", "grad_norm", "Gradient norm", MAGNITUDE, LARGEST, "of the parameter, as the optimizer sees it"),
+     "loss of a Hopper tensor core's sums, against FP32 sums"),
+    ("parameters", "grad_norm", "Gradient norm", MAGNITUDE, LARGEST, "of the parameter, as the optimizer receives it"),
     ("parameters", "gradient_variance", "Gradient variance", MAGNITUDE, LARGEST,
      "summed over the elements, from Adam's moments"),
     ("parameters", "update_ratio", "Update / weight", MAGNITUDE, LARGEST,
@@ -106,7 +106,7 @@ MODULES = {
                   "largest |cosine| of a row of the gate projection and the same row of the up projection"),
     "batch_norm": ("Batch norm distance", NUMBER,
                    "the batch's variance against the running one, in binades beyond what a batch scatters"),
-    "batch_norm_rows": ("Batch norm rows", NUMBER, "rows of the batch whose statistics it took"),
+    "batch_norm_rows": ("Batch norm rows", NUMBER, "rows of the batch"),
     "rank_scale_ratio": ("Scales across ranks", RATIO, "the largest scale of any rank over the smallest"),
 }  # fmt: skip
 
@@ -137,8 +137,8 @@ def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple
     """The catalog with its healthy ranges, in the menu's order.
 
     Args:
-        thresholds: where healthy ranges end.
-        modules: names of ``Series.modules``; one that is not known is a plain number.
+        thresholds: limits of the healthy ranges.
+        modules: names of ``Series.modules``; unknown names are plain numbers.
 
     Example:
         >>> [one.field for one in all_statistics(Thresholds()) if one.table == "products"]
@@ -155,13 +155,13 @@ def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple
     )
 
 
-def _module_row(name: str) -> tuple[str, str, str, Kind, Worst, str]:
+def _module_row(name: str) -> tuple[str, str, str, StatisticKind, Worst, str]:
     title, kind, meaning = MODULES.get(name, (name.replace("_", " "), NUMBER, "as the run recorded it"))
     return "modules", name, title, kind, LARGEST, meaning
 
 
 def _healthy_ranges(thresholds: Thresholds) -> dict[str, tuple[float | None, float | None]]:
-    """The smallest and the largest healthy value, by a statistic's name."""
+    """Smallest and largest healthy value by a statistic's name."""
     stale, bias = (1 / thresholds.loose_ratio, thresholds.stale_ratio), thresholds.accumulation_bias
     return {
         "casts.sqnr_db": (thresholds.healthy_cast_db, None),

@@ -1,4 +1,4 @@
-"""Short training runs that answer a question: which layers cost accuracy, is a configuration fit for a long run?"""
+"""Short training runs that find the layers that cost accuracy, or check a configuration before a long run."""
 
 from octavo.experiments.bisect import Bisection, Part, bisect
 from octavo.experiments.origin import Origin, origin_of, run_data

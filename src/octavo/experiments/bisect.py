@@ -1,10 +1,9 @@
-"""Search for the layers that account for a run's loss gap to BF16, by keeping some in BF16 for a few steps.
+"""Search for the layers that account for a run's loss gap to BF16, by running some in BF16 for a few steps.
 
-The layers are tested in groups: all of them, halves, halves of the halves that count, down to single layers. A group's
-share is what the loss falls by when that group alone runs in BF16 and the others as the recipe says, over what it
-falls by when all do. Nothing below the noise floor is followed: three standard errors, pooled over all that was
-measured, of the difference between two runs under several orders of the batches. Shares need not add up to 1: two
-layers may each hide what the other costs.
+The layers are tested in groups: all of them, halves, halves of the halves above the noise floor, down to single layers.
+A group's share is the decrease of the loss with that group alone in BF16, over the decrease with all layers in BF16.
+The noise floor is three standard errors, pooled over all measurements, of the difference between two runs under several
+orders of the batches. Shares need not add up to 1: two layers may each hide the other's cost.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ class Part:
 
     Attributes:
         layers: one, or several whose parts are each below the noise floor.
-        effect: what keeping them in BF16 saves.
+        effect: decrease of the loss with them in BF16.
         share: of the gap.
     """
 
@@ -40,13 +39,13 @@ class Bisection:
     """Result of a bisection.
 
     Attributes:
-        gap: what BF16 everywhere saves.
-        floor: nats below which a difference means nothing.
-        parts: largest share first; none where the gap itself is below the floor.
-        layers: how many were asked about.
-        first_step: updates behind the weights that every run began with.
+        gap: decrease of the loss with all layers in BF16.
+        floor: noise floor in nats.
+        parts: largest share first; empty if the gap itself is below the floor.
+        layers: number of layers tested.
+        first_step: updates behind the initial weights of every run.
         steps: updates of each run.
-        runs: how many were made.
+        runs: number of runs.
     """
 
     gap: Effect
@@ -59,7 +58,7 @@ class Bisection:
 
     @property
     def is_measurable(self) -> bool:
-        """Whether there is a gap to speak of."""
+        """True if the gap exceeds the noise floor."""
         return self.gap.nats > self.floor
 
 
@@ -74,9 +73,9 @@ def bisect(
     """Find the layers that cost a run its accuracy.
 
     Args:
-        origin: see :func:`octavo.experiments.origin_of`; from a checkpoint late in a run the gap is what that run has.
+        origin: see :func:`octavo.experiments.origin_of`; from a late checkpoint the gap is that of the run.
         steps: updates of each run; the losses of the second half count.
-        orders: orders of the batches that each is measured under, 2 or more.
+        orders: number of orders of the batches to measure under, 2 or more.
         around: a context of each run's updates, such as a fault.
         on_run: called with the number of runs made so far.
 
@@ -108,7 +107,7 @@ def bisect(
 
 
 def halves(group: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Both, the first the smaller; none of a single layer."""
+    """Halves of a group, the smaller first; none of a single layer."""
     middle = len(group) // 2
     return (group[:middle], group[middle:]) if middle else ()
 

@@ -1,4 +1,4 @@
-"""Start of an experiment with a run: its configuration, its tokens and its newest checkpoint."""
+"""Origin of an experiment: a run's configuration, its tokens and its newest checkpoint."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,8 +8,9 @@ from octavo.experiments.short_run import Start, start_of
 from octavo.text.tokens import TokenData, open_data
 from octavo.training.checkpoint import latest
 from octavo.training.config import RunConfig, load_config
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
 from octavo.training.run_folder import CONFIG
+from octavo.training.setup import build_model
 
 __all__ = ["Origin", "origin_of", "run_data", "start_from"]
 
@@ -18,12 +19,12 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Start of experiments.
+    """Configuration, data and initial state of experiments.
 
     Attributes:
-        config: what to train and how.
+        config: configuration of the training.
         data: the token files.
-        start: None for the first weights.
+        start: initial state; None for initial weights.
     """
 
     config: RunConfig
@@ -32,16 +33,16 @@ class Origin:
 
     @property
     def first_step(self) -> int:
-        """Updates that are behind the weights."""
+        """Number of updates behind the weights."""
         return 0 if self.start is None else self.start.step
 
 
 def origin_of(run_dir: Path) -> Origin:
-    """The origin of a run, at its newest checkpoint, or at its first weights where it has none.
+    """The origin of a run at its newest checkpoint, or at its initial weights without one.
 
     Raises:
         ConfigError: the folder holds no run.
-        DataError: its tokens are not there.
+        DataError: its tokens are missing.
         CheckpointError: the checkpoint is damaged, or of another configuration or text.
     """
     if not (run_dir / CONFIG).is_file():
@@ -67,7 +68,7 @@ def run_data(run_dir: Path) -> TokenData:
     """Open the tokens of a run, in its folder or in that of its study.
 
     Raises:
-        DataError: they are in neither, or damaged.
+        DataError: the tokens are in neither folder, or damaged.
     """
     for folder in (run_dir / DATA, run_dir.parent / DATA):
         if folder.is_dir():

@@ -1,9 +1,9 @@
-"""Short trainings that start alike and read the same batches, and differ in the precision of their layers alone.
+"""Short training runs with equal initial weights and batches that differ only in the precision of their layers.
 
-Their loss is the mean training loss of the second half of their steps. Two of them read the same text at every step,
-so what batches do cancels in the difference: on a model of width 64, 40 steps told two precisions apart by 0.0002 nats
-that way, and by 0.0012 nats by the loss on held-out text after the last step, which has that one step's luck. What is
-left is measured too: the same difference under other orders of the batches.
+The loss of a run is the mean training loss of the second half of its steps. Two runs read the same text at every step,
+so the effect of the batches cancels in the difference: on a model of width 64, 40 steps distinguished two precisions to
+0.0002 nats, against 0.0012 nats for the loss on held-out text after the last step, which depends on that single step.
+The remaining noise is measured as the difference under other orders of the batches.
 """
 
 import math
@@ -18,8 +18,9 @@ from octavo.errors import ConfigError
 from octavo.experiments.origin import Origin
 from octavo.experiments.short_run import short_run
 from octavo.nn import Linear
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
 from octavo.training.recipe_choice import BF16
+from octavo.training.setup import build_model
 
 __all__ = ["Effect", "PairedRuns", "check_numbers", "pooled_error"]
 
@@ -30,7 +31,7 @@ class Effect:
 
     Attributes:
         nats: its mean over the orders.
-        error: the standard error of that mean.
+        error: standard error of the mean.
         orders: the difference under each order of the batches.
     """
 
@@ -40,12 +41,12 @@ class Effect:
 
 
 class PairedRuns:
-    """Runs of one origin; each is made once.
+    """Runs of one origin, each computed once.
 
     Args:
-        origin: what is trained, and where it begins; its FP8 recipe runs at every step, whatever its phases are.
+        origin: start of the runs; its FP8 recipe runs at every step, regardless of its precision schedule.
         steps: updates of each run, 2 or more.
-        orders: orders of the batches, 2 or more; without a checkpoint, first weights too.
+        orders: number of orders of the batches, 2 or more; without a checkpoint, of initial weights too.
         around: a context of each run's updates, such as a fault.
         on_run: called with the number of runs made so far.
 
@@ -75,7 +76,7 @@ class PairedRuns:
         self._losses: dict[frozenset[str], tuple[float, ...]] = {}
 
     def losses(self, high: Collection[str]) -> tuple[float, ...]:
-        """Of each order, with the layers ``high`` in BF16; a run that breaks counts as one that predicts nothing."""
+        """Loss under each order with the layers ``high`` in BF16; a failed run counts as a uniform prediction."""
         key = frozenset(high)
         if key not in self._losses:
             self._losses[key] = tuple(self._loss(key, order) for order in range(self.orders))
@@ -90,23 +91,23 @@ class PairedRuns:
 
     def _loss(self, high: frozenset[str], order: int) -> float:
         training = self.origin.config.training
-        chosen = {path: BF16 for path in self.layers if path in high}
+        bf16 = {path: BF16 for path in self.layers if path in high}
         config = self.origin.config.with_training(
             seed=training.seed + order,
-            overrides=chosen | {path: recipe for path, recipe in training.overrides.items() if path not in chosen},
+            overrides=bf16 | {path: recipe for path, recipe in training.overrides.items() if path not in bf16},
             statistics_interval=0,
             eval_tokens=training.context,
         )
-        found, _ = short_run(config, self.origin.data, steps=self.steps, start=self.origin.start, around=self.around)
+        result, _ = short_run(config, self.origin.data, steps=self.steps, start=self.origin.start, around=self.around)
         self.made += 1
         self.on_run(self.made)
-        if found.failure is not None:
+        if result.failure is not None:
             return math.log(self.origin.data.vocab_size)
-        return statistics.fmean(loss for _, loss in found.losses[self.steps // 2 :])
+        return statistics.fmean(loss for _, loss in result.losses[self.steps // 2 :])
 
 
 def check_numbers(*, steps: int, orders: int) -> None:
-    """Refuse too few updates or orders of paired runs, before anything is read for them.
+    """Check the numbers of updates and orders of paired runs.
 
     Raises:
         ConfigError: a number is below 2.
@@ -126,5 +127,5 @@ def fp8_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def pooled_error(effects: Sequence[Effect]) -> float:
-    """One standard error for all: of two orders a single difference knows its own too badly."""
+    """Common standard error of all effects: a single effect has too few orders to estimate its own."""
     return math.sqrt(statistics.fmean(effect.error**2 for effect in effects))

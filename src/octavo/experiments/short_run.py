@@ -16,8 +16,9 @@ from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate
 from octavo.training.events import Event
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
 from octavo.training.metrics import read_metrics
+from octavo.training.setup import build_model
 from octavo.training.threads import using_threads
 
 __all__ = ["ShortRun", "Start", "short_run", "start_of"]
@@ -25,7 +26,7 @@ __all__ = ["ShortRun", "Start", "short_run", "start_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a short run begins: weights and optimizer after ``step`` updates of a longer one."""
+    """Initial state of a short run: weights and optimizer after ``step`` updates of a longer run."""
 
     step: int
     weights: dict[str, Tensor]
@@ -38,9 +39,9 @@ class ShortRun:
 
     Attributes:
         losses: (step, nats) of every update.
-        validation_nats: after the last update; None where the run broke.
+        validation_nats: loss after the last update; None if the run failed.
         series: statistics for the doctor's rules.
-        failure: the sentence it broke with, None where it did not.
+        failure: message of the error that ended the run; None if it finished.
     """
 
     losses: tuple[tuple[int, float], ...]
@@ -67,14 +68,14 @@ def short_run(
     around: Callable[[Trainer], AbstractContextManager[object]] = lambda _: nullcontext(),
     prepare: Callable[[nn.Module], None] = lambda _: None,
 ) -> tuple[ShortRun, Trainer]:
-    """Train for a few updates; a run that breaks says so in its result.
+    """Train for a few updates; a failure is part of the result.
 
     Args:
-        config: what to train and how; its schedule counts from ``start``.
+        config: configuration of the training; its schedule counts from ``start``.
         data: the token files.
-        steps: updates, after those of ``start``.
-        start: None trains from the first weights.
-        around: a context in which the updates run, such as a fault or a watch on something else.
+        steps: number of updates after those of ``start``.
+        start: initial state; None for initial weights.
+        around: a context for the updates, such as a fault.
         prepare: called with the converted model before the trainer is built, which may change its modules.
     """
     events: list[Event] = []

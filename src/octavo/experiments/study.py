@@ -1,15 +1,15 @@
-"""The three-way study: one model, several precisions, everything else equal.
+"""Study of one model in several precisions, everything else equal.
 
 ``run_study`` trains the model once for each recipe, from the same initial weights on the same batches, evaluates every
-run on the same held-out windows, and measures gradient noise at the baseline's final weights. What it compares and how
-is in :mod:`octavo.training.comparison` and :mod:`octavo.training.gradient_noise`.
+run on the same held-out windows, and measures gradient noise at the baseline's final weights. The comparisons are in
+:mod:`octavo.training.comparison` and :mod:`octavo.training.gradient_noise`.
 
     out_dir/
       fp32/ bf16/ tensorwise/   one run folder each, with measures.json once it is evaluated
-      study.json                all of it, written last
+      study.json                the whole study, written last
 
-A second call skips what is finished and resumes what is not: measures.json says that a run is done, study.json that
-all of it is.
+A second call skips finished runs and resumes the others: measures.json marks a finished run, study.json a finished
+study.
 """
 
 import json
@@ -38,11 +38,12 @@ from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
 from octavo.training.gradient_noise import GradientNoise, GradientProbe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
-from octavo.training.loop import check_data, train
+from octavo.training.loop import train
 from octavo.training.memory import fitting_in_memory
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, load_run
+from octavo.training.setup import check_data
 from octavo.training.signals import StoppedBySignal
 from octavo.training.study_facts import facts_of
 from octavo.training.threads import using_threads
@@ -68,7 +69,7 @@ SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.7, 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Progress: ``done`` of ``total`` of the phase called ``name``."""
+    """Progress of a phase: ``done`` of ``total``."""
 
     name: str
     done: float
@@ -87,28 +88,27 @@ def run_study(
     recipes: Sequence[str] = DEFAULT_RECIPES,
     prompt: str | None = None,
     test_tokens: int | None = None,
-    on_phase: OnPhase | None = None,
+    on_phase: OnPhase = lambda _: None,
 ) -> Study:
-    """Train, evaluate and compare; see the module's docstring.
+    """Train, evaluate and compare a model in several precisions; see the module.
 
     Args:
-        config: what to train; its own recipe plays no part, but its ``recipe_options`` go with that recipe.
-        out_dir: the study's folder; made if missing.
+        config: configuration of the runs; its recipe is replaced, and its ``recipe_options`` apply to that recipe.
+        out_dir: the study's folder; created if missing.
         data: the token files.
-        recipes: the runs, baseline first.
-        prompt: prompt for the final models; None is the beginning of the test text.
-        test_tokens: tokens of the final evaluation at most; None for the whole test split.
+        recipes: recipes of the runs, baseline first.
+        prompt: prompt for the final models; None for the beginning of the test text.
+        test_tokens: maximum number of tokens of the final evaluation; None for the whole test split.
         on_phase: called as phases progress.
 
     Raises:
         ConfigError: no recipe, one twice, or an unknown one; the folder holds runs of another configuration; or a
             micro-batch does not fit in memory.
-        StoppedBySignal: a signal stopped a run; it has saved a checkpoint, and the same call continues.
+        StoppedBySignal: a signal stopped a run; it has saved a checkpoint, and the same call resumes it.
     """
     folder = Path(out_dir)
     configs = configs_of(config, recipes)
     check_study_data(data, config)
-    report = on_phase or _ignore
     prompt = prompt or _beginning_of_test(data)
     check_prompt(prompt)
     finished = _finished_study(folder, config, recipes, data)
@@ -116,7 +116,7 @@ def run_study(
     if finished is not None and finished.prompt == prompt and len(finished.runs[0].window_nats) == windows:
         return finished
     with using_threads(config.training.threads), fitting_in_memory(config.training):
-        study = _studied(config, folder, configs, data, prompt=prompt, test_tokens=test_tokens, report=report)
+        study = _studied(config, folder, configs, data, prompt=prompt, test_tokens=test_tokens, report=on_phase)
     write_atomically(folder / STUDY, study.to_json())
     return study
 
@@ -160,23 +160,23 @@ def configs_of(config: RunConfig, recipes: Sequence[str]) -> dict[str, RunConfig
 
 
 def check_study_data(data: TokenData, config: RunConfig) -> None:
-    """Refuse data with a split shorter than the context, before anything is written.
+    """Check that no split of the data is shorter than the context.
 
     Raises:
-        DataError: which split, and what is allowed.
+        DataError: a split is shorter than the context.
     """
     check_data(data, config)
     data.windows(config.training.context, split=Split.TEST, max_tokens=1)
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse a prompt that no tokenizer takes, before anything is trained."""
+    """Raise ConfigError for a prompt that is not UTF-8."""
     if not is_unicode(prompt):
         raise ConfigError(f"the prompt {prompt!r} is not UTF-8; write it in UTF-8")
 
 
 def _finished_study(folder: Path, config: RunConfig, recipes: Sequence[str], data: TokenData) -> Study | None:
-    """The study in the folder, if it is this one."""
+    """The finished study in the folder; None for a different study or none."""
     if not (folder / STUDY).exists():
         return None
     try:
@@ -250,7 +250,7 @@ def _window_nats(run: TrainedRun, data: TokenData, test_tokens: int | None, repo
         report(Phase(name=f"evaluate {training.recipe}", done=done, total=total))
 
     with watching_forwards(run.model, on_forward):
-        found = evaluate(
+        evaluation = evaluate(
             run.model,
             data,
             context=training.context,
@@ -259,25 +259,25 @@ def _window_nats(run: TrainedRun, data: TokenData, test_tokens: int | None, repo
             batch_size=BATCH_WINDOWS,
             surroundings=run.surroundings,
         )
-    return found.window_nats
+    return evaluation.window_nats
 
 
 def _tokens_per_second(run_dir: Path, config: RunConfig) -> float:
-    """Tokens of an update over the median duration of one, over the whole run, however often it was resumed."""
+    """Tokens of an update over the median duration of all updates of the run, including those before a resume."""
     seconds = [float(line["seconds"]) for line in read_metrics(run_dir) if line["kind"] == "step"]
     typical: float = statistics.median(seconds)
     return config.training.tokens_per_step / max(typical, 1e-4)
 
 
 def _threads(run_dir: Path) -> tuple[int, ...]:
-    """The numbers of CPU threads that steps of the run had, each once."""
+    """Distinct numbers of CPU threads in the run's steps."""
     return tuple(sorted({int(line["threads"]) for line in read_metrics(run_dir) if "threads" in line}))
 
 
 def _gradient_noise(
     baseline_dir: Path, configs: Mapping[str, RunConfig], data: TokenData, report: OnPhase
 ) -> dict[str, GradientNoise]:
-    """Noise under every recipe at the baseline's final weights, on the micro-batches that would have come next."""
+    """Noise under every recipe at the baseline's final weights, on the micro-batches after the last step."""
     weights = load_run(baseline_dir).model
     probes = {recipe: _probe(weights, config) for recipe, config in configs.items()}
     first = next(iter(configs.values())).training
@@ -301,7 +301,7 @@ def _probe(weights: Llama, config: RunConfig) -> GradientProbe:
     context = surroundings(config.training, device)
 
     def loss(batch: Tensor) -> Tensor:
-        update_scales(model)  # a delayed recipe's scales come from the batch before
+        update_scales(model)  # a delayed recipe computes its scales from the previous batch
         inputs, targets = batch.to(device)
         with context:
             return token_loss(model(inputs), targets)
@@ -310,7 +310,7 @@ def _probe(weights: Llama, config: RunConfig) -> GradientProbe:
 
 
 def _with_noise(run: RunMeasures, noise: GradientNoise) -> RunMeasures:
-    """None for what overflowed, as it may where a loss does not fall."""
+    """The measures with their noise; None for numbers that overflowed, as they may in a diverged run."""
     variance, error = (value if math.isfinite(value) else None for value in (noise.variance, noise.error))
     return replace(run, gradient_variance=variance, gradient_error=error)
 
@@ -341,7 +341,3 @@ def _sample(run: TrainedRun, prompt: str) -> str:
 
 def _beginning_of_test(data: TokenData, tokens: int = 12) -> str:
     return str(data.tokenizer().decode([int(token) for token in data.splits[Split.TEST][:tokens]]))
-
-
-def _ignore(phase: Phase) -> None:
-    """Ignore a phase."""

@@ -36,7 +36,7 @@ from octavo.export.emulation import emulated
 from octavo.export.lockstep import LockstepAgreement, make_probe
 from octavo.export.model_files import Companions, companions_of
 from octavo.export.verification import reader_of, verify
-from octavo.files import claimed_folder, hidden_folder, replacing_folder
+from octavo.files import claimed_folder, hidden_path, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.nn.arguments import check_whole
 from octavo.numerics.cast_spec import check_member
@@ -93,7 +93,7 @@ def save_quantized(
     """Write a language model whose layers run FP8 recipes to a checkpoint folder for other programs.
 
     Args:
-        model: converted, with held codes or weights in high precision; not changed.
+        model: converted, with stored codes or weights in high precision; not changed.
         folder: new or empty.
         format: "compressed-tensors", "hf-fp8", "modelopt" or "octavo".
         kv_scales: scales of keys and of values by decoder layer, such as a calibration's; written in FP32.
@@ -197,7 +197,7 @@ class _CheckpointWriter:
                 on_token=lambda done, total: self.on_phase("emulate", done, total),
             )
         self.on_phase("read back", 0, 1)
-        with hidden_folder(beside, "probe") as scratch:
+        with hidden_path(beside, "probe") as scratch:
             return verify(folder, probe, reader=reader, scratch=scratch)
 
     def schemes(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ order differs.)
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -237,12 +237,10 @@ def _intercept_inputs(
 
         return before
 
-    handles = [model.get_submodule(path).register_forward_pre_hook(hook(path)) for path in paths]
-    try:
+    with ExitStack() as hooks:
+        for path in paths:
+            hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook(path)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _equal_choices(logits: Tensor, probe: ReferenceProbe) -> int:

@@ -19,7 +19,7 @@ from octavo.checkpoints import load_quantized
 from octavo.errors import OctavoError
 from octavo.export.emulation import cast_keys_and_values
 from octavo.export.lockstep import compare, load_probe
-from octavo.language_model import LanguageModel, logits_of
+from octavo.language_model import LogitsModule, from_quantized
 
 __all__ = ["OCTAVO", "TRANSFORMERS", "main"]
 
@@ -41,9 +41,7 @@ def main(arguments: list[str]) -> int:
 
 def _by_octavo(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     quantized = load_quantized(folder)
-    model = LanguageModel(
-        model=quantized.model, tokenizer=quantized.tokenizer, context=quantized.context, source=str(folder)
-    )
+    model = from_quantized(quantized, folder)
     cast = cast_keys_and_values(quantized.kv_scales) if quantized.kv_scales else None
     return quantized.model, partial(model.logits, kv_transform=cast)
 
@@ -54,7 +52,7 @@ def _by_transformers(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
     )
-    return model.eval(), lambda tokens: logits_of(model, tokens)
+    return model.eval(), LogitsModule(model)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from torch import Tensor
 from octavo import recipes
 from octavo.checkpoints import FORMATS, CodedTable, is_quantized, load_quantized
 from octavo.checkpoints.contents import nothing_in_fp8
-from octavo.convert import choose_layers, convert, hold_weights
+from octavo.convert import choose_layers, convert, store_weights_as_codes
 from octavo.errors import ConfigError
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import LanguageModel, from_quantized, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
@@ -32,7 +32,7 @@ from octavo.training.config import Device
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG as RUN
 
-__all__ = ["ONNX", "ExportSource", "Request", "load_source"]
+__all__ = ["ONNX", "ConversionOptions", "ExportSource", "load_source"]
 
 STATIC, ONNX, OWN = "static", "onnx", "octavo"
 PRESETS = {name: fmt.preset for name, fmt in FORMATS.items()} | {ONNX: "tensorwise"}
@@ -40,7 +40,7 @@ SCALE_OPTIONS = ("rowwise", "blockwise", STATIC)  # presets with the option powe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ConversionOptions:
     """Options for converting a model to FP8; defaults depend on the model and the format.
 
     Attributes:
@@ -79,7 +79,7 @@ class Request:
     @property
     def is_empty(self) -> bool:
         """True if all options have their defaults."""
-        return self == Request()
+        return self == ConversionOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class ExportSource:
     """Converted model, ready to be written.
 
     Attributes:
-        language_model: converted, with weights held as codes.
+        language_model: converted, with weights stored as codes.
         kv_scales: scales of keys and of values, by decoder layer.
         tables: embeddings stored as rows of codes, by path.
         calibration: the applied calibration.
@@ -101,7 +101,7 @@ class ExportSource:
     dtype: torch.dtype | None = None
 
 
-def load_source(model: str, fmt: str, request: Request, *, device: Device = Device.CPU) -> ExportSource:
+def load_source(model: str, fmt: str, request: ConversionOptions, *, device: Device = Device.CPU) -> ExportSource:
     """Load a model and convert it to FP8 as requested, or with the format's default.
 
     Args:
@@ -117,7 +117,7 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
     """
     place, folder = resolve_device(device), located(model)
     if (folder / MARK).is_file():
-        return _hold_codes(_load_qat_folder(folder, request, place))
+        return _store_codes(_load_qat_folder(folder, request, place))
     if kind_of(folder) is SourceKind.HUGGING_FACE and is_quantized(folder):
         return _load_fp8_folder(folder, request, place)
     loaded = load_language_model(folder, device=device)
@@ -133,7 +133,7 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
     if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
         raise ConfigError(nothing_in_fp8(loaded.model))
     convert(loaded.model, recipe, skip=request.skip, convert_head=request.convert_head)
-    return _hold_codes(loaded)
+    return _store_codes(loaded)
 
 
 def _recipe(name: str, *, power_of_two: bool) -> Recipe:
@@ -144,7 +144,7 @@ def _recipe(name: str, *, power_of_two: bool) -> Recipe:
     return recipes.get(name)
 
 
-def _load_qat_folder(folder: Path, request: Request, place: torch.device) -> LanguageModel:
+def _load_qat_folder(folder: Path, request: ConversionOptions, place: torch.device) -> LanguageModel:
     if not request.is_empty:
         raise ConfigError(
             f"{str(folder)!r} was trained for its own recipe; leave out the options that define how layers run"
@@ -154,19 +154,20 @@ def _load_qat_folder(folder: Path, request: Request, place: torch.device) -> Lan
     return loaded
 
 
-def _load_fp8_folder(folder: Path, request: Request, place: torch.device) -> ExportSource:
+def _load_fp8_folder(folder: Path, request: ConversionOptions, place: torch.device) -> ExportSource:
     if not request.is_empty:
         raise ConfigError(f"{str(folder)!r} is already in FP8; leave out the options that define how layers run")
     quantized = load_quantized(folder)
-    model = LanguageModel(
-        model=quantized.model.to(place), tokenizer=quantized.tokenizer, context=quantized.context, source=str(folder)
-    )
+    quantized.model.to(place)
     return ExportSource(
-        language_model=model, kv_scales=quantized.kv_scales, tables=quantized.tables, dtype=quantized.dtype
+        language_model=from_quantized(quantized, folder),
+        kv_scales=quantized.kv_scales,
+        tables=quantized.tables,
+        dtype=quantized.dtype,
     )
 
 
-def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request: Request) -> ExportSource:
+def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request: ConversionOptions) -> ExportSource:
     if request.skip or request.convert_head:
         raise ConfigError("a calibration defines its layers; leave out --skip and --head")
     calibration.apply(loaded, hold_weights=True)
@@ -182,10 +183,10 @@ def _apply_mix(loaded: LanguageModel, path: Path, fmt: str) -> ExportSource:
         )
     tables = mix.coded_tables(loaded.model)
     mix.apply(loaded.model, cache_weights=False)
-    return replace(_hold_codes(loaded), tables=tables)
+    return replace(_store_codes(loaded), tables=tables)
 
 
-def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: Request) -> ExportSource:
+def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: ConversionOptions) -> ExportSource:
     """Convert a run of a delayed recipe with scales from its amax history."""
     if not (folder / RUN).is_file():
         raise ConfigError(
@@ -195,9 +196,9 @@ def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: 
     return _apply_calibration(loaded, calibration_from_run(folder, power_of_two=request.power_of_two), request)
 
 
-def _hold_codes(loaded: LanguageModel) -> ExportSource:
-    """Hold the weights as codes, so that nothing is cast twice."""
+def _store_codes(loaded: LanguageModel) -> ExportSource:
+    """Store the weights as codes, so that nothing is cast twice."""
     loaded.model.requires_grad_(False)
     layers = {path: layer for path, layer in loaded.model.named_modules() if isinstance(layer, Linear)}
-    hold_weights(loaded.model, [path for path, layer in layers.items() if not layer.recipe.is_high_precision])
+    store_weights_as_codes(loaded.model, [path for path, layer in layers.items() if not layer.recipe.is_high_precision])
     return ExportSource(language_model=loaded)

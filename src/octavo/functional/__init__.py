@@ -1,7 +1,7 @@
 """The linear layer in FP8 as a function: operands cast by their roles, three GEMMs, and what backward needs of them."""
 
 from octavo.functional.linear import fp8_linear, multiply
-from octavo.functional.saved_operands import InputOperands, WeightOperands, cast_input, cast_operand
+from octavo.functional.saved_operands import InputOperands, WeightOperands, cast_input, cast_operand, quantize_operand
 from octavo.functional.weight_cache import WeightCache
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "cast_operand",
     "fp8_linear",
     "multiply",
+    "quantize_operand",
 ]

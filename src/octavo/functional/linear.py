@@ -4,8 +4,16 @@
     grad_input  = grad_output [M, N] @ weight          the weight's transpose [K, N] is its right operand
     grad_weight = grad_output.T [N, M] @ input         the input's transpose [K, M] is its right operand
 
-Forward casts input and weight and multiplies them. It also decides what backward needs of them: not the high-precision
+Forward casts input and weight and multiplies them. It also selects what backward needs of them: not the high-precision
 tensors but codes and scales, one byte an element, or the tensors to recompute these from.
+
+FP8 or high precision is decided in this order:
+
+1. ``octavo.nn.Linear.forward`` calls ``torch.nn.functional.linear`` if the call's whole recipe is in high precision.
+2. Each of the recipe's three GemmSpecs has a CastSpec for each operand, or None, which leaves that operand uncast.
+3. :func:`multiply` multiplies two QuantizedTensors in FP8, and anything else in high precision.
+
+Only then octavo/kernels/dispatch.py chooses which backend computes an FP8 product; it never leaves FP8.
 """
 
 import math
@@ -56,8 +64,8 @@ def fp8_linear(
         weight: [N, K], any of these dtypes: a float32 master weight is quantized from its float32 values.
         bias: [N] or None; added in FP32 before the output is rounded.
         recipe: the casts and GEMMs.
-        weight_operands: the weight's operands if they exist already; ``weight`` then only receives the gradient.
-        input_operands: the input's operands if they exist already; ``x`` then only gives shape and dtype and receives
+        weight_operands: the weight's operands if it is cast already; ``weight`` then only receives the gradient.
+        input_operands: the input's operands if it is cast already; ``x`` then only gives shape and dtype and receives
             the gradient, so it may be an expanded scalar (``value.expand(M, K)``). It is not measured.
         scaling: amaxes and scale of delayed and static casts, and where to record; without it a delayed cast measures
             its own tensor. A weight that takes no gradient records no amax.
@@ -129,7 +137,8 @@ class _ScaledLinear(torch.autograd.Function):
         scaling: LayerScaling,
         learning: bool,  # ctx.needs_input_grad ignores torch.no_grad()
     ) -> Tensor:
-        needs_grad_input, needs_grad_weight = (needed and learning for needed in ctx.needs_input_grad[:2])
+        needs_grad_input = learning and ctx.needs_input_grad[0]
+        needs_grad_weight = learning and ctx.needs_input_grad[1]
         input_scaling, weight_scaling = scaling.of(INPUT), scaling.of(WEIGHT)
         if not ctx.needs_input_grad[1]:
             weight_scaling.pending = None
@@ -145,11 +154,11 @@ class _ScaledLinear(torch.autograd.Function):
                 recast = recasts_weight(weight, x, recipe, inputs.for_grad_weight() if needs_grad_weight else None)
             weights = WeightOperands(weight, recipe, weight_scaling, recast=recast)
         emulate = recipe.emulate_tensor_cores
-        right = weights.output(and_saved=needs_grad_input)  # [N, K]
+        right = weights.output(with_grad_input=needs_grad_input)  # [N, K]
         y = multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
         saved: list[SavedOperand | None] = [None, None]
         if needs_grad_input:
-            saved[0], ctx.transpose_weight = weights.saved()
+            saved[0], ctx.transpose_weight = weights.for_grad_input()
         if needs_grad_weight:
             saved[1] = inputs.for_grad_weight()
         if scaling.watch is not None:
@@ -197,7 +206,7 @@ def _watched(saved: SavedOperand | None) -> Operand | None:
 def multiply(
     a: Operand, b: Operand, gemm: GemmSpec, out_dtype: torch.dtype, *, emulate: bool, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply ``a @ b.T + bias`` as ``gemm`` specifies; in ``a``'s dtype where ``a`` is in high precision."""
+    """Multiply ``a @ b.T + bias``: in FP8 if both operands are codes, otherwise in ``a``'s dtype, in high precision."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         computed = torch.float32 if out_dtype is torch.float64 else out_dtype
         accumulate = gemm.accumulate if emulate else Accumulate.FP32

@@ -13,7 +13,7 @@ operand recomputed after one is the new weight's, cast with the scale of the old
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import cast
-from octavo.kernels.tracing import is_recorded
-from octavo.numerics import CastSpec, PerTensor, QuantizedTensor, Record, Scaling
+from octavo.kernels.tracing import is_tracing
+from octavo.numerics import AmaxRecord, CastSpec, PerTensor, QuantizedTensor, Scaling
 from octavo.recipes import Recipe
 from octavo.scaling import Operand, OperandScaling
 
@@ -38,6 +38,7 @@ __all__ = [
     "cast_operand",
     "load_operands",
     "operand_of",
+    "quantize_operand",
     "recasts_weight",
     "save_operands",
     "serves_both_ways",
@@ -47,10 +48,10 @@ _BFLOAT16_BYTES = torch.bfloat16.itemsize
 
 
 class Recompute(Protocol):
-    """Recomputation of an operand. It holds no tensors: those are saved through autograd."""
+    """Recomputation of an operand; holds no tensors, which are saved through autograd."""
 
     def compute(self, *tensors: Tensor | None) -> Operand:
-        """The operand, with the same bits each time."""
+        """Return the operand, with the same bits each time."""
         ...
 
 
@@ -80,11 +81,11 @@ class _RecomputeTranspose:
         """Compute the operand from the matrix and the amax of its scale; None measures the matrix again."""
         matrix, amax = tensors
         assert matrix is not None
-        return cast(matrix.t(), self.spec, amax=amax, measure_if_zero=True, into=Record()).output
+        return cast(matrix.t(), self.spec, amax=amax, measure_if_zero=True, record=AmaxRecord()).output
 
 
 def operand_of(saved: SavedOperand) -> Operand:
-    """The operand itself, computed now if it is a :class:`RecomputedOperand`."""
+    """Return the operand, computed now if it is a :class:`RecomputedOperand`."""
     return saved.recompute.compute(*saved.tensors) if isinstance(saved, RecomputedOperand) else saved
 
 
@@ -106,7 +107,7 @@ def save_operands(ctx: Any, operands: Sequence[SavedOperand | None], amaxes: Ten
 
 
 def load_operands(ctx: Any) -> tuple[list[SavedOperand | None], Tensor | None]:
-    """The operands and amaxes that :func:`save_operands` saved."""
+    """Return the operands and amaxes that :func:`save_operands` saved."""
     amaxes, *tensors = ctx.saved_tensors
     operands: list[SavedOperand | None] = []
     at = 0
@@ -135,16 +136,23 @@ def cast_operand(x: Tensor, spec: CastSpec | None, scaling: OperandScaling | Non
         return x
     scaling = OperandScaling() if scaling is None else scaling
     amax, scale = _amax_and_scale(spec, scaling)
-    return cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, into=scaling.take()).output
+    return cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, record=scaling.take()).output
+
+
+def quantize_operand(x: Tensor, spec: CastSpec) -> QuantizedTensor:
+    """Cast ``x`` with scales from its own amax, also where ``spec`` takes them from a history or a calibration."""
+    quantized = cast_operand(x, replace(spec, scaling=Scaling.DYNAMIC))
+    assert isinstance(quantized, QuantizedTensor)
+    return quantized
 
 
 def cast_both_ways(
     x: Tensor, spec: CastSpec | None, transposed_spec: CastSpec | None, scaling: OperandScaling
 ) -> tuple[Operand, Operand]:
-    """``x`` cast as ``spec``, and its transpose as ``transposed_spec``; in one call where both are the same."""
+    """Cast ``x`` as ``spec``, and its transpose as ``transposed_spec``; in one call where both are the same."""
     if spec is not None and spec == transposed_spec:  # "!=" is more than a tracer can compare
         amax, scale = _amax_and_scale(spec, scaling)
-        result = cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, transpose=True, into=scaling.take())
+        result = cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, transpose=True, record=scaling.take())
         assert result.transposed is not None
         return result.output, result.transposed
     return cast_operand(x, spec, scaling), cast_operand(x.t(), transposed_spec, scaling)
@@ -175,7 +183,7 @@ class InputOperands:
     transposed: SavedOperand | None = None
 
     def for_grad_weight(self) -> SavedOperand:
-        """The right operand of grad_weight's GEMM."""
+        """Return the right operand of grad_weight's GEMM, [K, M]."""
         return self.output.t() if self.transposed is None else self.transposed
 
 
@@ -208,7 +216,7 @@ def _codes_are_larger(x: Tensor, spec: CastSpec) -> bool:
 def cast_grad_output(
     grad_output: Tensor, recipe: Recipe, scaling: OperandScaling, *, for_input: bool, for_weight: bool
 ) -> tuple[Operand, Operand]:
-    """Left operands of grad_input's GEMM, [M, N], and grad_weight's, [N, M]; one that is not needed is not cast."""
+    """Cast the left operands of grad_input's GEMM, [M, N], and grad_weight's, [N, M]; leave one that is not needed."""
     if for_input and for_weight:
         return cast_both_ways(grad_output, recipe.grad_input.a, recipe.grad_weight.a, scaling)
     if for_input:
@@ -236,33 +244,36 @@ class WeightOperands:
         self._scaling = OperandScaling() if scaling is None else scaling
         self._recast = recast
         self._output: Operand | None = None
-        self._grad_input: SavedOperand | None = None
+        self._transposed: SavedOperand | None = None
 
-    def output(self, *, and_saved: bool = False) -> Operand:
-        """The right operand of the output GEMM, [N, K]; pass ``and_saved`` if :meth:`saved` will be called too."""
+    def output(self, *, with_grad_input: bool = False) -> Operand:
+        """Return the right operand of the output GEMM, [N, K].
+
+        ``with_grad_input`` casts for :meth:`for_grad_input` in the same call.
+        """
         if self._output is None:
             weight, spec, transposed_spec = self._weight, self._recipe.output.b, self._recipe.grad_input.b
             if isinstance(weight, QuantizedTensor):
                 self._output = weight
-            elif and_saved and self._recast and spec is not None and transposed_spec is not None:
-                self._output, self._grad_input = _cast_and_recast(weight, spec, transposed_spec, self._scaling)
-            elif and_saved:
-                self._output, self._grad_input = cast_both_ways(weight, spec, transposed_spec, self._scaling)
+            elif with_grad_input and self._recast and spec is not None and transposed_spec is not None:
+                self._output, self._transposed = _cast_and_recast(weight, spec, transposed_spec, self._scaling)
+            elif with_grad_input:
+                self._output, self._transposed = cast_both_ways(weight, spec, transposed_spec, self._scaling)
             else:
                 self._output = cast_operand(weight, spec, self._scaling)
         return self._output
 
-    def saved(self) -> tuple[SavedOperand, bool]:
-        """The weight's operand for grad_input's GEMM, and whether it still has to be transposed to [K, N]."""
-        output, transposed_spec = self.output(and_saved=True), self._recipe.grad_input.b
-        if self._grad_input is None:
+    def for_grad_input(self) -> tuple[SavedOperand, bool]:
+        """Return the right operand of grad_input's GEMM, and whether it still has to be transposed to [K, N]."""
+        output, transposed_spec = self.output(with_grad_input=True), self._recipe.grad_input.b
+        if self._transposed is None:
             spec = transposed_spec if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
             if serves_both_ways(output, spec, transposed_spec):
                 return output, True
             weight = self._weight
             decoded = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-            self._grad_input = cast_operand(decoded.t(), transposed_spec, self._scaling)
-        return self._grad_input, False
+            self._transposed = cast_operand(decoded.t(), transposed_spec, self._scaling)
+        return self._transposed, False
 
 
 def serves_both_ways(operand: Operand | None, spec: CastSpec | None, transposed_spec: CastSpec | None) -> bool:
@@ -325,7 +336,7 @@ def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
 
 def _always_true(comparison: bool) -> bool:
     """Return whether a comparison of sizes is true; with symbolic sizes, always true, so that a graph gets no guard."""
-    if not is_recorded():
+    if not is_tracing():
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # the import takes a third of a second
 

@@ -322,7 +322,7 @@ class Engine:
 
     def _answer(self, request: EngineRequest, logits: torch.Tensor) -> None:
         try:
-            sampled = request.choose(logits)
+            sampled = request.sampler.choose(logits)
         except ConfigError as error:  # only this request's logits are not finite
             self._end(request, FinishReason.ERROR, error=str(error))
             return

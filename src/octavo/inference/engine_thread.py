@@ -62,9 +62,7 @@ class EngineThread:
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> "Answer":
         """Submit a request from a running event loop; raises as :meth:`octavo.inference.Engine.submit`."""
-        return Answer(
-            self.engine, prompt_ids, params, tell=lambda answer, event: self._undelivered.append((answer, event))
-        )
+        return Answer(self.engine, prompt_ids, params, on_event=lambda *event: self._undelivered.append(event))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Close the engine and wait for accepted requests to end; return False on timeout."""
@@ -122,12 +120,12 @@ class Answer:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        tell: Callable[["Answer", Event], None],
+        on_event: Callable[["Answer", Event], None],
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._engine = engine
-        self._request = engine.submit(prompt_ids, params, lambda event: tell(self, event))
+        self._request = engine.submit(prompt_ids, params, lambda event: on_event(self, event))
 
     def cancel(self) -> None:
         """End the request before the next step."""

@@ -105,15 +105,6 @@ class PagedKVCache:
         every = sum(x.nbytes for x in (t.keys, t.values, t.key_scale, t.value_scale) if x is not None)
         return every // t.keys.shape[1] * t.table.numel()
 
-    def next_positions(self, count: int) -> Tensor:
-        """Positions of the next tokens, int64 [count].
-
-        Raises:
-            ConfigError: the cache is full.
-        """
-        self.check_room(count)
-        return torch.arange(self.length, self.length + count, device="cpu")
-
     def check_room(self, count: int) -> None:
         """Raise ConfigError if ``count`` more positions do not fit."""
         end = self.length + count

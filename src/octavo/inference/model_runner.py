@@ -20,7 +20,6 @@ from octavo.inference.native_decoder import (
     MAX_HEAD_DIM,
     CacheTensors,
     DecoderLayerTensors,
-    DecoderShape,
     DecoderTensors,
     NativeDecoder,
 )
@@ -68,6 +67,10 @@ class ModelRunner:
         >>> cache = runner.new_cache()
         >>> runner(torch.tensor([1, 2, 3]), cache).shape, runner(torch.tensor([4]), cache).shape, cache.length
         (torch.Size([64]), torch.Size([64]), 4)
+        >>> batch = runner.new_batch(2)
+        >>> _ = runner(torch.tensor([1, 2, 3]), batch.sequences[0])
+        >>> runner.step(torch.tensor([4, 5]), batch).shape, batch.lengths
+        (torch.Size([2, 64]), [4, 1])
     """
 
     def __init__(
@@ -188,23 +191,6 @@ class ModelRunner:
             TypeError: the tokens are not a tensor of integers, or ``batch`` is not a batch.
             BackendError: the batch is of another model, or the tokens are not on a CPU.
             ConfigError: a wrong number of tokens, a token outside the vocabulary, or a full sequence.
-
-        Example:
-            >>> from octavo.models import LlamaConfig
-            >>> config = LlamaConfig(
-            ...     vocab_size=64,
-            ...     hidden_size=32,
-            ...     intermediate_size=64,
-            ...     num_layers=1,
-            ...     num_heads=2,
-            ...     num_kv_heads=1,
-            ...     max_positions=16,
-            ... )
-            >>> runner = ModelRunner(Llama(config))
-            >>> batch = runner.new_batch(2)
-            >>> _ = runner(torch.tensor([1, 2, 3]), batch.sequences[0])
-            >>> runner.step(torch.tensor([4, 5]), batch).shape, batch.lengths
-            (torch.Size([2, 64]), [4, 1])
         """
         if not isinstance(batch, KVCacheBatch):
             raise TypeError(f"step() takes a batch from new_batch(), not a {type(batch).__name__}")
@@ -264,7 +250,8 @@ class ModelRunner:
         if self._reference is not None:
             return self._reference.run(tokens, cache, cache.length, every=every)
         assert self._native is not None
-        position, num_logits = cache.next_positions(len(tokens)), len(tokens) if every else 1
+        position = torch.arange(cache.length, cache.length + len(tokens), device="cpu")
+        num_logits = len(tokens) if every else 1
         return self._native.run(
             self._embed(tokens), cache.tensors, torch.zeros_like(position), position, num_logits=num_logits
         )
@@ -329,18 +316,11 @@ def _key_means(config: LlamaConfig, means: Mapping[int, Tensor] | None) -> list[
 
 
 def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> DecoderTensors:
-    config, body = model.config, model.model
-    shape = DecoderShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        norm_eps=config.rms_norm_eps,
-    )
+    body = model.model
     layers = [_layer(layer, recipe, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
     head = decoder_weight(recipe, model.lm_head, is_head=True)
-    return DecoderTensors(shape, layers, _copied(body.cos), _copied(body.sin), _copied(body.norm.weight), head)
+    cos, sin, norm = map(_copied, (body.cos, body.sin, body.norm.weight))
+    return DecoderTensors(model.config, layers, cos, sin, norm, head)
 
 
 def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> DecoderLayerTensors:

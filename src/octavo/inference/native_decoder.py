@@ -23,6 +23,7 @@ from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3
 from octavo.inference.decoder_weights import DecoderWeight, Saturation
 from octavo.kernels import native_bindings
+from octavo.models import LlamaConfig
 from octavo.numerics.integers import HALF_RANGE, LEAST_SCALE
 from octavo.numerics.scaling import AMAX_FLOOR
 
@@ -31,7 +32,6 @@ __all__ = [
     "PAGE",
     "CacheTensors",
     "DecoderLayerTensors",
-    "DecoderShape",
     "DecoderTensors",
     "NativeDecoder",
     "attend",
@@ -40,32 +40,6 @@ __all__ = [
 PAGE = 64  # as in native/kernels.h
 MAX_HEAD_DIM = 512
 _CACHED = (E4M3.torch_dtype, BF16.torch_dtype, torch.float32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderShape:
-    """Sizes of a decoder.
-
-    Attributes:
-        hidden_size: width of the residual stream.
-        intermediate_size: width inside the gated MLP.
-        heads: query heads.
-        kv_heads: key and value heads; divides ``heads``.
-        head_dim: width of one head, even.
-        norm_eps: epsilon of the norms.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor of the attention scores, 1 / sqrt(D)."""
-        return 1 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +70,7 @@ class DecoderTensors:
     """Tensors of a model, except its embedding.
 
     Attributes:
-        shape: sizes.
+        config: sizes of the model.
         layers: tensors of every layer.
         cos: float32 [positions, D], cosines of the rotary angles, the same in both halves.
         sin: sines of the rotary angles.
@@ -108,7 +82,7 @@ class DecoderTensors:
         BackendError: a tensor of another shape.
     """
 
-    shape: DecoderShape
+    config: LlamaConfig
     layers: Sequence[DecoderLayerTensors]
     cos: Tensor
     sin: Tensor
@@ -117,27 +91,32 @@ class DecoderTensors:
     saturation: Saturation = field(default_factory=Saturation)
 
     def __post_init__(self) -> None:
-        s = self.shape
-        angles, heads = (len(self.cos), s.head_dim), (s.heads + 2 * s.kv_heads) * s.head_dim
+        c = self.config
+        angles, heads = (len(self.cos), c.head_dim), (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         tensors: dict[str, tuple[Tensor | DecoderWeight, tuple[int, ...]]] = {
             "cos": (self.cos, angles),
             "sin": (self.sin, angles),
-            "norm": (self.norm, (s.hidden_size,)),
-            "head": (self.head, (self.head.shape[0], s.hidden_size)),
+            "norm": (self.norm, (c.hidden_size,)),
+            "head": (self.head, (self.head.shape[0], c.hidden_size)),
         }
         for index, layer in enumerate(self.layers):
             tensors |= {
-                f"{index}.attention_norm": (layer.attention_norm, (s.hidden_size,)),
-                f"{index}.mlp_norm": (layer.mlp_norm, (s.hidden_size,)),
-                f"{index}.key_mean": (layer.key_mean, (s.kv_heads, s.head_dim)),
-                f"{index}.qkv": (layer.qkv, (heads, s.hidden_size)),
-                f"{index}.out": (layer.out, (s.hidden_size, s.heads * s.head_dim)),
-                f"{index}.gate_up": (layer.gate_up, (2 * s.intermediate_size, s.hidden_size)),
-                f"{index}.down": (layer.down, (s.hidden_size, s.intermediate_size)),
+                f"{index}.attention_norm": (layer.attention_norm, (c.hidden_size,)),
+                f"{index}.mlp_norm": (layer.mlp_norm, (c.hidden_size,)),
+                f"{index}.key_mean": (layer.key_mean, (c.num_kv_heads, c.head_dim)),
+                f"{index}.qkv": (layer.qkv, (heads, c.hidden_size)),
+                f"{index}.out": (layer.out, (c.hidden_size, c.num_heads * c.head_dim)),
+                f"{index}.gate_up": (layer.gate_up, (2 * c.intermediate_size, c.hidden_size)),
+                f"{index}.down": (layer.down, (c.hidden_size, c.intermediate_size)),
             }
         for name, (tensor, expected) in tensors.items():
             if tensor.shape != expected:
                 raise BackendError(f"a decoder of this shape has {name} {expected}, not {tuple(tensor.shape)}")
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention scores, 1 / sqrt(D)."""
+        return 1 / math.sqrt(self.config.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,20 +243,20 @@ class NativeDecoder:
     """
 
     def __init__(self, decoder: DecoderTensors, *, level: str | None = None) -> None:
-        self._shape, self._saturation = decoder.shape, decoder.saturation
-        shape = decoder.shape
+        config = self._config = decoder.config
+        self._saturation = decoder.saturation
         self._layers, self._positions = len(decoder.layers), len(decoder.cos)
         self._kept: list[Tensor] = []  # tensors that the kernels address
         self._vocabulary = decoder.head.shape[0]
         self._decoder = native_bindings.extension().Decoder(
             native_bindings.level_number(level),
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.norm_eps,
-            shape.attention_scale,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            decoder.attention_scale,
             AMAX_FLOOR,
             HALF_RANGE,
             LEAST_SCALE,
@@ -329,9 +308,9 @@ class NativeDecoder:
         return logits
 
     def _check(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
-        cache.check_made_for(self._layers, self._shape.kv_heads, self._shape.head_dim)
+        cache.check_made_for(self._layers, self._config.num_kv_heads, self._config.head_dim)
         _check_rows(cache, sequence, position, hidden)
-        expected = (len(sequence), self._shape.hidden_size)
+        expected = (len(sequence), self._config.hidden_size)
         if hidden.shape != expected or hidden.dtype != torch.float32 or not hidden.is_contiguous() or not len(hidden):
             raise BackendError(
                 f"this decoder takes float32 rows {expected}, contiguous and at least one, not {tuple(hidden.shape)} "

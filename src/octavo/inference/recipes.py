@@ -70,7 +70,7 @@ def decoder_weight(recipe: ServingRecipe, *linears: nn.Linear, is_head: bool = F
 
 
 def _hp_weight(linear: nn.Linear, recipe: ServingRecipe) -> Tensor:
-    if isinstance(linear, Linear) and linear.held is not None:
+    if isinstance(linear, Linear) and linear.codes_layout is not None:
         raise ConfigError(f"this model's weights are FP8 codes, which {recipe} would round again; use fp8")
     return linear.weight.detach().float()
 
@@ -93,7 +93,7 @@ def _concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _weight_codes(linear: nn.Linear) -> QuantizedTensor:
-    held = linear.held_weight() if isinstance(linear, Linear) else None
+    held = linear.stored_codes() if isinstance(linear, Linear) else None
     if held is None:
         return quantize(linear.weight.detach().float(), E4M3, granularity=PerRow())
     if held.data.dtype != E4M3.torch_dtype or isinstance(held.granularity, PerBlock):

@@ -10,7 +10,7 @@ Subtracting a vector m from all keys of a head, such as their mean, changes only
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,8 @@ class ReferenceDecoder:
 
     def __init__(self, config: LlamaConfig, decoder: DecoderTensors, embed: Callable[[Tensor], Tensor]) -> None:
         self._decoder = decoder
-        self._model = _model_without_weights(config)
+        with torch.device("meta"):
+            self._model = cast("Any", Llama(config))  # whose layers are replaced by modules of other classes
         body, saturation = self._model.model, decoder.saturation
         body.embed_tokens, self._model.lm_head = _Embedding(embed), _Linear(decoder.head, saturation)
         body.cos, body.sin, body.norm.weight = decoder.cos, decoder.sin, _fixed(decoder.norm)
@@ -72,11 +73,6 @@ class ReferenceDecoder:
         return logits
 
 
-def _model_without_weights(config: LlamaConfig) -> Any:
-    with torch.device("meta"):
-        return Llama(config)
-
-
 class _PagedAttention:
     """Adapter of a paged cache of one sequence to :class:`octavo.models.llama.DecoderCache`."""
 
@@ -88,7 +84,7 @@ class _PagedAttention:
         position = torch.arange(self.length, end, device=queries.device)
         self._cache.store(layer, position, keys[0] - self._decoder.layers[layer].key_mean, values[0])
         stored = self._cache.read(layer, end)
-        return attend(queries[0], *stored, position, self._decoder.shape.attention_scale)[None]
+        return attend(queries[0], *stored, position, self._decoder.attention_scale)[None]
 
 
 class _Embedding(nn.Module):

@@ -34,6 +34,7 @@ class EngineRequest:
         cancelled: whether to end it before the next step.
         finish: reason why the answer ended; None before.
         last_token_at: time of the last token on the engine's clock; None before the first.
+        sampler: sampler of the next token.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class EngineRequest:
         self.pages: list[int] = []
         self.cancelled = False
         self.finish: FinishReason | None = None
-        self._sampler, self._text, self._on_event = Sampler(params), text, on_event
+        self.sampler, self._text, self._on_event = Sampler(params), text, on_event
         self._keys: list[bytes] = []
         self._prompt: list[SampledToken] = []
 
@@ -70,11 +71,6 @@ class EngineRequest:
         """Return True if the logits at a position are needed: for the next token or for ``prompt_logprobs``."""
         return position + 1 == len(self.tokens) or (self.params.prompt_logprobs and position + 1 < self.prompt_length)
 
-    @property
-    def pages_needed(self) -> int:
-        """Number of pages for the longest answer, whose last token is never read."""
-        return -(-(self.prompt_length + self.params.max_tokens - 1) // PAGE)
-
     @cached_property
     def _reusable(self) -> list[bytes]:
         """Keys of the prompt's pages that may be reused; cached, since a waiting request needs them every step."""
@@ -87,7 +83,8 @@ class EngineRequest:
         At least the last token of the prompt is read, to get its logits; with ``prompt_logprobs`` all of them are.
         """
         shared = pool.find(self._reusable)
-        fresh = self.pages_needed - len(shared)
+        positions = self.prompt_length + self.params.max_tokens - 1  # the last token is never read
+        fresh = -(-positions // PAGE) - len(shared)
         if not pool.can_take(fresh, shared):
             return False
         pool.share(shared)
@@ -107,10 +104,6 @@ class EngineRequest:
         """Store the log probability of the prompt token after ``position``, from the logits [V] at ``position``."""
         assert self.params.logprobs is not None
         self._prompt.append(score_token(logits, self.tokens[position + 1], top=self.params.logprobs))
-
-    def choose(self, logits: Tensor) -> SampledToken:
-        """Sample the next token from logits [V]."""
-        return self._sampler.choose(logits)
 
     def add_token(self, sampled: SampledToken) -> None:
         """Append a token and send its event; finish if it completes a stop text or reaches ``max_tokens``."""

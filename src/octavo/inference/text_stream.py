@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["TextStream"]
+__all__ = ["UNFINISHED", "TextStream"]
 
 UNFINISHED = "\ufffd"  # decoded text of a character with missing bytes
 PATIENCE = 64  # tokens without a complete character; it has four bytes, so more tokens will not complete it

@@ -1,13 +1,12 @@
 """Interfaces of cast and GEMM backends, and the descriptions of their problems.
 
-``numerics/`` defines the results; a backend only decides the speed. ``unsupported_reason(problem)`` returns a sentence
-or None, so that a selection can always be explained, and a backend that is requested by name raises its reason instead
-of falling back.
+``numerics/`` defines the results; a backend only decides the speed. ``unsupported_reason(problem)`` returns a clause or
+None, so that a selection can always be explained, and a backend that is requested by name raises its reason instead of
+falling back.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -15,12 +14,12 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.numerics import (
     Accumulate,
+    AmaxRecord,
     CastSpec,
     Granularity,
     Measurement,
     PerBlock,
     QuantizedTensor,
-    Record,
     Rounding,
 )
 
@@ -30,8 +29,8 @@ __all__ = [
     "CastProblem",
     "CastResult",
     "MatmulProblem",
+    "ScaleSource",
     "block_widths",
-    "cast_with_transpose",
     "inside_transform",
     "product_shape",
 ]
@@ -79,7 +78,7 @@ class CastResult(NamedTuple):
 
     Attributes:
         output: the tensor's codes and scale.
-        transposed: codes and scale of the transpose, cast by itself; None where it was not asked for.
+        transposed: codes and scale of the transpose, cast by itself; None unless it was requested.
         measurement: amaxes and number of NaN and ±Inf elements; None where a kernel has recorded them already.
         saturated: int64 [], finite elements beyond the format's maximum after scaling; None if not counted.
         underflowed: int64 [], nonzero elements whose code is zero; None if not counted.
@@ -90,6 +89,20 @@ class CastResult(NamedTuple):
     measurement: Measurement | None = None
     saturated: Tensor | None = None
     underflowed: Tensor | None = None
+
+
+class ScaleSource(TypedDict, total=False):
+    """Source of a cast's scale, as keyword arguments; without any, the scale is computed from the tensor.
+
+    Attributes:
+        amax: float32 in the scale's shape, from which the scale is computed.
+        scale: float32 in the scale's shape, used unchanged.
+        measure_if_zero: use the measured amax for a group whose passed amax is 0.
+    """
+
+    amax: Tensor | None
+    scale: Tensor | None
+    measure_if_zero: bool
 
 
 class CastBackend(Protocol):
@@ -109,32 +122,21 @@ class CastBackend(Protocol):
         x: Tensor,
         spec: CastSpec,
         *,
-        amax: Tensor | None = None,
-        scale: Tensor | None = None,
-        measure_if_zero: bool = False,
         transpose: bool = False,
-        into: Record | None = None,
+        record: AmaxRecord | None = None,
+        **source: Unpack[ScaleSource],
     ) -> CastResult:
-        """Cast ``x``; see :func:`octavo.kernels.dispatch.cast`. A kernel may record into ``into`` itself."""
+        """Cast ``x``; see :func:`octavo.kernels.dispatch.cast`, which completes the result.
+
+        A backend may leave ``transposed`` None although ``transpose`` is set. Where it writes ``record`` itself, the
+        result has no measurement.
+        """
         ...
 
 
 def inside_transform() -> bool:
     """Return whether torch.func transforms the running code; False in a traced graph."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
-
-
-def cast_with_transpose(
-    cast: Callable[[Tensor, Record | None], CastResult], x: Tensor, into: Record | None
-) -> CastResult:
-    """Cast a matrix and its transpose by a kernel that casts one: once where both have the same scaling groups.
-
-    The transpose is a view then; otherwise it is cast by itself, and nothing is recorded twice.
-    """
-    result = cast(x, into)
-    output = result.output
-    transposed = output.t() if output.granularity.orientation_free else cast(x.t(), Record()).output
-    return result._replace(transposed=transposed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@
 ``torch.compile`` sees the operators' kernels, and what it makes of the graph launches them by itself.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 import octavo.kernels.native_bindings as native_bindings
 import octavo.kernels.triton_bindings as triton_bindings
 from octavo.formats import format_of
-from octavo.kernels.backend import CastResult
+from octavo.kernels.backend import CastResult, ScaleSource
 from octavo.kernels.tracing import inline_kernels, sources
 from octavo.kernels.triton.launching import allocate
-from octavo.numerics import CastSpec, Measurement, Nonfinite, PerTensor, QuantizedTensor, Record, ScaleRounding
+from octavo.numerics import AmaxRecord, CastSpec, Measurement, Nonfinite, PerTensor, QuantizedTensor, ScaleRounding
 from octavo.numerics.cast import round_stochastic_by_torch
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 from octavo.numerics.quantized import dequantize_by_torch, stored_scale
@@ -28,31 +28,26 @@ def traced_cast(
     x: Tensor,
     spec: CastSpec,
     *,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    measure_if_zero: bool,
-    transpose: bool,
-    into: Record | None,
+    transpose: bool = False,
+    record: AmaxRecord | None,
+    **source: Unpack[ScaleSource],
 ) -> CastResult:
-    """Cast by an operator; ``transpose`` on a GPU only. It measures where the result or ``into`` takes the numbers."""
-    measured = into is None or into.gathers
+    """Cast by an operator; ``transpose`` on a GPU only. It measures unless ``record`` has no buffers."""
+    measured = record is None or record.gathers
     arguments = (
         *(x.detach(), spec.format.torch_dtype, granularity_as_list(spec.granularity)),
         *(spec.scale_rounding, spec.amax_floor, spec.margin, spec.nonfinite == Nonfinite.PROPAGATE),
-        *(amax, scale, measure_if_zero, measured, sources()),
+        *(source.get("amax"), source.get("scale"), source.get("measure_if_zero", False), measured, sources()),
     )
-    operands = []
+    transposed = None
     if transpose:
-        codes, made, codes_t, made_t, amaxes, count = torch.ops.octavo.cast_both_ways(*arguments)
-        made_t = made if isinstance(spec.granularity, PerTensor) else made_t
-        operands.append(_operand(codes_t, made_t, spec, x.dtype))
+        codes, scale, codes_t, scale_t, amaxes, count = torch.ops.octavo.cast_both_ways(*arguments)
+        scale_t = scale if isinstance(spec.granularity, PerTensor) else scale_t
+        transposed = _operand(codes_t, scale_t, spec, x.dtype)
     else:
-        codes, made, amaxes, count = torch.ops.octavo.cast(*arguments)
-    return CastResult(
-        _operand(codes, made, spec, x.dtype),
-        operands[0] if operands else None,
-        Measurement(amaxes, count) if measured else None,
-    )
+        codes, scale, amaxes, count = torch.ops.octavo.cast(*arguments)
+    measurement = Measurement(amaxes, count) if measured else None
+    return CastResult(_operand(codes, scale, spec, x.dtype), transposed, measurement)
 
 
 def _operand(codes: Tensor, scale: Tensor, spec: CastSpec, hp_dtype: torch.dtype) -> QuantizedTensor:
@@ -74,13 +69,13 @@ def _spec(  # noqa: PLR0917 (an operator's schema)
 
 
 def _cast(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *described, amax, scale, measure_if_zero, _, _ = arguments  # here it is always measured
+    *described, amax, scale, measure_if_zero, _, _ = arguments  # a CPU measures in any case
     spec = _spec(*described)
     output, _, measurement, *_ = native_bindings.cast(x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero)
     assert measurement is not None
     # The shape function's strides, where a size is 1 too.
     codes = output.data.as_strided(x.shape, native_bindings.codes_strides(x))
-    scales, amaxes = (made.clone(memory_format=torch.contiguous_format) for made in (output.scale, measurement.amax))
+    scales, amaxes = (each.clone(memory_format=torch.contiguous_format) for each in (output.scale, measurement.amax))
     count = measurement.nonfinite
     return codes, scales, amaxes, torch.zeros((), dtype=torch.int64, device="cpu") if count is None else count
 
@@ -117,7 +112,7 @@ def _run_on_gpu(x: Tensor, *arguments: Any, transpose: bool = False) -> CastResu
         scale=scale,
         measure_if_zero=measure_if_zero,
         transpose=transpose,
-        into=None if measured else Record(),
+        record=None if measured else AmaxRecord(),
     )
 
 
@@ -132,11 +127,11 @@ def _cast_shapes(x: Tensor, dtype: torch.dtype, block: list[int], *_: object) ->
 def _cast_both_ways_shapes(
     x: Tensor, dtype: torch.dtype, block: list[int], *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    turned = x.shape[::-1]
+    transposed_shape = x.shape[::-1]
     groups = granularity_from_list(block)
-    codes, codes_t = x.new_empty(x.shape, dtype=dtype), x.new_empty(turned, dtype=dtype)
+    codes, codes_t = x.new_empty(x.shape, dtype=dtype), x.new_empty(transposed_shape, dtype=dtype)
     scale = x.new_empty(groups.scale_shape(x.shape), dtype=torch.float32)
-    shape_t = (0,) if isinstance(groups, PerTensor) else groups.scale_shape(turned)
+    shape_t = (0,) if isinstance(groups, PerTensor) else groups.scale_shape(transposed_shape)
     scale_t = x.new_empty(shape_t, dtype=torch.float32)
     return codes, scale, codes_t, scale_t, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
 

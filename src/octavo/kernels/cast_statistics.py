@@ -15,7 +15,7 @@ from octavo.numerics.scaling import AMAX_FLOOR, smallest_scaled_amax
 
 __all__ = ["cast_sums", "least_judged_amax", "least_stale_ratio", "sums"]
 
-CLEAR_OF_FLOOR = 10  # a tenth of an amax is not what its scale was made for, however roughly the amax was measured
+CLEAR_OF_FLOOR = 10  # a tenth of an amax is not what its scale was computed for, however roughly the amax was measured
 
 
 def least_judged_amax(form: Format, amax_floor: float) -> float:
@@ -34,38 +34,38 @@ def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format, *, amax_floor
     return (amaxes / (scale * form.max)).where(amaxes > least_judged_amax(form, amax_floor), torch.inf).amin()
 
 
-def sums(x: Tensor, made: QuantizedTensor) -> bool:
+def sums(x: Tensor, quantized: QuantizedTensor) -> bool:
     """Return whether :func:`cast_sums` supports this cast."""
-    return native_bindings.supports(x, made.format, made.granularity) and not is_traced(x)
+    return native_bindings.supports(x, quantized.format, quantized.granularity) and not is_traced(x)
 
 
 def cast_sums(
-    x: Tensor, made: QuantizedTensor, rows: slice, *, amax_floor: float = AMAX_FLOOR, level: str | None = None
+    x: Tensor, quantized: QuantizedTensor, rows: slice, *, amax_floor: float = AMAX_FLOOR, level: str | None = None
 ) -> Tensor:
     """``octavo.doctor.statistics.CAST_SUMS`` as float64, in FP64 sums.
 
     Args:
         x: [M, K], as :func:`sums` allows; fastest where its rows, or its columns, lie side by side.
-        made: its codes and scales.
+        quantized: its codes and scales.
         rows: the rows that are summed, columns of a transposed view: where they start and how far apart they are.
-        amax_floor: as which smaller amaxes counted when the scales were made.
+        amax_floor: the floor that the scales were computed with.
         level: an instruction-set level; None is the best.
 
     Raises:
         BackendError: tensors that do not go together.
     """
-    native_bindings.check_input(x, made.format, made.granularity, (*native_bindings.DTYPES, torch.float64))
-    if x.ndim != 2 or x.shape != made.shape:
-        raise BackendError(f"a matrix and its codes have one shape, not {tuple(x.shape)} and {tuple(made.shape)}")
-    matrix, transposed = native_bindings.as_matrix(x, made.granularity)
-    codes = made.data.t() if transposed else made.data
-    codes, _ = native_bindings.as_matrix(codes, made.granularity, may_transpose=False)
+    native_bindings.check_input(x, quantized.format, quantized.granularity, (*native_bindings.DTYPES, torch.float64))
+    if x.ndim != 2 or x.shape != quantized.shape:
+        raise BackendError(f"a matrix and its codes have one shape, not {tuple(x.shape)} and {tuple(quantized.shape)}")
+    matrix, transposed = native_bindings.as_matrix(x, quantized.granularity)
+    codes = quantized.data.t() if transposed else quantized.data
+    codes, _ = native_bindings.as_matrix(codes, quantized.granularity, may_transpose=False)
     first, _, step = rows.indices(matrix.shape[0])
     if first >= matrix.shape[0] or step < 1:
         raise BackendError(f"there are no rows {rows} among {matrix.shape[0]}")
-    height, width = native_bindings.block_of(made.granularity, *matrix.shape, transposed=transposed)
+    height, width = native_bindings.block_of(quantized.granularity, *matrix.shape, transposed=transposed)
     groups = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
-    scale = native_bindings.as_groups(made.fp32_scale, groups, transposed=transposed)
+    scale = native_bindings.as_groups(quantized.fp32_scale, groups, transposed=transposed)
     measured = native_bindings.fresh(groups, torch.float32)
     out = native_bindings.fresh((native_bindings.extension().CAST_SUMS,), torch.float64)
     native_bindings.extension().cast_sums(
@@ -76,5 +76,5 @@ def cast_sums(
         measured.data_ptr(),
         out.data_ptr(),
     )
-    least = least_stale_ratio(measured, scale, made.format, amax_floor=amax_floor)
+    least = least_stale_ratio(measured, scale, quantized.format, amax_floor=amax_floor)
     return torch.cat([out, least.double().reshape(1)])

@@ -11,10 +11,10 @@ from octavo.formats import FP32, Format
 from octavo.kernels.dispatch import cast
 from octavo.kernels.tracing import is_traced, unaliased
 from octavo.numerics import (
+    AmaxRecord,
     Granularity,
     Nonfinite,
     QuantizedTensor,
-    Record,
     ScaleRounding,
     dequantize,
 )
@@ -73,7 +73,7 @@ def quantize(
         x, fmt, granularity, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format,
         amax_floor=amax_floor, margin=margin, nonfinite=nonfinite,
     )  # fmt: skip
-    return cast(x, spec, amax=amax, scale=scale, into=Record()).output
+    return cast(x, spec, amax=amax, scale=scale, record=AmaxRecord()).output
 
 
 def fake_quantize(
@@ -135,7 +135,7 @@ def _rounded(
     on_gpu = triton_bindings.supports(x, fmt, spec.granularity) and triton_bindings.fakes(x, spec.granularity)
     supported = on_gpu or native_bindings.supports(x, fmt, spec.granularity)
     if not supported or x.dtype not in native_bindings.DTYPES or is_traced(x):
-        values = dequantize(cast(x, spec, into=Record()).output)
+        values = dequantize(cast(x, spec, record=AmaxRecord()).output)
         return values if out is None else out.copy_(values)
     run = triton_bindings.fake_quantize if on_gpu else native_bindings.fake_quantize
     values = run(x, spec, out=out)

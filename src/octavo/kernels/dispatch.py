@@ -1,25 +1,36 @@
-"""Dispatch of casts and GEMMs: a backend is selected for each, and the reasons against faster ones are recorded.
+"""Dispatch of casts and GEMMs: choose a backend for each, and keep the choice with the reasons against faster ones.
 
-Backends are tried in order; the first that supports the problem runs. :func:`explain` selects for any problem without
-running it.
+Backends are tried in order; the first that supports the problem runs. :func:`explain` chooses for any problem without
+running it, and :func:`selections` and :func:`cast_selections` list the choices of eager calls; a traced graph chooses
+while it is traced.
+
+Whether a product is computed in FP8 at all is not decided here but by the recipe: see octavo/functional/linear.py.
 """
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from octavo.errors import BackendError, ConfigError
-from octavo.kernels.backend import Backend, CastBackend, CastProblem, CastResult, MatmulProblem, inside_transform
+from octavo.kernels.backend import (
+    Backend,
+    CastBackend,
+    CastProblem,
+    CastResult,
+    MatmulProblem,
+    ScaleSource,
+    inside_transform,
+)
 from octavo.kernels.backends.native import NativeBackend, NativeCast
 from octavo.kernels.backends.reference import ReferenceBackend, ReferenceCast
 from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.backends.torch_cuda import CudaBackend
 from octavo.kernels.backends.triton import TritonBackend, TritonCast
 from octavo.kernels.hopper_model import HopperModelBackend
-from octavo.kernels.tracing import is_plain, is_recorded
-from octavo.numerics import Accumulate, CastSpec, QuantizedTensor, Record
+from octavo.kernels.tracing import is_plain, is_tracing
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, QuantizedTensor
 from octavo.numerics.cast import check_float
 
 __all__ = [
@@ -43,7 +54,7 @@ BACKENDS: tuple[Backend, ...] = (
     ReferenceBackend(),
 )  # fastest first
 CAST_BACKENDS: tuple[CastBackend, ...] = (TritonCast(), NativeCast(), ReferenceCast())  # fastest first
-_RECORD_SIZE = 1024
+_MOST_CHOICES = 1024
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ACCUMULATE = tuple(Accumulate)  # no graph traces a list of them, nor how one is made of its name
 
@@ -61,52 +72,51 @@ class Selection(Generic[_Problem]):
     rejected: tuple[tuple[str, str], ...]
 
 
-_casts: dict[tuple[object, ...], tuple[CastBackend, Selection[CastProblem]]] = {}
-_record: dict[MatmulProblem, tuple[Backend, Selection[MatmulProblem]]] = {}
-_calls: dict[tuple[object, ...], MatmulProblem] = {}  # calls whose arguments have been checked
+_cast_choices: dict[tuple[object, ...], tuple[CastBackend, Selection[CastProblem]]] = {}
+_gemm_choices: dict[MatmulProblem, tuple[Backend, Selection[MatmulProblem]]] = {}
+_checked_calls: dict[tuple[object, ...], MatmulProblem] = {}
 
 
 def cast(
     x: Tensor,
     spec: CastSpec,
     *,
-    amax: Tensor | None = None,
-    scale: Tensor | None = None,
-    measure_if_zero: bool = False,
     transpose: bool = False,
-    into: Record | None = None,
+    record: AmaxRecord | None = None,
+    **source: Unpack[ScaleSource],
 ) -> CastResult:
     """Cast by the fastest backend that supports the problem; arguments are not checked.
 
     Args:
         x: float16, bfloat16, float32 or float64, of a shape that ``spec.granularity`` allows.
         spec: how to cast.
-        amax: float32 in the scale's shape, from which the scale is computed; None measures ``x``.
-        scale: float32 in the scale's shape, used as it is.
-        measure_if_zero: use the measured amax for a group whose passed amax is 0.
-        transpose: cast the transpose of the matrix ``x`` too. A GPU makes both in one go, the codes of each contiguous,
-            as its GEMM reads them; elsewhere one cast serves both where their groups are the same, and the transpose
-            is a view.
-        into: where to record what is measured, unless ``x`` is empty.
+        transpose: cast the transpose of the matrix ``x`` too. A GPU computes both from one reading, the codes of each
+            contiguous, as its GEMM reads them. A CPU casts once where both have the same scaling groups, and the
+            transpose is a view; otherwise it casts twice, and records once.
+        record: buffers for what is measured; an empty ``x`` records nothing.
+        source: amax or scale, if they are not to be measured.
     """
-    selected = _select_cast(x, spec, scale_given=amax is not None or scale is not None)
-    result = selected.cast(
-        x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, transpose=transpose, into=into
-    )
-    if into is not None and result.measurement is not None and x.numel():
-        into.add(result.measurement)
+    selected = _select_cast(x, spec, source)
+    result = selected.cast(x, spec, transpose=transpose, record=record, **source)
+    if record is not None and result.measurement is not None and x.numel():
+        record.add(result.measurement)
+    if transpose and result.transposed is None:
+        if spec.granularity.orientation_free:
+            return result._replace(transposed=result.output.t())
+        return result._replace(transposed=selected.cast(x.t(), spec, record=AmaxRecord(), **source).output)
     return result
 
 
-def _select_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastBackend:
-    if is_recorded() or not is_plain(x):  # a size may be a symbol, which is no key; only eager calls are recorded
+def _select_cast(x: Tensor, spec: CastSpec, source: ScaleSource) -> CastBackend:
+    scale_given = source.get("amax") is not None or source.get("scale") is not None
+    if is_tracing() or not is_plain(x):  # a size may be a symbol, which is no key
         return _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)[0]
     key = (x.shape, x.dtype, x.device, spec.format, spec.granularity, spec.rounding, scale_given, inside_transform())
-    entry = _casts.get(key)
+    entry = _cast_choices.get(key)
     if entry is None:
         entry = _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)
-        if len(_casts) < _RECORD_SIZE:
-            _casts[key] = entry
+        if len(_cast_choices) < _MOST_CHOICES:
+            _cast_choices[key] = entry
     return entry[0]
 
 
@@ -124,8 +134,8 @@ def _describe_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastProbl
 
 
 def cast_selections() -> tuple[Selection[CastProblem], ...]:
-    """The selections that casts have made in this process, oldest first; the first 1024 different problems."""
-    return tuple(selection for _, selection in _casts.values())
+    """The choices of casts in this process, oldest first; the first 1024 different problems."""
+    return tuple(selection for _, selection in _cast_choices.values())
 
 
 def scaled_mm(
@@ -171,24 +181,24 @@ def scaled_mm(
         tensor([[1.0000, 0.5000],
                 [2.0000, 4.0000]])
     """
-    if backend != "auto" or is_recorded():
+    if backend != "auto" or is_tracing():
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         selected = _select(problem) if backend == "auto" else _named(backend, problem)
         return selected.scaled_mm(a, b, bias, problem)
     call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation)
     try:
-        checked = _calls.get(call)
+        checked = _checked_calls.get(call)
     except TypeError:  # an unhashable argument is invalid; _describe raises for it
         checked = None
     if checked is None:
         checked = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-        if len(_calls) < _RECORD_SIZE:
-            _calls[call] = checked
+        if len(_checked_calls) < _MOST_CHOICES:
+            _checked_calls[call] = checked
     return _select(checked).scaled_mm(a, b, bias, checked)
 
 
 def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
-    """Everything that a call's checks depend on: the key under which a checked call is stored."""
+    """Key of a checked call: all properties that its checks depend on."""
     described: list[object] = []
     for value in (a, b, *options):
         if isinstance(value, QuantizedTensor):
@@ -222,8 +232,8 @@ def _first_able(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Bac
 
 
 def selections() -> tuple[Selection[MatmulProblem], ...]:
-    """The choices "auto" has made in this process, oldest first; the record keeps the first 1024 different problems."""
-    return tuple(selection for _, selection in _record.values())
+    """The choices of "auto" in this process, oldest first; the first 1024 different problems."""
+    return tuple(selection for _, selection in _gemm_choices.values())
 
 
 def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -244,13 +254,13 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtyp
 
 
 def _select(problem: MatmulProblem) -> Backend:
-    if is_recorded():  # a choice per traced graph; only eager calls are recorded
+    if is_tracing():
         return _first_able(problem, BACKENDS)[0]
-    entry = _record.get(problem)
+    entry = _gemm_choices.get(problem)
     if entry is None:
         entry = _first_able(problem, BACKENDS)
-        if len(_record) < _RECORD_SIZE:
-            _record[problem] = entry
+        if len(_gemm_choices) < _MOST_CHOICES:
+            _gemm_choices[problem] = entry
     return entry[0]
 
 
@@ -312,7 +322,7 @@ def _describe(
 
 
 def _check_devices(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> None:
-    """A kernel that is given the address of another device's memory ends the process."""
+    """Raise ConfigError for operands on different devices: a kernel that reads another's memory ends the process."""
     device = a.data.device
     named = {"a's scale": a.scale, "b": b.data, "b's scale": b.scale, "bias": bias}
     for name, tensor in named.items():

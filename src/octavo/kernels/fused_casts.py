@@ -1,4 +1,4 @@
-"""Norms and activations whose result is cast before it leaves the kernel: what they take and give, and who runs them.
+"""Norms and activations whose result is cast before it leaves the kernel: checks, operators and calls.
 
 Triton's kernels run them (kernels/triton/norms.py and activations.py count the bytes moved). A traced graph sees one
 operator for each, ``octavo::norm_cast``, ``norm_backward``, ``activation_cast`` and ``activation_backward``.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
+from octavo.kernels.backend import inside_transform
 from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast, new_buffers
 from octavo.kernels.tracing import inline_kernels, is_traced, sources
 from octavo.kernels.triton.launching import WHY_ABSENT
@@ -46,7 +47,7 @@ def wrong_place_reason(x: Tensor) -> str | None:
     """Reason why no kernel runs on the device of ``x``; None where they do."""
     if x.device.type not in DEVICES:
         return f"the kernels run on {', '.join(DEVICES)}, and the tensor is on {x.device}"
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
+    if inside_transform():
         return "the kernels do not support torch.func"
     return WHY_ABSENT
 
@@ -77,11 +78,11 @@ def cast_norm(
     norm: NormSpec,
     cast: ResultCast,
     *,
-    handed_on: torch.dtype,
+    result_dtype: torch.dtype,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[ResultBuffers, Tensor, Tensor]:
-    """Normalise the rows of ``x`` in FP32, round to ``handed_on``, cast.
+    """Normalise the rows of ``x`` in FP32, round to ``result_dtype``, cast.
 
     Args:
         x: [R, H], contiguous; float32, bfloat16 or float16.
@@ -89,7 +90,7 @@ def cast_norm(
         bias: [H] or None.
         norm: which norm.
         cast: how the result is cast.
-        handed_on: dtype that the result is rounded to first: x's; if that is float32, any of the three.
+        result_dtype: dtype that the result is rounded to first: x's; if that is float32, any of the three.
         amax: float32 [], from which the scale of the tensor is computed, unless it is 0.
         scale: float32 [], the decode scale to use instead.
 
@@ -98,11 +99,13 @@ def cast_norm(
     """
     if is_traced(x):
         *parts, mean, rstd = torch.ops.octavo.norm_cast(
-            *(x, gain, bias, norm.layer, norm.eps, norm.zero_centered, handed_on, amax, scale, *_as_arguments(cast))
+            *(x, gain, bias, norm.layer, norm.eps, norm.zero_centered, result_dtype, amax, scale, *_as_arguments(cast))
         )
         buffers = ResultBuffers(*parts)
     else:
-        buffers, mean, rstd = _norms().cast_norm(x, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
+        buffers, mean, rstd = _norms().cast_norm(
+            x, gain, bias, norm, cast, result_dtype=result_dtype, amax=amax, scale=scale
+        )
     return buffers, mean, rstd
 
 
@@ -139,10 +142,9 @@ def cast_activation(
         scale: as in :func:`cast_norm`.
     """
     if is_traced(x):
-        made = ResultBuffers(*torch.ops.octavo.activation_cast(x, function, gated, amax, scale, *_as_arguments(cast)))
-    else:
-        made = _activations().cast_activation(x, function, cast, gated=gated, amax=amax, scale=scale)
-    return made
+        return ResultBuffers(*torch.ops.octavo.activation_cast(x, function, gated, amax, scale, *_as_arguments(cast)))
+    buffers: ResultBuffers = _activations().cast_activation(x, function, cast, gated=gated, amax=amax, scale=scale)
+    return buffers
 
 
 def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool) -> Tensor:
@@ -205,13 +207,13 @@ def _norm_cast(  # noqa: PLR0917 (an operator's schema)
     layer: bool,
     eps: float,
     zero_centered: bool,
-    handed_on: torch.dtype,
+    result_dtype: torch.dtype,
     amax: Tensor | None,
     scale: Tensor | None,
     *cast: Any,
 ) -> tuple[Tensor, ...]:
     norm, asked = NormSpec(layer=layer, eps=eps, zero_centered=zero_centered), _from_arguments(*cast)
-    made, mean, rstd = _norms().cast_norm(x, gain, bias, norm, asked, handed_on=handed_on, amax=amax, scale=scale)
+    made, mean, rstd = _norms().cast_norm(x, gain, bias, norm, asked, result_dtype=result_dtype, amax=amax, scale=scale)
     return (*made, mean, rstd)
 
 
@@ -234,8 +236,10 @@ def _norm_backward(  # noqa: PLR0917 (an operator's schema)
     _: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     norm = NormSpec(layer=layer, eps=0.0, zero_centered=zero_centered)  # eps is in rstd
-    made: tuple[Tensor, Tensor, Tensor] = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
-    return made
+    gradients: tuple[Tensor, Tensor, Tensor] = _norms().norm_backward(
+        grad_y, x, gain, mean, rstd, norm, has_bias=has_bias
+    )
+    return gradients
 
 
 def _norm_backward_shapes(_: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,6 +280,7 @@ _CAST = (
     "Tensor? amax, Tensor? scale, ScalarType dtype, int[] granularity, str rounding, float amax_floor, int margin, "
     "bool e8m0, bool propagate, bool direct, bool transpose"
 )
+# "handed_on" is the result's dtype: exported graphs hold the schema's names.
 _NORM = "Tensor x, Tensor gain, Tensor? bias, bool layer, float eps, bool zero_centered, ScalarType handed_on"
 _MADE = "Tensor, Tensor, Tensor, Tensor, Tensor"
 _register("norm_cast", f"({_NORM}, {_CAST}) -> ({_MADE}, Tensor, Tensor)", _norm_cast, _norm_cast_shapes)

@@ -470,7 +470,9 @@ def level_number(name: str | None) -> int:
     Raises:
         BackendError: this build or this processor does not have it.
     """
+    if name is None:
+        return -1
     available = levels()
-    if name is not None and name not in available:
+    if name not in available:
         raise BackendError(f"there is no level {name!r} here; use one of {', '.join(available) or 'none'}")
-    return -1 if name is None else available.index(name)
+    return available.index(name)

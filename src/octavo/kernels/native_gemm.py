@@ -60,7 +60,7 @@ def gemm(
     one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     a_scales = _scales(one if a_scale is None else a_scale, m, blocks)
     b_scales = _scales(one if b_scale is None else b_scale, n, blocks)
-    a_matrix, b_matrix = (_dense_one_way(matrix) for matrix in (a, b))
+    a_matrix, b_matrix = _dense_one_way(a), _dense_one_way(b)
     fp32_bias = None if bias is None else native_bindings.in_memory(bias.float()).contiguous()
     out = native_bindings.fresh((m, n), out_dtype)
     native_bindings.extension().gemm(

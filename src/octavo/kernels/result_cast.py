@@ -52,7 +52,7 @@ class ResultBuffers(NamedTuple):
     scale: Tensor  # the granularity's shape; not written where one was given
     transposed: Tensor  # [H, R]; [0, 0] if not asked for
     transposed_scale: Tensor
-    found: Tensor  # int32 [2]: bits of the FP32 amax of the whole result, number of NaN and ±Inf
+    measured: Tensor  # int32 [2]: bits of the FP32 amax of the whole result, number of NaN and ±Inf
 
     def result(self, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None) -> CastResult:
         """The operands that were asked for, and what was measured in the result as a whole.
@@ -65,7 +65,7 @@ class ResultBuffers(NamedTuple):
         spec = cast.spec
         output_scale = self.scale if scale is None else stored_scale(scale.detach().float(), spec.scale_format)
         output = QuantizedTensor(self.codes, output_scale, spec.granularity, hp_dtype)
-        measurement = Measurement(self.found[0].view(torch.float32), self.found[1])
+        measurement = Measurement(self.measured[0].view(torch.float32), self.measured[1])
         if not cast.transpose:
             return CastResult(output, None, measurement)
         transposed_scale = output_scale if isinstance(spec.granularity, PerTensor) else self.transposed_scale

@@ -12,13 +12,13 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from octavo.errors import BackendError
 
-__all__ = ["PLAIN_TENSORS", "inline_kernels", "is_plain", "is_recorded", "is_traced", "sources", "unaliased"]
+__all__ = ["PLAIN_TENSORS", "inline_kernels", "is_plain", "is_traced", "is_tracing", "sources", "unaliased"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def sources() -> str:
-    """SHA-256 of the sources that a launch depends on; an argument of operators that torch traces into."""
+    """SHA-256 of the sources that a launch depends on; an argument of operators that torch traces record."""
     return _digest()
 
 
@@ -78,20 +78,23 @@ def is_traced(*tensors: Tensor | None) -> bool:
     """Return whether a tensor is fake or operations are traced: it has no address then, and operators are called.
 
     Raises:
-        BackendError: ``torch.jit.trace`` is recording, which sees sizes as tensors and no kernel calls.
+        BackendError: ``torch.jit.trace`` is running; it takes sizes for tensors and sees no kernel calls.
     """
-    if is_recorded():
+    if is_tracing():
         return True
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise BackendError(
             "torch.jit.trace, which TensorBoard's add_graph calls, cannot record octavo's FP8 kernels; record the "
             "model with torch.export.export, or inside octavo.autocast(enabled=False), which runs it in high precision"
         )
-    return not all(x is None or is_plain(x) for x in tensors)
+    for x in tensors:  # noqa: SIM110 (a generator would cost every eager cast and GEMM another Python frame)
+        if x is not None and not is_plain(x):
+            return True
+    return False
 
 
-def is_recorded() -> bool:
-    """Return whether a compiler or a dispatch mode such as ``make_fx``'s records operations: sizes may be symbols."""
+def is_tracing() -> bool:
+    """Return whether a compiler or a dispatch mode such as ``make_fx``'s traces operations: sizes may be symbols."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
 
 

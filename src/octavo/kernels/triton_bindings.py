@@ -1,7 +1,7 @@
-"""The Triton kernels that cast, as Python sees them: what they can do, and calls with tensors of any shape.
+"""Calls of the Triton kernels that cast: supported problems, and tensors of any shape.
 
-Codes and scales are those of :mod:`octavo.numerics`, bit for bit, but for the sign of a NaN code: GPUs that convert to
-E4M3 write every NaN as 0x7F, where a CPU writes -NaN and -Inf as 0xFF. Codes always come out contiguous in the order of
+Codes and scales are those of :mod:`octavo.numerics`, bit for bit, except for the sign of a NaN code (see
+:mod:`octavo.kernels.triton.codes`). Codes always come out contiguous in the order of
 the tensor that was asked for, whatever the order in memory of what is cast: Hopper's FP8 GEMM reads both operands along
 K. Nothing here waits for the device. Triton is imported by the first call that needs it.
 """
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.backend import CastProblem, CastResult
-from octavo.kernels.native_bindings import DTYPES
+from octavo.kernels.native_bindings import DTYPES, is_transposed
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT, allocate, on_device_of
 from octavo.numerics import (
+    AmaxRecord,
     CastSpec,
     Granularity,
     Measurement,
@@ -25,7 +26,6 @@ from octavo.numerics import (
     PerRow,
     PerTensor,
     QuantizedTensor,
-    Record,
     Rounding,
 )
 from octavo.numerics.granularity import stacks
@@ -33,7 +33,7 @@ from octavo.numerics.quantized import stored_scale
 from octavo.numerics.random_bits import random_bits_by_torch
 
 if TYPE_CHECKING:
-    from octavo.kernels.triton.casts import Lines
+    from octavo.kernels.triton.casts import OrientedCast
 
 __all__ = [
     "cast",
@@ -116,7 +116,7 @@ def cast(
     measure_if_zero: bool = False,
     transpose: bool = False,
     counting: bool = False,
-    into: Record | None = None,
+    record: AmaxRecord | None = None,
 ) -> CastResult:
     """Measure and cast.
 
@@ -128,19 +128,19 @@ def cast(
         measure_if_zero: whether a given amax of 0 means the measured one.
         transpose: cast the transpose of the matrix ``x`` too, from the same reading where groups allow.
         counting: count saturated and underflowed elements, with one scale a tensor.
-        into: where to record what is measured, instead of new memory, which takes a launch to clear; the kernels that
+        record: where to record what is measured, instead of new memory, which takes a launch to clear; the kernels that
             cast record themselves, and the result has no measurement.
     """
     granularity = spec.granularity
-    fresh = into is None and isinstance(granularity, PerTensor) and amax is scale is None
-    measured = _empty_record(x, granularity, fresh=fresh) if into is None else into
+    fresh = record is None and isinstance(granularity, PerTensor) and amax is scale is None
+    measured = _empty_record(x, granularity, fresh=fresh) if record is None else record
     matrix, is_t = _as_matrix(x.detach() if x.requires_grad else x, granularity)
     with on_device_of(x):
-        direct, flipped, clipped = _kernels(
+        direct, transposed, clipped = _kernels(
             matrix, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero,
-            direct=transpose or not is_t, flipped=transpose or is_t, counting=counting, into=measured, fresh=fresh,
+            direct=transpose or not is_t, transposed=transpose or is_t, counting=counting, record=measured, fresh=fresh,
         )  # fmt: skip
-    lines, transposed_lines = (flipped, direct) if is_t else (direct, flipped)
+    lines, transposed_lines = (transposed, direct) if is_t else (direct, transposed)
     assert lines is not None
     shape = granularity.scale_shape(x.shape)
     if lines.amax is not None and measured.amax is not None:  # kernels raise one amax for a tensor, none for its groups
@@ -154,20 +154,20 @@ def cast(
             x.dtype,
         ),
         _operand(transposed_lines, spec, x.dtype) if transpose and transposed_lines is not None else None,
-        Measurement(amax.view(shape), measured.nonfinite) if into is None and amax is not None else None,
+        Measurement(amax.view(shape), measured.nonfinite) if record is None and amax is not None else None,
         *(() if clipped is None else clipped.unbind()),
     )
 
 
-def _operand(lines: "Lines", spec: CastSpec, hp_dtype: torch.dtype) -> QuantizedTensor:
+def _operand(lines: "OrientedCast", spec: CastSpec, hp_dtype: torch.dtype) -> QuantizedTensor:
     return QuantizedTensor(lines.codes, stored_scale(lines.scale, spec.scale_format), spec.granularity, hp_dtype)
 
 
-def _empty_record(x: Tensor, granularity: Granularity, *, fresh: bool) -> Record:
+def _empty_record(x: Tensor, granularity: Granularity, *, fresh: bool) -> AmaxRecord:
     """A zeroed record, or uninitialized memory for one; two tensors, since an operator's results share no memory."""
     make = allocate if fresh else _zeros
     amax = make(x, (), torch.float32) if isinstance(granularity, PerTensor) else None
-    return Record(amax, None, make(x, (), torch.int64))
+    return AmaxRecord(amax, None, make(x, (), torch.int64))
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -178,7 +178,7 @@ def fakes(x: Tensor, granularity: Granularity) -> bool:
     """Return whether :func:`fake_quantize` supports these groups: no columns, and rows of at most 16384 elements."""
     if isinstance(granularity, PerTensor):
         return True
-    return not _is_transposed(x) and not (isinstance(granularity, PerRow) and x.shape[-1] > _LONGEST_ROW)
+    return not is_transposed(x) and not (isinstance(granularity, PerRow) and x.shape[-1] > _LONGEST_ROW)
 
 
 def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor:
@@ -275,32 +275,28 @@ def _kernels(
     scale: Tensor | None = None,
     measure_if_zero: bool = False,
     direct: bool = True,
-    flipped: bool = False,
+    transposed: bool = False,
     counting: bool = False,
     values: Tensor | None = None,
-    into: Record | None = None,
+    record: AmaxRecord | None = None,
     fresh: bool = False,
-) -> "tuple[Lines | None, Lines | None, Tensor | None]":
+) -> "tuple[OrientedCast | None, OrientedCast | None, Tensor | None]":
     """The matrix, its transpose, and the numbers of saturated and underflowed elements, int64 [2] if counted."""
     from octavo.kernels.triton import blocks, casts, rows
 
     if isinstance(spec.granularity, PerTensor):
         return casts.cast_tensor(
             matrix, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero,
-            direct=direct, flipped=flipped, counting=counting, values=values, into=into, fresh=fresh,
+            direct=direct, transposed=transposed, counting=counting, values=values, record=record, fresh=fresh,
         )  # fmt: skip
     cast_groups = blocks.cast_blocks if isinstance(spec.granularity, PerBlock) else rows.cast_rows
-    return *cast_groups(matrix, spec, direct=direct, flipped=flipped, values=values, into=into), None
+    return *cast_groups(matrix, spec, direct=direct, transposed=transposed, values=values, record=record), None
 
 
 def _as_matrix(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
     """``x`` as a matrix whose columns lie side by side, and whether it is the transpose of ``x``."""
-    if _is_transposed(x):
+    if is_transposed(x):
         return x.t(), True
     if x.ndim != 2:
         x = x.reshape(1, -1) if isinstance(granularity, PerTensor) or x.ndim < 2 else x.reshape(-1, x.shape[-1])
     return (x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()), False
-
-
-def _is_transposed(x: Tensor) -> bool:
-    return x.ndim == 2 and x.stride(0) == 1 and x.shape[1] > 1 and x.stride(1) > 1

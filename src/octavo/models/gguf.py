@@ -2,7 +2,7 @@
 
 Differences from octavo's own layout:
 
-- Quantised weights are decoded to the requested dtype, from every encoding that the library ``gguf`` decodes.
+- Quantized weights are decoded to the requested dtype, from every encoding that the library ``gguf`` decodes.
 - Rows of the query and key projections pair neighbours for the rotary positions; octavo pairs a head's first half with
   its second. The rows are reordered once at loading.
 - A file without ``output.weight`` ties the head to the embedding.

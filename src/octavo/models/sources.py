@@ -23,7 +23,7 @@ __all__ = [
     "RUN_CONFIG",
     "RUN_TOKENIZER",
     "SourceKind",
-    "check_is_run",
+    "check_run_folder",
     "has_run",
     "is_gguf",
     "kind_of",
@@ -96,7 +96,7 @@ def kind_of(source: str | Path) -> SourceKind:
         return SourceKind.GGUF
     if path.is_dir() and (path / HF_CONFIG).is_file():
         return SourceKind.HUGGING_FACE
-    check_is_run(path)
+    check_run_folder(path)
     if has_run(path):
         return SourceKind.RUN
     raise CheckpointError(
@@ -115,7 +115,7 @@ def has_run(run_dir: str | Path) -> bool:
     return any((Path(run_dir) / name).exists() for name in (RUN_CONFIG, RUN_TOKENIZER, RUN_METRICS, CHECKPOINTS))
 
 
-def check_is_run(path: Path) -> None:
+def check_run_folder(path: Path) -> None:
     """Check that a folder is not a study or another folder of several runs.
 
     Raises:

@@ -8,6 +8,7 @@ import torch
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.formats import FP32
+from octavo.numerics.cast_spec import check_integer
 from octavo.recipes import Recipe
 
 __all__ = [
@@ -47,8 +48,8 @@ def check_sizes(**sizes: object) -> None:
 
 def check_whole(name: str, value: object, *, least: int) -> None:
     """Refuse what is neither a whole number of at least ``least`` nor None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if value is not None:
+        check_integer(name, value, least=least)
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:

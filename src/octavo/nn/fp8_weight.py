@@ -6,7 +6,6 @@ as ``F.linear(x, layer.weight)``, computes right, and code that writes into it i
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -15,13 +14,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from octavo.errors import ConfigError
-from octavo.functional import cast_operand
+from octavo.functional import quantize_operand
 from octavo.kernels import quantize
-from octavo.nn.linear import CODES, FP8_DTYPES, HeldWeight, Linear
+from octavo.nn.linear import CODES, FP8_DTYPES, CodesLayout, Linear
 from octavo.numerics import QuantizedTensor
-from octavo.recipes import Scaling
 
-__all__ = ["FP8WeightLinear", "check_storable", "hold_codes", "hold_weight_as_codes", "is_own_linear"]
+__all__ = ["FP8WeightLinear", "check_storable", "is_own_linear", "runs_in_fp8", "store_codes", "store_weight_as_codes"]
 
 
 class DecodedWeight(Tensor):
@@ -67,11 +65,11 @@ class FP8WeightLinear(Linear):
     """A :class:`Linear` whose frozen weight is stored as FP8 codes and their scale.
 
     ``weight_codes`` [N, K] is a parameter and ``weight_scale`` a buffer. The ``state_dict`` also has an empty
-    ``weight``: every other model refuses its shape, also where it loads loosely. :func:`hold_codes` makes such a layer
+    ``weight``: every other model refuses its shape, also where it loads loosely. :func:`store_codes` makes such a layer
     of a :class:`Linear`.
     """
 
-    held: HeldWeight
+    codes_layout: CodesLayout
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -80,8 +78,8 @@ class FP8WeightLinear(Linear):
             raise AttributeError("weight")
         codes: Any = self.weight_codes
         if is_traceable_wrapper_subclass(codes):  # sharded: its values are read where it is gathered
-            return torch.empty(self.weight_codes.shape, dtype=self.held.hp_dtype, device="meta")
-        decoded = self.held_weight().dequantize()
+            return torch.empty(self.weight_codes.shape, dtype=self.codes_layout.hp_dtype, device="meta")
+        decoded = self.stored_codes().dequantize()
         return decoded if torch.compiler.is_compiling() else decoded.as_subclass(DecodedWeight)
 
     @property
@@ -89,22 +87,24 @@ class FP8WeightLinear(Linear):
         """The codes [N, K]."""
         return self.weight_codes
 
-    def held_weight(self) -> QuantizedTensor:
+    def stored_codes(self) -> QuantizedTensor:
         """The weight's codes and scale."""
-        return QuantizedTensor(self.weight_codes.detach(), self.weight_scale, *self.held)
+        return QuantizedTensor(self.weight_codes.detach(), self.weight_scale, *self.codes_layout)
 
     def release_weight(self) -> None:
         """Become a :class:`Linear` with the decoded weight as its parameter."""
-        decoded, bias = self.held_weight().dequantize(), self._parameters.pop("bias")
+        decoded, bias = self.stored_codes().dequantize(), self._parameters.pop("bias")
         del self.weight_codes, self.weight_scale
-        self.__class__, self.held = Linear, None  # type: ignore[assignment]
+        self.__class__, self.codes_layout = Linear, None  # type: ignore[assignment]
         self.weight = torch.nn.Parameter(decoded, requires_grad=False)  # type: ignore[misc]
         self.register_parameter("bias", bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Follow the model's device; codes and scale keep their dtype, and decode to the model's."""
-        before = self.held_weight()
-        self.held = self.held._replace(hp_dtype=fn(torch.empty(0, dtype=self.held.hp_dtype)).dtype)
+        before = self.stored_codes()
+        self.codes_layout = self.codes_layout._replace(
+            hp_dtype=fn(torch.empty(0, dtype=self.codes_layout.hp_dtype)).dtype
+        )
         super()._apply(fn, recurse)
         if self.weight_codes.dtype is not before.data.dtype:
             device = self.weight_codes.device
@@ -130,7 +130,7 @@ class FP8WeightLinear(Linear):
             if weight.dtype not in FP8_DTYPES:
                 *_, error_messages = rest
                 error_messages.append(
-                    f"{prefix}weight is {weight.dtype}, and this layer holds FP8 codes; load weights before "
+                    f"{prefix}weight is {weight.dtype}, and this layer stores FP8 codes; load weights before "
                     "octavo.convert(model, frozen='fp8'), or call octavo.restore(model) first"
                 )
                 return
@@ -147,7 +147,7 @@ class FP8WeightLinear(Linear):
 
 
 @torch.no_grad()
-def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
+def store_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
     """Quantize a layer's frozen weight and store its codes, one byte an element, and their scale in its place.
 
     The codes are those of the recipe's output GEMM and do not change with the recipe.
@@ -163,10 +163,10 @@ def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
     check_storable(layer)
     spec = layer.recipe.output.b
     assert spec is not None
-    if layer.held is not None:
+    if layer.codes_layout is not None:
         return
     if scale is None:
-        codes = cast_operand(layer.weight, replace(spec, scaling=Scaling.DYNAMIC))
+        codes = quantize_operand(layer.weight, spec)
     else:
         codes = quantize(
             layer.weight,
@@ -176,25 +176,26 @@ def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
             scale_format=spec.scale_format,
             nonfinite=spec.nonfinite,
         )
-    assert isinstance(codes, QuantizedTensor)
-    hold_codes(layer, codes)
+    store_codes(layer, codes)
 
 
 def check_storable(layer: Linear) -> None:
-    """Raise ConfigError where a layer's weight cannot be stored as FP8 codes; see :func:`hold_weight_as_codes`."""
+    """Raise ConfigError where a layer's weight cannot be stored as FP8 codes; see :func:`store_weight_as_codes`."""
     if layer.stored_weight.requires_grad:
-        raise ConfigError("only a frozen weight can be held as FP8 codes; call weight.requires_grad_(False) first")
+        raise ConfigError("only a frozen weight can be stored as FP8 codes; call weight.requires_grad_(False) first")
     if layer.recipe.output.b is None:
-        raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; hold one with an FP8 recipe")
-    if layer.held is not None:
+        raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; store one with an FP8 recipe")
+    if layer.codes_layout is not None:
         return
     if layer.weight.is_meta:
-        raise ConfigError(f"the weight of {layer.called} is on the meta device; load its values before holding it")
+        raise ConfigError(
+            f"the weight of {layer.called} is on the meta device; load its values before storing it as FP8 codes"
+        )
     if not layer.weight.isfinite().all():
         raise ConfigError(f"the weight of {layer.called} holds NaN or infinity; fix it before storing it as FP8 codes")
 
 
-def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
+def store_codes(layer: Linear, codes: QuantizedTensor) -> None:
     """Store existing codes [N, K], such as a file's, instead of a weight; codes and scale are not changed.
 
     Raises:
@@ -205,7 +206,7 @@ def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
             f"the weight of {layer.called} is {[layer.out_features, layer.in_features]}, and these codes are "
             f"{list(codes.shape)}"
         )
-    layer.held = HeldWeight(codes.granularity, codes.hp_dtype)
+    layer.codes_layout = CodesLayout(codes.granularity, codes.hp_dtype)
     if not isinstance(layer, FP8WeightLinear):
         del layer.weight
         layer.__class__ = FP8WeightLinear
@@ -218,3 +219,8 @@ def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
 def is_own_linear(module: object) -> TypeGuard[Linear]:
     """Return whether a module is octavo's linear layer itself; a subclass may compute something of its own."""
     return type(module) in (Linear, FP8WeightLinear)
+
+
+def runs_in_fp8(module: object) -> TypeGuard[Linear]:
+    """Return whether a module is an octavo linear layer whose recipe casts, or whose weight is stored as FP8 codes."""
+    return isinstance(module, Linear) and not (module.recipe.is_high_precision and module.codes_layout is None)

@@ -1,9 +1,9 @@
-"""A linear layer and what stands before it, without the tensor between them.
+"""A linear layer fused with the norm or activation before it, without the tensor between them.
 
 ``norm_then_linear`` is ``linear(norm(x))`` and ``activation_then_linear`` is ``linear(activation(x))``. Where a kernel
 takes them (:func:`unfused_reason` says why not), the result of the norm or activation is cast before it leaves the
-kernel: only its codes reach memory, and x is what the backward pass keeps: the transpose that the weight's gradient
-needs is cast then, by the same amax. The linear layer is given a *placeholder*, a tensor of the result's shape and
+kernel: only its codes reach memory. The backward pass keeps x, and casts the transpose that the weight's gradient needs
+with the same amax. The linear layer is given a *placeholder*, a tensor of the result's shape and
 dtype that holds no values and no memory; it takes the gradient and is never read.
 
 Recipe, scales, histories, counts and hooks are those of the two layers one after the other.
@@ -43,7 +43,7 @@ class _Plan(NamedTuple):
     recipe: Recipe
     spec: CastSpec
     cast: ResultCast
-    handed_on: torch.dtype  # dtype to which the result is rounded before it is cast
+    result_dtype: torch.dtype  # dtype to which the result is rounded before it is cast
 
 
 def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
@@ -66,15 +66,13 @@ def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
 
     def make(cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = _CastNorm.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, spec, cast, plan.handed_on, amax, scale
+            x, weight, bias, spec, cast, plan.result_dtype, amax, scale
         )
         return made
 
     learns = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    again = (
-        RecomputedOperand(_NormAgain(spec, _alone(plan.cast), plan.handed_on), (x, weight, bias)) if learns else None
-    )
-    return _multiply(linear, plan, make, again)
+    recompute = _RecomputeNorm(spec, _alone(plan.cast), plan.result_dtype)
+    return _multiply(linear, plan, make, RecomputedOperand(recompute, (x, weight, bias)) if learns else None)
 
 
 def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Tensor:
@@ -92,12 +90,8 @@ def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Ten
         )
         return made
 
-    again = (
-        RecomputedOperand(_ActivationAgain(_FUNCTION[activation], gated, _alone(plan.cast)), (x,))
-        if x.requires_grad
-        else None
-    )
-    return _multiply(linear, plan, make, again)
+    recompute = _RecomputeActivation(_FUNCTION[activation], gated, _alone(plan.cast))
+    return _multiply(linear, plan, make, RecomputedOperand(recompute, (x,)) if x.requires_grad else None)
 
 
 def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves: int = 1) -> str | None:
@@ -147,13 +141,13 @@ def _unsupported_layer_reasons(x: Tensor, linear: nn.Module, norm: nn.Module | N
 
 
 def _unsupported_plan_reasons(x: Tensor, plan: _Plan, *, from_norm: bool) -> Iterator[str]:
-    recipe, spec, cast, handed_on = plan
+    recipe, spec, cast, result_dtype = plan
     if cast.transpose and recipe.grad_weight.b != spec:
         yield f"recipe {recipe.name!r} casts the input in another way for grad_weight"
     if recipe.is_delayed and not isinstance(spec.granularity, PerTensor):
         yield "a history needs the amax of the whole tensor"
-    if handed_on is not x.dtype and not (from_norm and x.dtype is torch.float32):
-        yield f"{x.dtype} is rounded to {handed_on} between the two layers"
+    if result_dtype is not x.dtype and not (from_norm and x.dtype is torch.float32):
+        yield f"{x.dtype} is rounded to {result_dtype} between the two layers"
 
 
 def _is_itself(layer: nn.Module, types: frozenset[type]) -> bool:
@@ -169,34 +163,34 @@ def _multiply(
     linear: nn.Module,
     plan: _Plan,
     make: Callable[[ResultCast, Tensor | None, Tensor | None], tuple[Tensor, ...]],
-    again: RecomputedOperand | None,
+    transposed: RecomputedOperand | None,
 ) -> Tensor:
-    """``linear`` of the placeholder and the operands that ``make`` makes with the layer's scales.
+    """Call ``linear`` with the placeholder and the operands that ``make`` returns for the layer's scales.
 
-    ``again`` recomputes the transpose's operand in backward; None if no tensors are saved for it.
+    ``transposed`` is recomputed in backward; None if no tensors are saved for it.
     """
     assert isinstance(linear, Linear)
-    recipe, spec, cast, handed_on = plan
-    later = again if cast.transpose else None
-    now = cast if later is None else replace(cast, transpose=False)
+    recipe, spec, cast, result_dtype = plan
+    recomputed = transposed if cast.transpose else None
+    forward_cast = cast if recomputed is None else replace(cast, transpose=False)
 
     def cast_input(scaling: OperandScaling) -> tuple[Tensor, InputOperands]:
         amax = scaling.amax if spec.scaling == Scaling.DELAYED else None
         scale = scaling.scale if spec.scaling == Scaling.STATIC else None
-        placeholder, *written = make(now, amax, scale)
-        result = ResultBuffers(*written).result(now, handed_on, scale)
+        placeholder, *written = make(forward_cast, amax, scale)
+        result = ResultBuffers(*written).result(forward_cast, result_dtype, scale)
         assert result.measurement is not None
         if inside_backward():  # activation checkpointing repeats the call, whose elements are counted already
             scaling.nonfinite = None
         with torch.no_grad():
             scaling.record(placeholder, result.measurement)
-        if later is None:
+        if recomputed is None:
             return placeholder, InputOperands(result.output, result.transposed)
         if amax is None and isinstance(spec.granularity, PerTensor):
             amax = result.measurement.amax
-        tensors = (*later.tensors, amax, scale)
+        tensors = (*recomputed.tensors, amax, scale)
         return placeholder, InputOperands(
-            result.output, RecomputedOperand(later.recompute, tuple(map(_detached, tensors)))
+            result.output, RecomputedOperand(recomputed.recompute, tuple(map(_detached, tensors)))
         )
 
     return linear.forward_cast(recipe, cast_input)
@@ -212,10 +206,10 @@ def _detached(x: Tensor | None) -> Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _NormAgain:
+class _RecomputeNorm:
     norm: NormSpec
     cast: ResultCast
-    handed_on: torch.dtype
+    result_dtype: torch.dtype
 
     def compute(self, *tensors: Tensor | None) -> Operand:
         x, gain, bias, amax, scale = tensors
@@ -223,13 +217,13 @@ class _NormAgain:
         assert gain is not None
         rows, bias = _rows(x), None if bias is None else bias.contiguous()
         made, *_ = fused_casts.cast_norm(
-            rows, gain.contiguous(), bias, self.norm, self.cast, handed_on=self.handed_on, amax=amax, scale=scale
+            rows, gain.contiguous(), bias, self.norm, self.cast, result_dtype=self.result_dtype, amax=amax, scale=scale
         )
-        return _transposed(made, self.cast, self.handed_on, scale)
+        return _transposed(made, self.cast, self.result_dtype, scale)
 
 
 @dataclass(frozen=True, slots=True)
-class _ActivationAgain:
+class _RecomputeActivation:
     function: str
     gated: bool
     cast: ResultCast
@@ -265,20 +259,20 @@ class _CastNorm(torch.autograd.Function):
         bias: Tensor | None,
         norm: NormSpec,
         cast: ResultCast,
-        handed_on: torch.dtype,
+        result_dtype: torch.dtype,
         amax: Tensor | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
         rows, gain = _rows(x), gain.contiguous()
         bias = None if bias is None else bias.contiguous()
         buffers, mean, rstd = fused_casts.cast_norm(
-            rows, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale
+            rows, gain, bias, norm, cast, result_dtype=result_dtype, amax=amax, scale=scale
         )
         ctx.save_for_backward(rows, gain, mean, rstd)
         ctx.norm, ctx.shape, ctx.bias_dtype = norm, x.shape, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*buffers)
-        return _placeholder(x.shape, handed_on, x.device), *buffers
+        return _placeholder(x.shape, result_dtype, x.device), *buffers
 
     @staticmethod
     @once_differentiable

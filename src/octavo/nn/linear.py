@@ -34,7 +34,7 @@ from octavo.scaling import (
 )
 from octavo.scaling.scale_updates import close_block_over_ranks, close_if_written, follow_optimizers, reduces
 
-__all__ = ["CODES", "FP8_DTYPES", "HeldWeight", "Linear", "autocast_dtype"]
+__all__ = ["CODES", "FP8_DTYPES", "CodesLayout", "Linear", "autocast_dtype"]
 
 
 FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
@@ -43,7 +43,7 @@ FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 CODES = "weight_codes"
 
 
-class HeldWeight(NamedTuple):
+class CodesLayout(NamedTuple):
     """Layout of a weight that is stored as FP8 codes."""
 
     granularity: Granularity
@@ -81,7 +81,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     last_recipe: Recipe | None  # of the last call in training
     trained_recipe: Recipe | None  # of the last differentiable call; None: a switch is not logged
     weight_cache: WeightCache | None
-    held: HeldWeight | None  # of an octavo.nn.fp8_weight.FP8WeightLinear, as are the next two
+    codes_layout: CodesLayout | None  # of an octavo.nn.fp8_weight.FP8WeightLinear, as are the next two
     weight_codes: torch.nn.Parameter
     weight_scale: Tensor
     watch: LayerWatch | None = None  # set for the steps that the doctor inspects
@@ -115,7 +115,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
         if "nonfinite_counts" not in self._buffers:
             self.start_state(torch.device("cpu") if self.weight.is_meta else self.weight.device)
-            self.held, self.weight_cache, self.shared_input = None, None, None
+            self.codes_layout, self.weight_cache, self.shared_input = None, None, None
             self.last_recipe, self.trained_recipe = None, None
             probe_cpu()
         history = getattr(self, "amax_history", None)
@@ -129,13 +129,13 @@ class Linear(StatefulModule, torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """Map [..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
         recipe = self.recipe_now()
-        if recipe.is_high_precision and self.held is None and not needs_widening(_autocast(input)):
+        if recipe.is_high_precision and self.codes_layout is None and not needs_widening(_autocast(input)):
             return F.linear(input, self.weight, self.bias)
         x = _autocast(input)
         check_float(x, "the input of octavo.nn.Linear")
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
-        if recipe.is_high_precision and self.held is None:
+        if recipe.is_high_precision and self.codes_layout is None:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
         return self.forward_cast(recipe, partial(self._with_shared_operands, input, x, recipe))
 
@@ -208,17 +208,17 @@ class Linear(StatefulModule, torch.nn.Linear):
         """The parameter that stores the weight [N, K]: its values, or their FP8 codes."""
         return self.weight
 
-    def held_weight(self) -> QuantizedTensor | None:
+    def stored_codes(self) -> QuantizedTensor | None:
         """The weight's codes and scale where it is stored as FP8 codes; else None."""
         return None
 
     def _operands(self, recipe: Recipe, scaling: LayerScaling) -> WeightOperands | None:
         """The weight's operands where they are stored or cached; None where the call casts the weight."""
-        held = self.held_weight()
-        if held is not None:
+        codes = self.stored_codes()
+        if codes is not None:
             if self.stored_weight.requires_grad:
-                raise ConfigError("a weight held as FP8 codes takes no gradient; octavo.restore(model) decodes it")
-            return WeightOperands(held, recipe)
+                raise ConfigError("a weight stored as FP8 codes takes no gradient; octavo.restore(model) decodes it")
+            return WeightOperands(codes, recipe)
         if self.weight_cache is None or torch.compiler.is_compiling():
             return None
         weight_scaling = scaling.of(WEIGHT)

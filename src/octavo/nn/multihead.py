@@ -181,8 +181,8 @@ class MultiheadAttention(nn.Module):
             >>> cache.position
             3
         """
-        held = self.out.held_weight() if isinstance(self.out, Linear) else None  # octavo.restore makes it nn.Linear
-        dtype = self.out.weight.dtype if held is None else held.hp_dtype
+        codes = self.out.stored_codes() if isinstance(self.out, Linear) else None  # octavo.restore makes it nn.Linear
+        dtype = self.out.weight.dtype if codes is None else codes.hp_dtype
         shape = batch_size, max_positions, self.num_kv_heads, self.head_dim
         return KVCache(*shape, device=self.out.weight.device, dtype=dtype)
 

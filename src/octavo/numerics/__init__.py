@@ -7,8 +7,8 @@ from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
 from octavo.numerics.quantized import QuantizedTensor, dequantize, quantize
 from octavo.numerics.scaling import (
+    AmaxRecord,
     Measurement,
-    Record,
     ScaleRounding,
     amax,
     encode_scale_from_amax,
@@ -19,6 +19,7 @@ from octavo.numerics.scaling import (
 
 __all__ = [
     "Accumulate",
+    "AmaxRecord",
     "CastSpec",
     "Granularity",
     "Measurement",
@@ -28,7 +29,6 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "QuantizedTensor",
-    "Record",
     "Rounding",
     "ScaleRounding",
     "Scaling",

@@ -33,7 +33,7 @@ __all__ = [
     "cast_stochastic",
     "check_float",
     "check_fp8_format",
-    "check_policy",
+    "check_member",
     "is_eager_cpu",
     "may_hold_nonfinite",
     "narrowed",
@@ -96,7 +96,7 @@ def cast_nearest(
         >>> cast_nearest(torch.tensor([0.3, -1e9, 464.0]), E4M3).float().tolist()
         [0.3125, -448.0, 448.0]
     """
-    check_policy(overflow, _OVERFLOW_POLICIES, "overflow")
+    check_member("overflow", overflow, _OVERFLOW_POLICIES)
     x = _checked(x, fmt, nonfinite)
     scaled = _scaled(x, encode_scale)
     limited = _clamped(scaled, fmt, in_place=encode_scale is not None and overflow == Overflow.SATURATE)
@@ -174,10 +174,10 @@ torch.library.register_fake("octavo::round_stochastic")(_round_stochastic_shape)
 
 
 def may_hold_nonfinite(x: Tensor) -> bool:
-    """False where one cheap pass proves that every element is finite.
+    """Return False if one cheap pass proves that every element is finite.
 
-    Only an eager CPU tensor is asked (:func:`is_eager_cpu`). In a traced graph the answer would break the graph, and on
-    an accelerator waiting for it costs more than the element-wise mask that a "maybe" leads to.
+    Only an eager CPU tensor is read (:func:`is_eager_cpu`). Reading a value would break a traced graph, and on an
+    accelerator the wait costs more than the element-wise mask that follows True.
 
     Example:
         >>> may_hold_nonfinite(torch.ones(3)), may_hold_nonfinite(torch.tensor([1.0, math.inf]))
@@ -233,14 +233,14 @@ def narrowed(x: Tensor) -> Tensor:
 def _checked(x: Tensor, fmt: Format, nonfinite: Nonfinite) -> Tensor:
     check_float(x, "the tensor to quantize")
     check_fp8_format(fmt)
-    check_policy(nonfinite, NONFINITE_POLICIES, "nonfinite")
+    check_member("nonfinite", nonfinite, NONFINITE_POLICIES)
     return narrowed(x)
 
 
-def check_policy(given: StrEnum, allowed: tuple[StrEnum, ...], name: str) -> None:
-    """Raise ConfigError unless ``given`` is one of an enum's values."""
-    if given not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {given!r}")
+def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(f"{what} must be one of {', '.join(map(str, allowed))}, not {value!r}")
 
 
 def _scaled(x: Tensor, encode_scale: Tensor | None) -> Tensor:

@@ -1,4 +1,16 @@
-"""Description of one cast to FP8: the one that recipes hold, dispatch passes on and every cast backend takes."""
+"""Description of one cast to FP8, from a recipe through dispatch to every cast backend.
+
+Results of elements that are not finite, on every backend (``CastSpec.nonfinite``; octavo.numerics.cast defines them):
+
+| input       | PROPAGATE, the default     | SATURATE |
+|-------------|----------------------------|----------|
+| NaN         | NaN                        | NaN      |
+| ±Inf        | E4M3: NaN, E5M2: ±Inf      | ±maximum |
+| finite, too large after scaling | ±maximum | ±maximum |
+
+They change no other element: a scale is computed from the finite elements' amax. Training counts them by layer and role
+(``octavo.nonfinite_counts``).
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +18,7 @@ from enum import StrEnum
 
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, FP32, Format
-from octavo.numerics.cast import NONFINITE_POLICIES, Nonfinite, Rounding, check_fp8_format
+from octavo.numerics.cast import NONFINITE_POLICIES, Nonfinite, Rounding, check_fp8_format, check_member
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 from octavo.numerics.scaling import AMAX_FLOOR, ScaleRounding
 
@@ -33,13 +45,13 @@ class CastSpec:
     Attributes:
         format: an FP8 format.
         granularity: which elements share a scale.
-        scaling: where a recipe's scale comes from; delayed and static need one scale for the tensor. A backend casts
-            with the amax or the scale that it is passed, and measures the tensor where neither is.
+        scaling: source of a recipe's scale; delayed and static need one scale for the tensor. A backend casts with the
+            amax or the scale that it is passed, and measures the tensor where neither is.
         scale_rounding: which numbers the scale may be (numerics/scaling.py).
         scale_format: FP32, or E8M0 for one byte a scale.
         amax_floor: smaller amaxes count as this; 0 leaves every tensor a scale of its own.
         margin: binades left free above amax, 0 or more.
-        nonfinite: result of an infinite element.
+        nonfinite: result of an infinite element; see the table above.
         rounding: to the nearest code, or, of gradients, to either neighbour by chance; its seeds are drawn from torch's
             default generator of the CPU.
     """
@@ -71,12 +83,6 @@ class CastSpec:
         if not is_number(self.amax_floor) or not 0 <= self.amax_floor < math.inf:
             raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
         check_integer("a cast's margin", self.margin, least=0)
-
-
-def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise ConfigError(f"{what} must be one of {', '.join(map(str, allowed))}, not {value!r}")
 
 
 def is_number(value: object) -> bool:

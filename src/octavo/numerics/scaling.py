@@ -40,13 +40,13 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, Format
-from octavo.numerics.cast import check_float, check_policy, is_eager_cpu, narrowed
+from octavo.numerics.cast import check_float, check_member, is_eager_cpu, narrowed
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 
 __all__ = [
     "AMAX_FLOOR",
+    "AmaxRecord",
     "Measurement",
-    "Record",
     "ScaleRounding",
     "amax",
     "check_scale_options",
@@ -109,7 +109,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AmaxRecord:
     """Buffers that accumulate measurements in place; a None accumulates nothing.
 
     Attributes:
@@ -212,7 +212,7 @@ def smallest_scaled_amax(fmt: Format, amax_floor: float = AMAX_FLOOR) -> float:
 
 def check_scale_options(rounding: ScaleRounding, amax_floor: float, margin: int) -> None:
     """Raise ConfigError for a rounding, floor or margin that no scale is made with."""
-    check_policy(rounding, _ROUNDINGS, "rounding")
+    check_member("rounding", rounding, _ROUNDINGS)
     if margin < 0 or margin % 1:
         raise ConfigError(f"margin must be 0 or more binades, not {margin}")
     if not 0 <= amax_floor < math.inf:

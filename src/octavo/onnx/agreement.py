@@ -9,7 +9,7 @@ does not have, are bypassed meanwhile.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -122,9 +122,7 @@ def _bypass_cast(_: nn.Module, args: tuple[Tensor, ...], __: Any) -> tuple[Tenso
 @contextmanager
 def _hooked(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
     """Register a forward hook on each module, removed afterwards."""
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
-    try:
+    with ExitStack() as registered:
+        for module, hook in hooks:
+            registered.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

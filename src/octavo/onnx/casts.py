@@ -7,7 +7,7 @@ repeats an earlier one maps to that one's node, unless the graph's next node rep
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,11 @@ def record_casts(module: nn.Module) -> Iterator[list[tuple[DynamicCast | StaticC
     def note(cast: Any, args: tuple[Tensor, ...], _: Any) -> None:
         casts.append((cast, RecordedCast(args[0].clone(), cast.encode(args[0]))))  # later operations may modify it
 
-    hooked = [each for each in module.modules() if isinstance(each, DynamicCast | StaticCast)]
-    handles = [each.register_forward_hook(note) for each in hooked]
-    try:
+    with ExitStack() as hooks:
+        for each in module.modules():
+            if isinstance(each, DynamicCast | StaticCast):
+                hooks.enter_context(each.register_forward_hook(note))
         yield casts
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def match_nodes(casts: Sequence[RecordedCast], nodes: Sequence[RecordedCast]) -> list[int]:

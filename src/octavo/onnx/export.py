@@ -28,6 +28,7 @@ from octavo.files import claimed_folder, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
 from octavo.nn.arguments import check_sizes
+from octavo.numerics.cast_spec import check_member
 from octavo.onnx.agreement import MOST_LAYER_ERROR, coarsest_dtype, layer_errors, lockstep_errors
 from octavo.onnx.checks import MOST_ERROR, SIZES, check_engines, sample_inputs
 from octavo.onnx.graph import PAST, SEQUENCE, Graph, graph_of_decoder, graph_of_module, write_graph
@@ -78,10 +79,8 @@ class OnnxOptions:
     external_data: bool = False
 
     def __post_init__(self) -> None:
-        if self.opset not in OPSETS:
-            raise ConfigError(f"opset must be one of {', '.join(map(str, OPSETS))}, not {self.opset!r}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        check_member("opset", self.opset, OPSETS)
+        check_member("dtype", self.dtype, tuple(DTYPES))
         check_sizes(max_batch=self.max_batch, max_length=self.max_length)
         if not self.tensorrt and (self.max_batch, self.max_length) != (None, None):
             raise ConfigError("max_batch and max_length apply to TensorRT's engine; set tensorrt, or leave them out")

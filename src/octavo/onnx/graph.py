@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from octavo.checkpoints.contents import nothing_in_fp8
 from octavo.errors import ConfigError
-from octavo.language_model import LanguageModel
+from octavo.language_model import LanguageModel, LogitsModule
 from octavo.models import Llama
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import is_own_linear
+from octavo.nn.fp8_weight import is_own_linear, runs_in_fp8
 from octavo.onnx.decoder import CacheNames, GraphDecoder, attention_casts
 from octavo.onnx.layers import HIGH_PRECISION, GraphLinear, LayerNote, graph_linear
 from octavo.onnx.operators import translations
@@ -98,9 +98,7 @@ def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: boo
                 "Llama (a run or a .gguf file); leave them out"
             )
         module, linears = _convert_linears(model.model, dtype)
-        return _graph_of_tokens(
-            model, _TransformersLogits(module), {"input_ids": tokens}, ("logits",), linears, dtype=dtype
-        )
+        return _graph_of_tokens(model, LogitsModule(module), {"input_ids": tokens}, ("logits",), linears, dtype=dtype)
     copied, linears = _convert_linears(model.model, dtype)
     assert isinstance(copied, Llama)
     decoder = GraphDecoder(copied, has_cache=has_cache)
@@ -214,23 +212,11 @@ def _varying(tensor: Tensor) -> Shapes:
     return dict(enumerate((BATCH, SEQUENCE)[:count]))
 
 
-class _TransformersLogits(nn.Module):
-    """Transformers model from token ids to logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
-        return logits
-
-
 def _convert_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, _ConvertedLinears]:
     """Copy a model to ``dtype`` with octavo linears replaced by :class:`GraphLinear`."""
     linears, replaced = _ConvertedLinears(converted={}, notes=[]), {}
     for path, layer in model.named_modules():
-        if isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None):
+        if runs_in_fp8(layer):
             if not is_own_linear(layer):
                 raise ConfigError(
                     f"layer {path!r} is a {type(layer).__name__}; make it a layer for inference first "

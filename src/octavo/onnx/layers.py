@@ -65,7 +65,7 @@ class LayerNote:
 
 
 class StaticCast(nn.Module):
-    """Quantise and dequantise an input with a constant scale."""
+    """Quantize and dequantize an input with a constant scale."""
 
     encode_scale: Tensor
     scale: Tensor
@@ -85,7 +85,7 @@ class StaticCast(nn.Module):
 
 
 class DynamicCast(nn.Module):
-    """Quantise an input with a dynamic scale; decode with a constant below 1 and return the remaining factor."""
+    """Quantize an input with a dynamic scale; decode with a constant below 1 and return the remaining factor."""
 
     unit: Tensor
 
@@ -192,7 +192,7 @@ def narrowed_scale(scale: Tensor, dtype: torch.dtype, of: str) -> Tensor:
 def _weight(layer: Linear, path: str) -> QuantizedTensor:
     """Weight codes of the layer in evaluation."""
     spec = layer.recipe.output.b
-    weight = layer.held_weight()
+    weight = layer.stored_codes()
     if weight is None:
         quantized = cast_operand(layer.weight.detach(), spec, _tap(layer).of(WEIGHT))
         assert isinstance(quantized, QuantizedTensor), "a layer in high precision is not converted"

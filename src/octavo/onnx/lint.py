@@ -29,7 +29,6 @@ __all__ = ["GraphBytes", "LintFault", "graph_bytes", "lint"]
 QUANTIZE, DEQUANTIZE, CAST = "QuantizeLinear", "DequantizeLinear", "Cast"
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 PASSED_THROUGH = ("Transpose", "Reshape", "Identity", "Cast")  # between a weight and its product
-SMALL = 1024  # elements; shapes are computed from constants of this size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,43 +68,35 @@ class GraphBytes:
 
 
 class _GraphIndex:
-    """Producers, types and constants of a graph's values."""
+    """A graph with inferred types, by onnx_ir."""
 
     def __init__(self, model: Any) -> None:
-        import onnx
+        import onnx_ir
+        from onnx_ir.passes.common import ShapeInferencePass
 
-        self.onnx: Any = onnx
-        types = onnx.TensorProto
-        self.fp8: dict[int, str] = {
+        self.ir: Any = onnx_ir
+        types = onnx_ir.DataType
+        self.fp8: dict[Any, str] = {
             types.FLOAT8E4M3FN: "E4M3",
             types.FLOAT8E5M2: "E5M2",
             types.FLOAT8E4M3FNUZ: "E4M3_FNUZ",
             types.FLOAT8E5M2FNUZ: "E5M2_FNUZ",
         }
-        graph = model.graph
-        self.nodes = list(graph.node)
-        self.made_by = {name: node for node in self.nodes for name in node.output}
-        self.constants = {each.name: each for each in graph.initializer}
-        for node in self.nodes:
-            if node.op_type == "Constant":
-                for attribute in node.attribute:
-                    if attribute.name == "value":
-                        self.constants[node.output[0]] = attribute.t
-        inferred = onnx.shape_inference.infer_shapes(_without_weights(model)).graph
-        values = [*inferred.value_info, *inferred.input, *inferred.output]
-        self.types = {each.name: each.type.tensor_type.elem_type for each in values}
-        self.types |= {name: each.data_type for name, each in self.constants.items()}
+        graph_model = onnx_ir.from_proto(model)
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(graph_model)
+        graph = graph_model.graph
+        self.nodes = list(graph)
+        made = [value for node in self.nodes for value in node.outputs]
+        self.values = dict.fromkeys([*graph.inputs, *graph.initializers.values(), *made])
 
-    def number(self, name: str) -> Any:
+    def constant(self, value: Any) -> Any:
+        """Tensor of a constant; None for computed values."""
+        return self.ir.convenience.get_const_tensor(value, propagate_shape_type=True)
+
+    def number(self, value: Any) -> Any:
         """Values of a constant as float64; None for computed values."""
-        if name not in self.constants:
-            return None
-        values = self.onnx.numpy_helper.to_array(self.constants[name])
-        return np.asarray(values).astype(np.float64)
-
-    def name_of(self, kind: int) -> str:
-        """Name of an element type."""
-        return self.fp8.get(kind) or str(self.onnx.TensorProto.DataType.Name(kind))
+        tensor = self.constant(value)
+        return None if tensor is None else tensor.numpy().astype(np.float64)
 
 
 def lint(model: Any, *, weights: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[LintFault, ...]:
@@ -127,10 +118,10 @@ def lint(model: Any, *, weights: Mapping[str, Tensor] = MappingProxyType({})) ->
     index = _GraphIndex(model)
     faults = list(_formats(index))
     for node in index.nodes:
-        if node.op_type == CAST and index.types.get(node.output[0]) in index.fp8:
+        if node.op_type == CAST and node.outputs[0].dtype in index.fp8:
             faults.append(_fault("cast", node, "casts to FP8; TensorRT takes QuantizeLinear only"))
         if node.op_type in (QUANTIZE, DEQUANTIZE):
-            faults += [*_scale(index, node), *_zero_point(index, node), *_dtype(index, node)]
+            faults += [*_scale(index, node), *_zero_point(index, node), *_dtype(node)]
     faults += _weights(index, weights)
     return tuple(faults)
 
@@ -148,17 +139,17 @@ def graph_bytes(model: Any) -> GraphBytes:
 
 
 def _fault(rule: str, node: Any, message: str) -> LintFault:
-    return LintFault(rule=rule, node=node.name or node.output[0], message=message)
+    return LintFault(rule=rule, node=node.name or node.outputs[0].name, message=message)
 
 
 def _formats(index: _GraphIndex) -> Iterator[LintFault]:
-    for name, kind in index.types.items():
-        if index.fp8.get(kind, "E4M3") != "E4M3":
-            yield LintFault(rule="format", node=name, message=f"is {index.fp8[kind]}; TensorRT reads E4M3")
+    for value in index.values:
+        if index.fp8.get(value.dtype, "E4M3") != "E4M3":
+            yield LintFault(rule="format", node=value.name, message=f"is {index.fp8[value.dtype]}; TensorRT reads E4M3")
 
 
 def _scale(index: _GraphIndex, node: Any) -> Iterator[LintFault]:
-    scale = index.number(node.input[1])
+    scale = index.number(node.inputs[1])
     if scale is None:
         yield _fault("scale", node, "is computed in the graph; TensorRT takes constants")
     elif not (np.isfinite(scale).all() and (scale > 0).all()):
@@ -167,68 +158,47 @@ def _scale(index: _GraphIndex, node: Any) -> Iterator[LintFault]:
 
 
 def _zero_point(index: _GraphIndex, node: Any) -> Iterator[LintFault]:
-    if len(node.input) < 3 or not node.input[2]:
+    if len(node.inputs) < 3 or node.inputs[2] is None:
         return
-    zero = index.number(node.input[2])
+    zero = index.number(node.inputs[2])
     if zero is None or zero.any():
         yield _fault("zero point", node, "is not the constant 0")
 
 
-def _dtype(index: _GraphIndex, node: Any) -> Iterator[LintFault]:
-    plain = node.input[0] if node.op_type == QUANTIZE else node.output[0]
-    scale, wide = index.types.get(node.input[1]), index.types.get(plain)
+def _dtype(node: Any) -> Iterator[LintFault]:
+    plain = node.inputs[0] if node.op_type == QUANTIZE else node.outputs[0]
+    scale, wide = node.inputs[1].dtype, plain.dtype
     if scale is not None and wide is not None and scale != wide:
-        names = index.name_of(scale), index.name_of(wide)
-        yield _fault("dtype", node, f"has a scale in {names[0]} and a tensor in {names[1]}")
+        yield _fault("dtype", node, f"has a scale in {scale} and a tensor in {wide}")
 
 
 def _weights(index: _GraphIndex, expected: Mapping[str, Tensor]) -> Iterator[LintFault]:
     """Check that FP8 constants go to DequantizeLinear, and that products read those of all layers."""
     for node in index.nodes:
-        for name in node.input:
-            codes = name in index.constants and index.types[name] in index.fp8
+        for value in filter(None, node.inputs):
+            codes = index.constant(value) is not None and value.dtype in index.fp8
             if codes and node.op_type not in (DEQUANTIZE, QUANTIZE):
-                yield _fault("weight", node, f"reads the codes {name!r} without decoding them")
-    codes_read = {name for node in index.nodes if node.op_type in PRODUCTS for name in _codes_read(index, node)}
+                yield _fault("weight", node, f"reads the codes {value.name!r} without decoding them")
+    products = [node for node in index.nodes if node.op_type in PRODUCTS]
+    codes_read = {value for node in products for value in _codes_read(index, node)}
     if not codes_read:
         yield LintFault(rule="fp8 share", node="", message="no product has a weight in FP8")
-    digests = {_digest(index.onnx.numpy_helper.to_array(index.constants[name])) for name in codes_read}
+    digests = {_digest(index.constant(value).numpy()) for value in codes_read}
     for path, layer_codes in expected.items():
         if _digest(layer_codes.view(torch.uint8).numpy()) not in digests:
             yield LintFault(rule="fp8 share", node="", message=f"no product reads the codes of layer {path!r}")
 
 
-def _codes_read(index: _GraphIndex, product: Any) -> Iterator[str]:
+def _codes_read(index: _GraphIndex, product: Any) -> Iterator[Any]:
     """Yield the FP8 constants among a product's decoded operands."""
-    for name in product.input:
-        source = index.made_by.get(name)
+    for value in filter(None, product.inputs):
+        source = value.producer()
         while source is not None and source.op_type in PASSED_THROUGH:
-            source = index.made_by.get(source.input[0])
-        if source is not None and source.op_type == DEQUANTIZE and source.input[0] in index.constants:
-            yield source.input[0]
+            source = source.inputs[0].producer()
+        if source is not None and source.op_type == DEQUANTIZE and index.constant(source.inputs[0]) is not None:
+            yield source.inputs[0]
 
 
 def _digest(codes: Any) -> tuple[tuple[int, ...], bytes]:
     """Shape and SHA-256, so that the bytes need not be stored."""
     return codes.shape, sha256(codes.tobytes()).digest()
-
-
-def _without_weights(model: Any) -> Any:
-    """Copy of the model with large constants as inputs, for type inference without their bytes."""
-    import onnx
-
-    graph = model.graph
-    small = [each for each in graph.initializer if _count(each) <= SMALL]
-    large = [
-        onnx.helper.make_tensor_value_info(each.name, each.data_type, each.dims)
-        for each in graph.initializer
-        if _count(each) > SMALL
-    ]
-    light = onnx.helper.make_graph(
-        graph.node, graph.name, [*graph.input, *large], graph.output, small, value_info=graph.value_info
-    )
-    return onnx.helper.make_model(light, opset_imports=model.opset_import, ir_version=model.ir_version)
-
-
-def _count(constant: Any) -> int:
-    return int(np.prod(constant.dims, initial=1))

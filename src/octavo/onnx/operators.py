@@ -19,6 +19,7 @@ The operators are opaque to ``torch.export`` and translated individually (``cust
 ``Tensor.to(torch.float8_e4m3fn)`` would become a Cast, which TensorRT refuses and optimisers fold back to FP32.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -152,8 +153,4 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def _powers_of_two() -> tuple[float, ...]:
     """All normal powers of two in FP32, ascending: rounding down by comparison is exact in every engine."""
-    powers, power = [], _SMALLEST
-    while power <= _LARGEST:
-        powers.append(power)
-        power *= 2
-    return tuple(powers)
+    return tuple(math.ldexp(1.0, exponent) for exponent in range(math.frexp(_SMALLEST)[1] - 1, math.frexp(_LARGEST)[1]))

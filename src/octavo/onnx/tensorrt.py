@@ -2,15 +2,15 @@
 
 | file              | content                                                                                    |
 |-------------------|--------------------------------------------------------------------------------------------|
-| build.sh          | ``trtexec`` with shapes, engine out; asks the installed version whether it needs           |
-|                   | ``--stronglyTyped``                                                                        |
+| build.sh          | ``trtexec`` with shapes, which writes the engine; adds ``--stronglyTyped`` if the          |
+|                   | installed version has that option                                                          |
 | benchmark.sh      | ``trtexec`` on the engine                                                                  |
-| build_engine.py   | the same engine by the Python API                                                          |
-| calibration.json  | how the static scales were found; only of a calibrated model                               |
+| build_engine.py   | builds the same engine with the Python API                                                 |
+| calibration.json  | source of the static scales; only for a calibrated model                                   |
 
-The graph says by its Q and DQ nodes what is FP8 (explicit quantization), so the network is strongly typed. TensorRT 11
-knows no other; there ``--stronglyTyped``, ``--fp8`` and ``--calib`` do not exist. None of this needs TensorRT here, and
-none of it has been run on a GPU by octavo.
+The graph's Q and DQ nodes determine what is FP8 (explicit quantization), so the network is strongly typed. TensorRT 11
+supports no other networks and has no ``--stronglyTyped``, ``--fp8`` and ``--calib``. Writing these files does not need
+TensorRT; octavo has not run them on a GPU.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeRange:
-    """Shapes of one input that an engine takes: the smallest, the one it is tuned for, the largest."""
+    """Smallest, optimal and largest shape of one input of an engine."""
 
     name: str
     min: Sizes
@@ -52,20 +52,20 @@ class ShapeRange:
 def shape_ranges(
     graph: Graph, *, context: int | None, max_batch: int | None = None, max_length: int | None = None
 ) -> tuple[ShapeRange, ...]:
-    """Shapes of the graph's inputs.
+    """Shape ranges of the graph's inputs.
+
+    TensorRT plans memory for the largest shapes, and the build fails if a GPU has less: the logits of 32 texts of 8,192
+    tokens and 50,000 token ids take 26 GB. The default largest shapes fit usual GPUs.
+
+    With a cache the engine is tuned for one new token. A range limits one dimension, so it cannot express that past and
+    new tokens together must stay within the context: the caller has to ensure this.
 
     Args:
-        graph: with the dimensions that may vary.
-        context: the most tokens that the model reads at once; None is not known.
-        max_batch: the largest batch; None takes 16.
-        max_length: the most tokens of a text, and with a cache of its past and of what is new; None takes 1,024, or the
-            context where that is less.
-
-    TensorRT plans memory for the largest shapes at once, and a builder fails where a card has less: 32 texts of 8,192
-    tokens have 26 GB of logits with 50,000 token ids. So the largest shapes are what usual cards hold, unless asked.
-
-    With a cache the engine is tuned for one new token. A range is of one dimension, so TensorRT cannot be told that
-    past and new tokens together must stay within the context: the caller has to ensure this.
+        graph: the exported graph.
+        context: maximum number of tokens of the model; None if unknown.
+        max_batch: largest batch; None means 16.
+        max_length: largest number of tokens of a text, and with a cache of past and new tokens; None means 1,024, or
+            the context if that is smaller.
 
     Raises:
         ConfigError: ``max_length`` is more than the context.
@@ -92,7 +92,7 @@ def shape_ranges(
 
 
 def build_command(ranges: tuple[ShapeRange, ...], *, version: int) -> str:
-    """The ``trtexec`` command of TensorRT 10 or 11.
+    """Return the ``trtexec`` command for TensorRT 10 or 11.
 
     Example:
         >>> ids = ShapeRange(name="input_ids", min=(1, 1), opt=(16, 64), max=(32, 512))
@@ -105,12 +105,12 @@ def build_command(ranges: tuple[ShapeRange, ...], *, version: int) -> str:
 
 
 def benchmark_command(ranges: tuple[ShapeRange, ...]) -> str:
-    """The same of both versions: times of the shapes that the engine is tuned for."""
+    """Return the ``trtexec`` command that times the optimal shapes; the same for both versions."""
     return f"trtexec --loadEngine={ENGINE} --shapes={_shapes(ranges, 'opt')} --warmUp=100 --duration=30"
 
 
 def tensorrt_files(ranges: tuple[ShapeRange, ...]) -> dict[str, str]:
-    """The scripts by name, as text."""
+    """Text of each script, by file name."""
     build = Template(_BUILD).substitute(ten=build_command(ranges, version=10), eleven=build_command(ranges, version=11))
     profile = "\n".join(f"    {each.name!r}: ({each.min}, {each.opt}, {each.max})," for each in ranges)
     return {

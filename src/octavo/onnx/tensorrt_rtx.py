@@ -1,12 +1,12 @@
 """Build a graph with TensorRT-RTX's parser and builder on a CPU, and count how much of the engine stays FP8.
 
-NVIDIA's Python bindings parse and build without a GPU and without its driver; the engine is inspected, not run. A crash
-in a C++ library ends its process, so the check runs in a process of its own, which imports nothing of octavo::
+NVIDIA's Python bindings parse and build without a GPU and its driver; the engine is inspected, not run. A crash in a
+C++ library ends the process, so the check runs in a separate process, which does not import octavo::
 
     python -I tensorrt_rtx.py MODEL < ranges.json
 
-An engine holds a listing of its tensors and steps as text. Its form is a fact of one version, so another version is
-named and not asked.
+An engine contains a listing of its tensors and steps as text. The listing's form depends on the version, so the check
+is skipped for any other version.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the process of its own has no octavo
+if TYPE_CHECKING:  # the separate process does not import octavo
     from octavo.onnx.tensorrt import ShapeRange
 
 __all__ = ["BuildCheck", "check_build", "why_skipped"]
@@ -34,12 +34,12 @@ class BuildCheck:
     """Result of building a TensorRT-RTX engine from a graph.
 
     Attributes:
-        engine: its name and version.
-        skipped: why no build was tried; empty where one was.
-        problem: its first error message; empty where it built an engine.
-        engine_bytes: of that engine.
-        fp8_products: its matrix products of two tensors in FP8, counted as in the graph: q, k and v at once are three.
-        fp8_bytes: of its constants in FP8, those too that are decoded for a product in high precision.
+        engine: name and version of the builder.
+        skipped: reason why no build was tried; empty if one was.
+        problem: first error message; empty if an engine was built.
+        engine_bytes: size of the engine.
+        fp8_products: number of matrix products of two FP8 tensors, as in the graph: merged q, k and v count as three.
+        fp8_bytes: bytes of FP8 constants, including those that are decoded for a product in high precision.
     """
 
     engine: str
@@ -59,7 +59,7 @@ class BuildCheck:
 
 
 def why_skipped() -> str:
-    """Reason why the check cannot run; empty where it can.
+    """Reason why the check cannot run; empty if it can.
 
     Example:
         >>> "not installed" in why_skipped() or "version" in why_skipped() or why_skipped() == ""
@@ -79,8 +79,8 @@ def check_build(path: Path, ranges: "tuple[ShapeRange, ...]") -> BuildCheck:
     """Parse a graph and build its engine.
 
     Args:
-        path: of the graph; its weights may lie beside it.
-        ranges: the shapes of its inputs.
+        path: file of the graph; its weights may be in a second file beside it.
+        ranges: shapes of its inputs.
     """
     skipped, name = why_skipped(), f"TensorRT-RTX {VERSION}"
     if skipped:
@@ -91,14 +91,14 @@ def check_build(path: Path, ranges: "tuple[ShapeRange, ...]") -> BuildCheck:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        ended = f"exit code {done.returncode}" if done.returncode > 0 else Signals(-done.returncode).name
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return BuildCheck(engine=name, problem=f"its process ended by {ended}: {said}")
+        cause = f"exit code {done.returncode}" if done.returncode > 0 else Signals(-done.returncode).name
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return BuildCheck(engine=name, problem=f"its process ended by {cause}: {message}")
     return BuildCheck(engine=name, **json.loads(done.stdout))
 
 
 class _RefusedError(Exception):
-    """TensorRT's words."""
+    """TensorRT rejected the graph; the message is TensorRT's."""
 
 
 def _build(model: str, ranges: list[dict[str, Any]]) -> bytes:
@@ -123,7 +123,7 @@ def _build(model: str, ranges: list[dict[str, Any]]) -> bytes:
     config.add_optimization_profile(profile)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise _RefusedError(messages[0] if messages else "it built no engine, and did not say why")
+        raise _RefusedError(messages[0] if messages else "it built no engine and reported no error")
     return bytes(engine)
 
 
@@ -133,7 +133,7 @@ def _first_error(parser: Any) -> str:
 
 
 def _fp8_in(engine: bytes) -> dict[str, int]:
-    """Counted in the listing of tensors and steps that an engine holds as text."""
+    """Count FP8 products and bytes in the engine's listing of tensors and steps."""
     fp8 = set(re.findall(rb'tensor=\{[^\n]* name="([^"]+)"[^\n]* type=fp8_e4m3 \}', engine))
     constants = re.findall(rb"tensor=\{[^\n]* const_payload_size=(\d+) [^\n]* type=fp8_e4m3 \}", engine)
     products = re.findall(rb'fully_connected=\{ name="([^"]*)" output=\{[^}]*\} input=\{"([^"]*)" "([^"]*)"', engine)
@@ -144,7 +144,7 @@ def _fp8_in(engine: bytes) -> dict[str, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; prints the rest of a :class:`BuildCheck` as JSON."""
+    """Run the command; prints the remaining fields of a :class:`BuildCheck` as JSON."""
     (model,) = arguments
     try:
         engine = _build(model, json.load(sys.stdin))

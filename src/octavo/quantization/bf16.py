@@ -1,4 +1,4 @@
-"""BF16 reference model: the baseline of every comparison, and the source of the weights that are quantised.
+"""BF16 reference model: the baseline of every comparison, and the source of the weights that are quantized.
 
     weights        every parameter rounded to BF16, as in a BF16 checkpoint, norms and biases included
     computation    BF16 autocast: linear layers multiply BF16 values, operations between them stay FP32

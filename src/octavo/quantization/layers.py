@@ -1,6 +1,6 @@
-"""Check that a model has layers to quantise: ``nn.Linear``, and no other class that holds a weight matrix.
+"""Check that a model has layers to quantize: ``nn.Linear``, and no other class that holds a weight matrix.
 
-Transformers' GPT-2 keeps its weights, transposed, in a class ``Conv1D``. Only its head would be quantised, and its
+Transformers' GPT-2 keeps its weights, transposed, in a class ``Conv1D``. Only its head would be quantized, and its
 results would look as good as BF16's, so such a model is refused with an error that names the class.
 """
 
@@ -14,11 +14,11 @@ __all__ = ["check_has_layers"]
 
 
 def check_has_layers(model: nn.Module, paths: Collection[str]) -> None:
-    """Raise if a model has no layer to quantise.
+    """Raise if a model has no layer to quantize.
 
     Args:
         model: any module.
-        paths: paths of the layers that would be quantised.
+        paths: paths of the layers that would be quantized.
 
     Raises:
         ConfigError: ``paths`` is empty; the message names the classes that hold the model's weight matrices.
@@ -39,5 +39,5 @@ def check_has_layers(model: nn.Module, paths: Collection[str]) -> None:
     }
     remedy = f"its weights are in {', '.join(owners)}; replace those by nn.Linear, or give" if owners else "give"
     raise ConfigError(
-        f"this model has no nn.Linear layer besides its head, so there is nothing to quantise; {remedy} another model"
+        f"this model has no nn.Linear layer besides its head, so there is nothing to quantize; {remedy} another model"
     )

@@ -21,7 +21,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.parsing import parse_tokenizer
 from octavo.text.corpus import Split
-from octavo.text.sources import ALL, BUILTIN, divide, load_documents
+from octavo.text.sources import ALL, BUILTIN, check_split, divide, load_documents
 from octavo.text.tokenizer import END_OF_TEXT
 from octavo.training.config import MOST_SEED
 
@@ -81,8 +81,7 @@ def text_windows(
 
 
 def _check(model: LanguageModel, split: str, count: int, length: int, seed: int) -> None:
-    if split not in (*Split, ALL):
-        raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
+    check_split(split)
     if count < 1 or length < 1:
         raise ConfigError(f"windows and tokens a window must be at least 1, not {count} and {length}")
     if not 0 <= seed <= MOST_SEED:

@@ -1,6 +1,6 @@
-"""HTML pages of results: each one file, drawn from templates/, that opens anywhere without a network.
+"""HTML pages of results: each is one file that opens without a network.
 
-One module a page (doctor, study, sensitivity, benchmark) prepares plain data; templates/ holds the HTML, escaped by
-jinja2, and the one style sheet. Plotly draws the figures. Both libraries are the ``report`` extra and are imported only
+One module per page (doctor, study, sensitivity, benchmark) prepares plain data; templates/ holds the HTML, escaped by
+jinja2, and the style sheet. Plotly draws the figures. Both libraries are the ``report`` extra and are imported only
 when a page is written.
 """

@@ -1,7 +1,7 @@
-"""The doctor's page: the verdict first, then what it rests on.
+"""The doctor's page: the verdict, the findings, and the numbers that they come from.
 
-The heat map's numbers are embedded as 16-bit codes (packing.py) and decoded when they are shown; templates/doctor.js
-draws the map, the layer's curves and the histogram in the layout of the figures here.
+The heat map's numbers are embedded as 16-bit codes (packing.py). templates/doctor.js decodes them and draws the map, a
+layer's curves and the histogram in the layout of the figures here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from octavo.doctor.histograms import Histogram
 from octavo.doctor.series import Series
 from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, all_statistics
 from octavo.doctor.thresholds import Thresholds
+from octavo.reports import findings as wording
 from octavo.reports import packing
 from octavo.reports.doctor_figures import COLOURS, gap_figure, loss_figure
 from octavo.reports.figures import new_figure
-from octavo.reports.findings import SHOWN_AT_ONCE, card_of, counted, counts, headline
 from octavo.reports.rendering import check_report_extra, render
 
 __all__ = ["doctor_page"]
@@ -36,12 +36,12 @@ def doctor_page(
     """HTML of a run's diagnosis.
 
     Args:
-        series: what was measured.
-        findings: of ``diagnose``; remedies that were replayed show what they removed and cost.
+        series: the run's statistics.
+        findings: result of ``diagnose``; replayed remedies show their effect and cost.
         title: the run's name.
-        reference: a run to compare the loss with, in BF16 as a rule.
-        histograms: captured tensors to draw against their format's grid.
-        thresholds: those that ``diagnose`` compared with: where the map's healthy ranges end; None for the defaults.
+        reference: a run to compare the loss with, usually in BF16.
+        histograms: captured tensors to draw on their format's grid.
+        thresholds: limits of ``diagnose``, which end the map's healthy ranges; None for the defaults.
 
     Raises:
         ConfigError: plotly or jinja2 is not installed.
@@ -55,16 +55,14 @@ def doctor_page(
     check_report_extra("report.html")
     ordered = worst_first(list(findings))
     data = _data(series, ordered, histograms, thresholds or Thresholds())
-    places = zip(ordered, data["findings"], strict=True)
     names = ("run", "reference")[: 1 + (reference is not None)]
     return render(
         "doctor",
         title=title,
-        headline=headline(ordered, len(series.casts.steps), len(_cast_paths(series))),
-        standfirst=f"{_scope(series)} {counts(ordered)}",
-        cards=[card_of(one, index, is_shown=place is not None) for index, (one, place) in enumerate(places)],
-        shown_at_once=SHOWN_AT_ONCE,
-        more=counted(len(ordered) - SHOWN_AT_ONCE, "more finding"),
+        headline=wording.headline(ordered, len(series.casts.steps), len(_cast_paths(series))),
+        standfirst=f"{_scope(series)} {wording.counts(ordered)}",
+        cards=[(index, *pair) for index, pair in enumerate(zip(ordered, data["findings"], strict=True))],
+        words=wording,
         loss_legend=[(name, COLOURS[name]) for name in names],
         loss=loss_figure(series, reference) if _has_loss(series) else None,
         gap=None if reference is None else gap_figure(series, reference),
@@ -88,7 +86,7 @@ def _data(
     if len(steps):
         columns = packing.columns_of(steps)
         data |= {"edges": columns.edges.tolist(), "first": columns.first.tolist(), "last": columns.last.tolist()}
-        data["looks"] = -(-len(steps) // len(columns.starts))
+        data["samples_per_column"] = -(-len(steps) // len(columns.starts))
         for statistic in all_statistics(thresholds, series.modules):
             if sheets := packing.sheets(series, statistic, columns):
                 data["statistics"].append(asdict(statistic) | {"name": statistic.name, "sheets": sheets})
@@ -97,7 +95,7 @@ def _data(
 
 
 def _target(one: Finding, data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where a finding is to be seen: a sheet's row, or the loss; None where nothing shows it."""
+    """Location of a finding on the page: a sheet's row, or the loss; None if the page does not show it."""
     target: dict[str, Any] = {"first": one.first_step, "last": one.last_step}
     path = next(iter(one.places), one.path)
     if path not in data["layers"]:
@@ -105,15 +103,15 @@ def _target(one: Finding, data: Mapping[str, Any]) -> dict[str, Any] | None:
     layer = data["layers"].index(path)
     order = {name: index for index, name in enumerate(STATISTIC_OF_CODE.get(one.code, ()))}
     for entry in sorted(data["statistics"], key=lambda entry: order.get(entry["name"], len(order))):
-        having = [index for index, sheet in enumerate(entry["sheets"]) if layer in sheet["rows"]]
-        matching = [index for index in having if entry["sheets"][index]["role"] == one.role]
-        if having:
-            return target | {"statistic": entry["name"], "sheet": (matching or having)[0], "layer": layer}
+        sheets = [index for index, sheet in enumerate(entry["sheets"]) if layer in sheet["rows"]]
+        matching = [index for index in sheets if entry["sheets"][index]["role"] == one.role]
+        if sheets:
+            return target | {"statistic": entry["name"], "sheet": (matching or sheets)[0], "layer": layer}
     return None
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    """A layer's recipe and shape in a few words."""
+    """A layer's recipe and shape as text."""
     if not facts:
         return ""
     window = f", history of {facts['history_length']}" if "history_length" in facts else ""
@@ -131,7 +129,7 @@ def _scope(series: Series) -> str:
     recipes = sorted({str(series.layers[path]["recipe"]) for path in layers if path in series.layers})
     named = f" ({', '.join(recipes)})" if recipes else ""
     when = f"from step {int(steps[0]):,} to {int(steps[-1]):,}"
-    return f"FP8 layers{named}: {len(layers):,}, looked at {len(steps):,} times {when}."
+    return f"FP8 layers{named}: {len(layers):,}, sampled {len(steps):,} times {when}."
 
 
 def _has_loss(series: Series) -> bool:

@@ -1,4 +1,4 @@
-"""Figures of a run's loss, and of its gap to that of a reference run."""
+"""Figures of a run's loss and of its gap to a reference run's."""
 
 import math
 from typing import Any
@@ -13,8 +13,8 @@ __all__ = ["COLOURS", "gap_figure", "loss_figure"]
 
 COLOURS = {"run": "#0072b2", "reference": "#6b7280"}
 MOST_POINTS = 2000
-SMOOTHING_SHARE = 100  # the smoothing's span is this part of the run
-MARKED = {"failure": "broke", "precision": "precision", "autopilot": "autopilot"}  # events, and what stands beside them
+SMOOTHING_SHARE = 100  # span of the smoothing, as a share of the run
+MARKED = {"failure": "broke", "precision": "precision", "autopilot": "autopilot"}  # labels by kind of event
 MOST_MARKS = 12
 
 

@@ -1,4 +1,4 @@
-"""Plotly figures in the look that all pages share."""
+"""Plotly figures in the style of all pages."""
 
 from html import escape
 from typing import Any
@@ -64,7 +64,7 @@ def add_level(figure: Any, value: float, label: str, *, axis: str = "y", positio
 
 
 def plain(text: str) -> str:
-    """Text that plotly shows as it is; it reads ``<b>`` and the like as markup.
+    """Escape text for plotly, which interprets ``<b>`` and the like as markup.
 
     Example:
         >>> plain("a < b & c")

@@ -1,11 +1,22 @@
-"""Findings as the doctor's page words them: a headline, how many there are, and a card each."""
+"""Wording of findings on the doctor's page: a headline, counts, and the parts of each finding's card."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.doctor.findings import CAUSES, Finding, Remedy, Severity
 
-__all__ = ["SHOWN_AT_ONCE", "Bar", "Card", "card_of", "counted", "counts", "headline", "number"]
+__all__ = [
+    "SHOWN_AT_ONCE",
+    "SIGNS",
+    "RemedyBar",
+    "bars",
+    "counted",
+    "counts",
+    "headline",
+    "number",
+    "sentence",
+    "steps",
+]
 
 SHOWN_AT_ONCE = 6
 SIGNS = {Severity.FAIL: "■", Severity.WARN: "▲", Severity.NOTE: "●"}  # a second mark beside the colour
@@ -13,8 +24,8 @@ COUNTED = {Severity.FAIL: "failure", Severity.WARN: "warning", Severity.NOTE: "n
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """A cell of the remedies' table: its column's label, text, filled share and kind; no kind where it is not known."""
+class RemedyBar:
+    """A cell of the remedies' table: its column's label, text, filled share and kind; "" for an unknown number."""
 
     label: str
     text: str = ""
@@ -22,51 +33,30 @@ class Bar:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A finding, and what the page says of it in words.
-
-    Attributes:
-        index: the finding's place, worst first.
-        evidence: numbers by name.
-        remedies: each with its bars, none of which there are where nothing was replayed.
-        is_shown: whether the map or the loss has a place to link to.
-    """
-
-    index: int
-    finding: Finding
-    sign: str
-    steps: str
-    cause: str
-    evidence: Mapping[str, str]
-    remedies: Sequence[tuple[str, Sequence[Bar]]]
-    is_shown: bool
-
-
-def headline(findings: Sequence[Finding], looks: int, layers: int) -> str:
-    """The worst finding in a sentence, or that there is none.
+def headline(findings: Sequence[Finding], samples: int, layers: int) -> str:
+    """The worst finding in a sentence, or a statement that the run is healthy.
 
     Example:
-        >>> headline([], looks=100, layers=29)
-        'Healthy: 100 looks at 29 layers found nothing.'
-        >>> headline([], looks=0, layers=0)
+        >>> headline([], samples=100, layers=29)
+        'Healthy: 100 samples of 29 layers found nothing.'
+        >>> headline([], samples=0, layers=0)
         'Nothing was measured in this run.'
     """
     if not findings:
-        if not looks:
+        if not samples:
             return "Nothing was measured in this run."
         if not layers:
-            return f"Nothing to judge yet: no layer has cast to FP8 at {counted(looks, 'look')}."
-        return f"Healthy: {counted(looks, 'look')} at {counted(layers, 'layer')} found nothing."
+            return f"Nothing to judge yet: no layer has cast to FP8 in {counted(samples, 'sample')}."
+        return f"Healthy: {counted(samples, 'sample')} of {counted(layers, 'layer')} found nothing."
     worst = findings[0]
     where = f" in {worst.path}" if worst.path else ""
     role = f" ({worst.role})" if worst.role else ""
     opening = "Healthy, with a note: " if worst.severity is Severity.NOTE else ""
-    return f"{opening}{_capital(CAUSES[worst.code])}{where}{role}, {_steps(worst)}."
+    return f"{opening}{_capital(CAUSES[worst.code])}{where}{role}, {steps(worst)}."
 
 
 def counts(findings: Sequence[Finding]) -> str:
-    """How many of each severity.
+    """Number of findings of each severity, in words.
 
     Example:
         >>> counts([])
@@ -80,8 +70,8 @@ def counted(count: int, name: str) -> str:
     """A count with its noun.
 
     Example:
-        >>> counted(1, "look"), counted(2000, "look")
-        ('1 look', '2,000 looks')
+        >>> counted(1, "sample"), counted(2000, "sample")
+        ('1 sample', '2,000 samples')
     """
     return f"{count:,} {name}" + ("" if count == 1 else "s")
 
@@ -98,52 +88,43 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def card_of(finding: Finding, index: int, *, is_shown: bool) -> Card:
-    """The card of a finding."""
-    remedies = finding.remedies
-    is_replayed = any(one.error_removed is not None for one in remedies)
-    # A GPU took the times, or a model of its GEMMs.
+def bars(remedies: Sequence[Remedy]) -> list[tuple[str, tuple[RemedyBar, ...]]]:
+    """Text and bars of each remedy; no bars if none of the remedies was replayed."""
+    if all(one.error_removed is None for one in remedies):
+        return [(one.text, ()) for one in remedies]
+    # Without a measurement on a GPU the times come from a model of its GEMMs.
     time = "time" if any(one.is_time_measured for one in remedies) else "time, modelled"
-    return Card(
-        index=index,
-        finding=finding,
-        sign=SIGNS[finding.severity],
-        steps=_steps(finding),
-        cause=_sentence(finding.cause or CAUSES[finding.code]),
-        evidence={_words(name): number(value) for name, value in finding.evidence.items()},
-        remedies=[(one.text, _bars(one, time) if is_replayed else ()) for one in remedies],
-        is_shown=is_shown,
+    return [
+        (one.text, (_share(one.error_removed), _ratio(time, one.time_ratio), _ratio("bytes", one.bytes_ratio)))
+        for one in remedies
+    ]
+
+
+def _share(value: float | None) -> RemedyBar:
+    if value is None:
+        return RemedyBar("error removed")
+    kind = "gain" if value > 0 else "loss"
+    return RemedyBar("error removed", f"{100 * value:.0f} %".replace("-", "−"), max(0.0, min(1.0, value)), kind)
+
+
+def _ratio(label: str, value: float | None) -> RemedyBar:
+    """A bar whose middle is 1, the cost of the current recipe."""
+    return (
+        RemedyBar(label) if value is None else RemedyBar(label, f"{value:.2f}×", max(0.0, min(1.0, value / 2)), "cost")
     )
 
 
-def _bars(remedy: Remedy, time: str) -> tuple[Bar, ...]:
-    return (_share(remedy.error_removed), _ratio(time, remedy.time_ratio), _ratio("bytes", remedy.bytes_ratio))
-
-
-def _share(value: float | None) -> Bar:
-    if value is None:
-        return Bar("error removed")
-    kind = "gain" if value > 0 else "loss"
-    return Bar("error removed", f"{100 * value:.0f} %".replace("-", "−"), max(0.0, min(1.0, value)), kind)
-
-
-def _ratio(label: str, value: float | None) -> Bar:
-    """A bar whose mark in the middle is 1: no dearer than what runs now."""
-    return Bar(label) if value is None else Bar(label, f"{value:.2f}×", max(0.0, min(1.0, value / 2)), "cost")
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ").replace("sqnr", "SQNR").replace(" db", ", dB")
-
-
-def _sentence(text: str) -> str:
+def sentence(finding: Finding) -> str:
+    """The finding's cause as a sentence."""
+    text = finding.cause or CAUSES[finding.code]
     return _capital(text if text.endswith((".", "!", "?")) else f"{text}.")
+
+
+def steps(one: Finding) -> str:
+    """The finding's steps in words."""
+    same = one.first_step == one.last_step
+    return f"step {one.first_step:,}" if same else f"steps {one.first_step:,} to {one.last_step:,}"
 
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-def _steps(one: Finding) -> str:
-    same = one.first_step == one.last_step
-    return f"step {one.first_step:,}" if same else f"steps {one.first_step:,} to {one.last_step:,}"

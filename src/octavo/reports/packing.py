@@ -1,7 +1,7 @@
-"""Pack the numbers of every layer at every step as small as a page can carry them.
+"""Packing of every layer's numbers at every step into 16-bit codes for a page.
 
-The step axis is cut into at most 400 columns of consecutive looks, and a cell keeps the worst of its looks, so that one
-bad step in a million is still there to be seen. A cell is 16 bits:
+The step axis is divided into at most 400 columns of consecutive samples, and a cell keeps the worst of its samples, so
+that one bad step in a million remains visible. A cell is 16 bits:
 
     code     linear numbers                      logarithmic numbers (positive over many binades)
     65535    missing                             missing
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.doctor.series import CastKey, ProductKey, Series
-from octavo.doctor.statistics_catalog import Kind, PageStatistic, Worst
+from octavo.doctor.statistics_catalog import PageStatistic, StatisticKind, Worst
 
 __all__ = ["MOST_COLUMNS", "Columns", "columns_of", "encode", "layers_of", "sheets"]
 
@@ -34,10 +34,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How looks are gathered.
+    """Columns of consecutive samples.
 
     Attributes:
-        starts: [B] index of each column's first look.
+        starts: [B] index of each column's first sample.
         first: [B] its first step.
         last: [B] its last step.
     """
@@ -48,14 +48,14 @@ class Columns:
 
     @property
     def edges(self) -> Floats:
-        """[B + 1] where columns meet on the step axis: half-way between looks."""
+        """Boundaries of the columns on the step axis, half-way between samples: [B + 1]."""
         between = (self.last[:-1] + self.first[1:]) / 2
         left = between[0] - self.first[0] if len(between) else 0.5
         right = self.last[-1] - between[-1] if len(between) else 0.5
         return np.array([self.first[0] - max(left, 0.5), *between, self.last[-1] + max(right, 0.5)])
 
     def worst(self, values: Floats, statistic: PageStatistic) -> Floats:
-        """[T, C] looks to [B, C] cells; NaN only where a column has nothing else."""
+        """Reduce samples [T, C] to cells [B, C]; NaN only in a column of nothing but NaN."""
         largest, smallest = np.fmax.reduceat(values, self.starts), np.fmin.reduceat(values, self.starts)
         match statistic.worst:
             case Worst.LARGEST:
@@ -64,7 +64,7 @@ class Columns:
                 return smallest
             case Worst.FARTHEST:
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    high, low = (np.log(x) if statistic.kind is Kind.RATIO else x for x in (largest, smallest))
+                    high, low = (np.log(x) if statistic.kind is StatisticKind.RATIO else x for x in (largest, smallest))
                 return np.where(np.abs(low) > np.abs(high), smallest, largest)
 
 
@@ -82,18 +82,18 @@ def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
 
 
 def layers_of(series: Series) -> list[str]:
-    """All rows of the maps: layers in the order of execution, then the rest."""
-    ran = _that_ran(series)
-    known = set(ran)
-    others = [_place(name, known) for name in series.parameters.keys]
+    """Rows of the maps: layers in the order of execution, then parameters and modules."""
+    executed = _executed_layers(series)
+    layers = set(executed)
+    others = [_place(name, layers) for name in series.parameters.keys]
     modules = [key for name, table in series.modules.items() if name != BY_CAST for key in table.keys]
-    return list(dict.fromkeys([*ran, *others, *modules]))
+    return list(dict.fromkeys([*executed, *others, *modules]))
 
 
 def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[dict[str, Any]]:
-    """A statistic's maps, one a role or GEMM: {"name", "role", "rows", "span", "data"}, rows indexing ``layers_of``."""
+    """Maps of a statistic by role or GEMM: "name", "role", "rows" (of ``layers_of``), and the keys of ``encode``."""
     position = {path: index for index, path in enumerate(layers_of(series))}
-    found = []
+    maps = []
     for name, role, places in _groups(series, statistic):
         table = series.modules[statistic.field] if statistic.table == "modules" else getattr(series, statistic.table)
         cells = columns.worst(table.of(statistic.field)[:, list(places.values())], statistic).T
@@ -102,17 +102,17 @@ def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[d
         rows = [position[path] for path in places]
         order = sorted(range(len(rows)), key=rows.__getitem__)
         packed = encode(cells[order], is_logarithmic(statistic.kind))
-        found.append({"name": name, "role": role, "rows": [rows[index] for index in order], **packed})
-    return found
+        maps.append({"name": name, "role": role, "rows": [rows[index] for index in order], **packed})
+    return maps
 
 
-def is_logarithmic(kind: Kind) -> bool:
-    """Whether numbers of a kind keep their relative precision, rather than their absolute one."""
-    return kind not in (Kind.SIGNED, Kind.DECIBEL, Kind.NUMBER)
+def is_logarithmic(kind: StatisticKind) -> bool:
+    """True if numbers of a kind keep their relative precision rather than their absolute one."""
+    return kind not in (StatisticKind.SIGNED, StatisticKind.DECIBEL, StatisticKind.NUMBER)
 
 
 def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
-    """Cells [R, B] as {"log", "span": [low, high], "data": base64 of little-endian 16-bit codes, row by row}.
+    """Encode cells [R, B] as {"log", "span": [low, high], "data": base64 of little-endian 16-bit codes, row by row}.
 
     Example:
         >>> encode(np.array([[1.0, 2.0, np.nan]]), False)
@@ -134,44 +134,33 @@ def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
 
 
 def _groups(series: Series, statistic: PageStatistic) -> list[tuple[str, str, dict[str, int]]]:
-    """(name, role, column of each path): what one map shows of a statistic."""
-    match statistic.table:
-        case "casts":
-            return _cast_groups(series.casts.keys)
-        case "products":
-            return _product_groups(series.products.keys)
-        case "parameters":
-            known = set(_that_ran(series))
-            return [("", "", {_place(name, known): index for index, name in enumerate(series.parameters.keys)})]
-        case _ if statistic.field == BY_CAST:
-            return _cast_groups([CastKey(*key.rsplit(" ", 2)) for key in series.modules[BY_CAST].keys])
-        case _:
-            return [("", "", {path: index for index, path in enumerate(series.modules[statistic.field].keys)})]
+    """Maps of a statistic: (name, role, column of each path)."""
+    if statistic.table == "parameters":
+        layers = set(_executed_layers(series))
+        return [("", "", {_place(name, layers): index for index, name in enumerate(series.parameters.keys)})]
+    if statistic.table != "modules":
+        return _groups_by_role(getattr(series, statistic.table).keys)
+    keys = series.modules[statistic.field].keys
+    if statistic.field == BY_CAST:
+        return _groups_by_role([CastKey(*key.rsplit(" ", 2)) for key in keys])
+    return [("", "", {path: index for index, path in enumerate(keys)})]
 
 
-def _that_ran(series: Series) -> list[str]:
+def _executed_layers(series: Series) -> list[str]:
     return [key.path for key in series.casts.keys] + [key.path for key in series.products.keys]
 
 
-def _cast_groups(keys: Sequence[CastKey]) -> list[tuple[str, str, dict[str, int]]]:
-    """By role; what a layer casts a second time stands apart, since most layers do not."""
+def _groups_by_role(keys: Sequence[CastKey | ProductKey]) -> list[tuple[str, str, dict[str, int]]]:
+    """Groups of casts by role or of GEMMs; a layer's second cast of a role is separate, since most layers have none."""
     groups: dict[tuple[str, str], dict[str, int]] = {}
     for index, key in enumerate(keys):
-        name = key.role
-        if key.path in groups.get((name, key.role), {}):
-            name = f"{key.role}, again for {key.gemm}"
-        groups.setdefault((name, key.role), {})[key.path] = index
+        path, role, *_ = key
+        is_second = path in groups.get((role, role), {})
+        groups.setdefault((f"{role}, again for {key.gemm}" if is_second else role, role), {})[path] = index
     return [(name, role, places) for (name, role), places in groups.items()]
 
 
-def _product_groups(keys: Sequence[ProductKey]) -> list[tuple[str, str, dict[str, int]]]:
-    groups: dict[str, dict[str, int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key.gemm, {})[key.path] = index
-    return [(gemm, gemm, places) for gemm, places in groups.items()]
-
-
 def _place(name: str, layers: set[str]) -> str:
-    """A parameter's row: its layer's where it has one."""
+    """Row of a parameter: its layer's, if it has one."""
     path = name.removesuffix(".weight") if name != "weight" else ""
     return path if path in layers else name

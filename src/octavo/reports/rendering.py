@@ -1,4 +1,4 @@
-"""Render templates/ to HTML: autoescape everywhere, undefined names refused, plotly's script (about 5 MB) inlined."""
+"""Rendering of templates/ to HTML: autoescape everywhere, no undefined names, plotly's script (about 5 MB) inlined."""
 
 from functools import cache
 from importlib import import_module
@@ -17,7 +17,7 @@ def check_report_extra(page: str, *, then: str = "") -> None:
 
     Args:
         page: subject of the error's sentence.
-        then: what to do after installing, where that is more than to repeat the command.
+        then: what to do after installing, if repeating the command is not enough.
 
     Raises:
         ConfigError: plotly or jinja2 is missing; names the extra.
@@ -51,6 +51,6 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # tojson escapes <, > and &, so that no text ends the script element that holds it.
+    # tojson escapes <, > and &, so that no text ends its script element.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment

@@ -1,9 +1,9 @@
-"""The sensitivity study's page: the mix, what smaller and larger ones cost, which layers cost it, and every number."""
+"""The sensitivity study's page: the chosen mix, other mixes by size, the cost of each layer, and all numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from octavo.quantization.sensitivity.study import Found, Sensitivity
+from octavo.quantization.sensitivity.study import MixResult, Sensitivity
 from octavo.quantization.sensitivity.summary import asked, cost_of, headline, name_of, notes, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, WEIGHT_ONLY, Unit, recipe_of
 from octavo.reports.figures import GRID, INK, PALETTE, add_level, new_figure, plain
@@ -69,7 +69,7 @@ def _front(study: Sensitivity) -> Any:
 
 def _add_mixes(
     figure: Any,
-    mixes: Sequence[Found],
+    mixes: Sequence[MixResult],
     name: str,
     colour: str,
     *,
@@ -97,7 +97,7 @@ def _role_colours(study: Sensitivity) -> dict[str, str]:
 
 
 def _place(unit: Unit) -> str:
-    """Where a unit stands along the model; short, so that the labels of many blocks fit."""
+    """Short label of a unit's position in the model, so that the labels of many blocks fit."""
     if unit.depth is not None:
         return str(unit.depth)
     return "table" if unit.is_table else "head" if unit.is_head else plain(unit.role)
@@ -116,7 +116,7 @@ def _bars(study: Sensitivity, choice: str) -> Any:
     return figure
 
 
-def _map(study: Sensitivity, best: Found) -> Any:
+def _map(study: Sensitivity, best: MixResult) -> Any:
     figure = new_figure("", x="block")
     places, roles = list(dict.fromkeys(map(_place, study.units))), list(_role_colours(study))
     chosen = {(unit.role, _place(unit)): best.chosen[unit.path] for unit in study.units}

@@ -1,4 +1,4 @@
-"""The study's page: what FP8 cost, how the runs went and where they parted, the table, the setting, sampled text."""
+"""The study's page: the cost of FP8, curves and gaps of the runs, all measures, the setting, and sampled text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["study_page"]
 
 COLOURS = {"fp32": PALETTE["slate"], "bf16": PALETTE["blue"]}
 FP8_COLOURS = [PALETTE[name] for name in ("orange", "violet", "teal", "pink")]
-SMOOTHING_SHARE = 25  # the smoothing's span is this part of the run
+SMOOTHING_SHARE = 25  # span of the smoothing, as a share of the run
 
 Pair = tuple[RunMeasures, RunMeasures, str]  # a run, the run it is compared with, the colour of the gap
 
@@ -24,7 +24,7 @@ def study_page(study: Study, *, device: str = "cpu") -> str:
 
     Args:
         study: its runs and their measures.
-        device: "cpu" or "cuda": where the runs were, which decides what tokens/s and peak memory mean.
+        device: "cpu" or "cuda": device of the runs, on which the meaning of tokens/s and peak memory depends.
 
     Raises:
         ConfigError: plotly or jinja2 is not installed.
@@ -117,5 +117,5 @@ def _standfirst(study: Study) -> str:
     model = study.facts.get("model", "one model")
     return (
         f"{names}: {model}, trained {study.baseline.steps:,} steps each from the same initial weights on the same "
-        "batches, and read on text none of them has seen."
+        "batches, and evaluated on text that none of them was trained on."
     )

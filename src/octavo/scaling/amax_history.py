@@ -35,12 +35,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class ScaleUpdates:
-    """Ends of the steps of a model's delayed layers, which share one of these.
+    """Ends of the steps of a model's delayed layers, which share one; decided in :mod:`octavo.scaling.scale_updates`.
 
     Copies and pickles keep the first three attributes, so that a copied model waits for an optimizer of its own.
 
     Attributes:
-        manual: with ``octavo.update_scales`` alone; otherwise see :mod:`octavo.scaling.scale_updates`.
+        manual: whether only ``octavo.update_scales`` ends a step.
         reminded: whether the user has been warned of a model whose steps are never closed.
         group: the process group that takes the largest amax of its ranks; None is the default one, "rank" this rank
             alone.
@@ -48,12 +48,12 @@ class ScaleUpdates:
         weights_seen: the layers' weights as the running step found them, by history, while no optimizer is known.
         block: number of the autocast block that the layers last ran in, where ranks close together.
         closing_after: the backward pass at whose end the step closes.
-        optimizers: those that have stepped and hold parameters of these layers.
-        optimizer_saved: whether that has happened since the last step.
-        state_read: whether the scaling state was read since then.
+        optimizers: optimizers that have stepped and hold parameters of these layers.
+        optimizer_saved: whether an optimizer's state was saved since the last step.
+        state_read: whether the scaling state was read since the last step.
         reminded_of_state: whether the user has been warned of a checkpoint without scaling state.
-        optimizer_steps: how many an optimizer has taken that ended steps of these layers.
-        closed_steps: how many have ended, whether or not a layer kept a history; ranks compare it.
+        optimizer_steps: number of optimizer steps that ended steps of these layers.
+        closed_steps: number of ended steps, whether or not a layer kept a history; ranks compare it.
         switch_logged: whether a change of recipe in mid-training has been logged.
     """
 
@@ -153,7 +153,7 @@ class AmaxHistory(StatefulModule):
         self.start_state(device)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Nothing recorded."""
+        """Initial state: nothing recorded."""
         roles = len(ROLES)
         return {
             "window": torch.full((roles, self.spec.length), EMPTY, dtype=torch.float32, device=device),
@@ -187,7 +187,7 @@ class AmaxHistory(StatefulModule):
         if self._has_kernel:
             self._close_by_kernel(left=(self.region, int(region)))
             return
-        self.close(where=(self.region > 0) & (self.region != region))
+        self.close(condition=(self.region > 0) & (self.region != region))
 
     @torch.no_grad()
     def record(self, role: int, amax: Tensor) -> None:
@@ -195,16 +195,16 @@ class AmaxHistory(StatefulModule):
         self.pending[role].copy_(torch.maximum(self.pending[role], amax))
 
     @torch.no_grad()
-    def close(self, *, where: Tensor | None = None) -> None:
+    def close(self, *, condition: Tensor | None = None) -> None:
         """Finish the step: pending amaxes enter the window and the scales' amaxes follow.
 
         Args:
-            where: a boolean scalar tensor; the step stays open where it is False.
+            condition: bool []; False leaves the step open, without a wait for the device. None closes it.
         """
-        if where is None and self._has_kernel:
+        if condition is None and self._has_kernel:
             self._close_by_kernel()
             return
-        ran = self.pending >= 0 if where is None else (self.pending >= 0) & where
+        ran = self.pending >= 0 if condition is None else (self.pending >= 0) & condition
         enters = ran & (self.pending > 0)
         self.steps.add_(enters)
         shifted = torch.cat([self.pending[:, None], self.window[:, :-1]], dim=1)
@@ -232,7 +232,7 @@ class AmaxHistory(StatefulModule):
         return _statistic(self.window, statistic)
 
     def _close_by_kernel(self, *, left: tuple[Tensor, int] | None = None) -> None:
-        """One launch for the twenty of :meth:`close`; ``left`` says when, as the kernel takes it."""
+        """Run :meth:`close` in one launch; ``left`` is the kernel's condition."""
         triton_bindings.close_step(
             *(self.window, self.amax, self.pending, self.overflowed, self.steps),
             latest=self.spec.statistic == Statistic.LATEST,
@@ -244,7 +244,7 @@ class AmaxHistory(StatefulModule):
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Forget the running step."""
+        """Discard the running step's amaxes."""
         self.pending.fill_(EMPTY)
         self.overflowed.fill_(False)
         self.region.zero_()
@@ -253,7 +253,7 @@ class AmaxHistory(StatefulModule):
 
     @torch.no_grad()
     def follow_window(self, roles: Tensor) -> None:
-        """Make the current scales from the window as it is, where ``roles`` [3] says so and it holds an amax."""
+        """Compute the current amaxes from the window, for the roles of the mask ``roles`` [3] whose window has one."""
         statistic = self._statistic()
         self.amax.copy_(torch.where(roles & (statistic > 0), statistic, self.amax))
 
@@ -265,10 +265,10 @@ class AmaxHistory(StatefulModule):
             amaxes.copy_(torch.where(amaxes > 0, scaled, amaxes))
 
     def remind(self, _: Tensor) -> None:
-        """After each backward pass: say once that nothing has closed the model's steps for long.
+        """Warn once, after a backward pass, that the model's steps have not been closed for long.
 
-        Automatic updates go on without the optimizers that were known. Weights that are watched close a step when they
-        change, so that there is nothing to say of them.
+        Automatic updates continue without the optimizers known before. Watched weights end a step when they change, and
+        need no warning.
         """
         task = torch._C._current_graph_task_id()  # noqa: SLF001 (a layer may be called several times in one pass)
         self.unclosed_backwards += task != self._last_backward
@@ -295,7 +295,6 @@ class AmaxHistory(StatefulModule):
 
 
 def _statistic(window: Tensor, statistic: Statistic) -> Tensor:
-    """As :meth:`AmaxHistory._statistic`."""
     match statistic:
         case Statistic.MAX:
             return window.amax(dim=1)

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.numerics import Measurement, QuantizedTensor, Record
+from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor
 from octavo.recipes import Recipe
 
 __all__ = [
@@ -50,21 +50,21 @@ class OperandScaling:
     overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
 
-    def take(self) -> Record:
+    def take(self) -> AmaxRecord:
         """Return the buffers to record into once; later calls return an empty record."""
-        taken = Record(self.pending, self.overflowed, self.nonfinite)
+        record = AmaxRecord(self.pending, self.overflowed, self.nonfinite)
         self.pending = self.overflowed = self.nonfinite = None
-        return taken
+        return record
 
-    def record(self, x: Tensor, found: Measurement) -> None:
-        """Record what was found in ``x``; an empty tensor says nothing."""
-        taken = self.take()
+    def record(self, x: Tensor, measurement: Measurement) -> None:
+        """Record the measurement of ``x``, unless ``x`` is empty."""
+        record = self.take()
         if x.numel():
-            taken.add(found)
+            record.add(measurement)
 
 
 class LayerWatch(Protocol):
-    """Somebody who compares a layer's tensors with the operands that were made of them, such as the doctor.
+    """Observer that compares a layer's tensors with the operands cast from them, such as the doctor.
 
     Operands are what the GEMMs multiply: a ``Tensor`` where a GEMM stays in high precision, None where it does not run.
     """
@@ -114,7 +114,7 @@ class LayerScaling:
     records_weight: bool = True
 
     def of(self, role: int) -> OperandScaling:
-        """One role's share."""
+        """Return the scaling of one role."""
         records = role != WEIGHT or self.records_weight
         return OperandScaling(
             amax=None if self.amaxes is None else self.amaxes[role],

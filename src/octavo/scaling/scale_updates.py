@@ -1,6 +1,6 @@
 """End of the steps of delayed layers: with an optimizer's step, on all ranks together.
 
-A step of delayed scaling is an optimizer's step, however many micro-batches it has. Three signs end it, in this order:
+A step of delayed scaling is an optimizer's step, however many micro-batches it has. Any of four events ends it:
 
 1. ``torch.optim`` calls a hook after every step of every optimizer. It closes the models whose parameters the optimizer
    holds, and those that ran and have no optimizer of their own: all layers frozen, FSDP's flat parameters, or gradients
@@ -8,6 +8,10 @@ A step of delayed scaling is an optimizer's step, however many micro-batches it 
 2. As long as no living optimizer is known for a model, a weight that was written to since the last training forward
    ends the step: a hand-written update.
 3. ``octavo.update_scales(model)``.
+4. With ``Close.AUTOCAST``, as in Transformer Engine, the next training forward outside of the autocast block that the
+   last one ran in (:func:`close_block_over_ranks`; :meth:`AmaxHistory.begin_forward` without ranks).
+
+With ``manual`` updates only the third does.
 
 All layers of all models that end together are closed together: where a process group is initialized, one MAX
 all-reduce of their amaxes comes first, so that every rank goes on with the same scales, whatever wraps the model.
@@ -103,7 +107,7 @@ class OptimizerSteps:
 
 
 def follow_optimizers(layer: DelayedLayer) -> None:
-    """Let optimizers' steps close the layer's, as long as it lives."""
+    """End the layer's steps with optimizers' steps, as long as it exists."""
     OptimizerSteps.watch()
     _layers[layer] = None
 
@@ -114,7 +118,7 @@ def stop_following(layer: DelayedLayer) -> None:
 
 
 def _living() -> list[DelayedLayer]:
-    """A list: other threads may register layers at any time."""
+    """List the registered layers; a list, since other threads may register layers at any time."""
     return [layer for reference in _layers.keyrefs() if (layer := reference()) is not None]
 
 
@@ -146,7 +150,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     if not layers:
         return
     if not inside_backward():
-        close_over_ranks(layers, over=_was_taken(optimizer))
+        close_over_ranks(layers, condition=_step_was_taken(optimizer))
         return
     # An optimizer that steps within the backward pass: gradients of other layers are still to come.
     task = torch._C._current_graph_task_id()  # noqa: SLF001
@@ -157,7 +161,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: close_over_ranks(layers))  # noqa: SLF001
 
 
-def _was_taken(optimizer: Optimizer) -> Tensor | None:
+def _step_was_taken(optimizer: Optimizer) -> Tensor | None:
     """Return whether a fused optimizer took the step that a gradient scaler gave it; None if no scaler did."""
     found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
     return None if found_inf is None else (found_inf == 0).all()
@@ -168,7 +172,7 @@ def _stepped(optimizer: Optimizer) -> Iterator[DelayedLayer]:
     for updates, layers in _by_model(_living()):
         parameters = [parameter for layer in layers for parameter in layer.parameters()]
         if _holds(optimizer, parameters):
-            _know(optimizer, updates)
+            _remember_optimizer(optimizer, updates)
             yield from layers
         elif updates.ran and not _keep_holders(updates, parameters) and _may_be_updated(parameters):
             yield from layers
@@ -179,15 +183,15 @@ def _holds(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     return any(id(parameter) in held for parameter in parameters)
 
 
-def _know(optimizer: Optimizer, updates: ScaleUpdates) -> None:
-    """Remember a model's optimizer, which from now on tells when its state is saved."""
+def _remember_optimizer(optimizer: Optimizer, updates: ScaleUpdates) -> None:
+    """Remember a model's optimizer, and mark from now on when its state is saved."""
     if optimizer not in updates.optimizers:
         updates.optimizers.add(optimizer)
         optimizer.register_state_dict_pre_hook(partial(_mark_saved, weakref.ref(updates)))
 
 
 def _keep_holders(updates: ScaleUpdates, parameters: Iterable[Tensor]) -> bool:
-    """Forget the optimizers that hold none of the parameters any more; whether one is left."""
+    """Forget the optimizers that hold none of the parameters any more; return whether one is left."""
     for optimizer in list(updates.optimizers):
         if not _holds(optimizer, parameters):
             updates.optimizers.discard(optimizer)
@@ -277,11 +281,17 @@ def close_over_ranks(
     layers: Sequence[DelayedLayer],
     *,
     group: "distributed.ProcessGroup | None" = None,
-    over: Tensor | None = None,
+    condition: Tensor | None = None,
 ) -> None:
-    """Close the steps of models together, on all ranks of ``group``; None: of each model's own."""
+    """Close the steps of models together, on all ranks of ``group``; None: of each model's own.
+
+    Args:
+        layers: all layers of the models.
+        group: the ranks.
+        condition: as in :meth:`AmaxHistory.close`.
+    """
     _reduce_over_groups(layers, group)
-    close_steps(layers, over=over)
+    close_steps(layers, condition=condition)
 
 
 def _reduce_over_groups(layers: Sequence[DelayedLayer], every: "distributed.ProcessGroup | None") -> None:
@@ -296,15 +306,16 @@ def _reduce_over_groups(layers: Sequence[DelayedLayer], every: "distributed.Proc
 
 
 @torch.no_grad()
-def close_steps(layers: Sequence[DelayedLayer], *, over: Tensor | None = None) -> None:
-    """Close the layers' steps as they were recorded; ``over`` False leaves them open."""
+def close_steps(layers: Sequence[DelayedLayer], *, condition: Tensor | None = None) -> None:
+    """Close the layers' steps without a reduction over ranks; ``condition`` is that of :meth:`AmaxHistory.close`."""
     for updates, _ in _by_model(layers):
         updates.closed_steps += 1
         updates.ran = False
         updates.weights_seen.clear()
     for layer in layers:
         if layer.amax_history is not None:
-            layer.amax_history.close(where=None if over is None else over.to(layer.amax_history.pending.device))
+            device = layer.amax_history.pending.device
+            layer.amax_history.close(condition=None if condition is None else condition.to(device))
 
 
 def _refuse_join() -> None:
@@ -346,7 +357,7 @@ def _recorded(history: AmaxHistory | None, device: torch.device) -> Tensor:
 
 
 def _described(layers: Sequence[DelayedLayer]) -> list[str]:
-    """One line a layer: what ranks must have alike."""
+    """One line for each layer: properties that must be equal on all ranks."""
     return [
         f"step {layer.scale_updates.closed_steps + 1} of layer {layer.path!r}, {layer.in_features} to "
         f"{layer.out_features}"

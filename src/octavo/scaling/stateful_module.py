@@ -17,11 +17,11 @@ class StatefulModule(torch.nn.Module):
     """
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Every such buffer's first value."""
+        """Return the buffers' initial values by name."""
         raise NotImplementedError
 
     def start_state(self, device: torch.device | None) -> None:
-        """Register the buffers at their first values."""
+        """Register the buffers with their initial values."""
         for name, tensor in self.fresh_state(device).items():
             self.register_buffer(name, tensor, persistent=False)
 

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from octavo.errors import OctavoError
 from octavo.server.chats import Chats
 from octavo.server.completions import Completions
-from octavo.server.error_responses import Refusal, answer_refusal
+from octavo.server.error_responses import ResponseError, handle_error
 from octavo.server.guard import Guard
 from octavo.server.kserve import KServe
 from octavo.server.metrics import Metrics
@@ -30,10 +30,10 @@ HTML = "text/html"
 def _always(response: Response) -> Callable[[Request], Awaitable[Response]]:
     """Endpoint that always returns the same response."""
 
-    async def answer(_: Request) -> Response:
+    async def endpoint(_: Request) -> Response:
         return response
 
-    return answer
+    return endpoint
 
 
 def create_app(
@@ -57,9 +57,9 @@ def create_app(
         Operation(method="GET", path="/openapi.json", run=_always(described), about="This file"),
         Operation(method="GET", path="/", run=_always(page), about="A page to chat with the model", answers=(HTML,)),
     )
-    refused = (HTTPException, Refusal, OctavoError, Exception)
+    handled = (HTTPException, ResponseError, OctavoError, Exception)
     return Starlette(
         routes=routes([*operations, *static]),
         middleware=[Middleware(Guard, limits=limits, key=key, host=host)],
-        exception_handlers=dict.fromkeys(refused, answer_refusal),
+        exception_handlers=dict.fromkeys(handled, handle_error),
     )

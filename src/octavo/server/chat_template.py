@@ -19,7 +19,7 @@ from typing import Any
 from octavo.errors import CheckpointError, ConfigError
 from octavo.parsing import parse_json
 from octavo.server import template_process
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 
 __all__ = ["ChatTemplate"]
 
@@ -61,8 +61,8 @@ class ChatTemplate:
         self._lock = threading.Lock()
         try:
             self._start()
-        except Refusal as refusal:
-            raise CheckpointError(refusal.message) from None
+        except ResponseError as error:
+            raise CheckpointError(error.message) from None
 
     def render(self, messages: Sequence[Mapping[str, str]], *, most: int = MOST) -> str:
         """Render the conversation and the beginning of the assistant's turn.
@@ -73,7 +73,7 @@ class ChatTemplate:
 
         Raises:
             ConfigError: the template rejects the messages.
-            Refusal: the template exceeded its time or memory limit; status 500.
+            ResponseError: the template exceeded its time or memory limit; status 500.
         """
         with self._lock:
             if self._process.poll() is not None:
@@ -82,7 +82,7 @@ class ChatTemplate:
         if "refused" in answer:
             raise ConfigError(f"the model's chat template rejects these messages: {answer['refused']}")
         if "failed" in answer:
-            raise Refusal(500, f"the model's chat template {answer['failed']}; {REPAIR}")
+            raise ResponseError(500, f"the model's chat template {answer['failed']}; {REPAIR}")
         return str(answer["text"])
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class ChatTemplate:
             raise CheckpointError(f"the model's chat template is damaged: {answer['damaged']}; write it again")
 
     def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one line and return the answer; raise Refusal with the exit status if the process ended."""
+        """Send one line and return the answer; raise ResponseError with the exit status if the process ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = b""
@@ -118,7 +118,7 @@ class ChatTemplate:
             answer = self._process.stdout.readline()
         if not answer.endswith(b"\n"):
             self._end()
-            raise Refusal(500, self._reason(self._process.returncode))
+            raise ResponseError(500, self._reason(self._process.returncode))
         return dict(parse_json(answer))
 
     def _reason(self, status: int) -> str:

@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from octavo.inference import Event
 from octavo.inference.sampling import MOST_LOGPROBS
-from octavo.server.error_responses import Refusal
+from octavo.inference.text_stream import UNFINISHED
+from octavo.server.error_responses import ResponseError
 from octavo.server.fields import Boolean, Const, Field, Integer, JsonObject, ListOf, OneOf, String
 from octavo.server.operations import EVENTS, JSON, Operation, body_of
 from octavo.server.responses import AnswerRequest, finish_reason, respond
@@ -21,13 +22,7 @@ __all__ = ["Chats"]
 
 MAX_TOKENS = 512  # default; the OpenAI API has no limit, but the cache has
 MESSAGES, MOST_MESSAGES = "messages", 1000
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}  # to the role in the template
-UNFINISHED = "\ufffd"  # decoded text of a token that holds part of a character
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # to the template's
 
 # Fields of the OpenAI API that octavo does not implement, with the values that have no effect; others are refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -171,7 +166,7 @@ def _fields(service: Service) -> JsonObject:
 def _logprobs(body: dict[str, Any]) -> int | None:
     top: int | None = body["top_logprobs"]
     if top is not None and not body["logprobs"]:
-        raise Refusal(400, "top_logprobs needs logprobs; set logprobs to true", param="top_logprobs")
+        raise ResponseError(400, "top_logprobs needs logprobs; set logprobs to true", param="top_logprobs")
     return (top or 0) if body["logprobs"] else None
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from octavo.inference import Event
 from octavo.inference.sampling import MOST_LOGPROBS, SampledToken
 from octavo.inference.text_stream import TextStream
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from octavo.server.fields import Boolean, Field, FieldKind, Integer, JsonObject, ListOf, OneOf, String
 from octavo.server.operations import EVENTS, JSON, Operation, body_of
 from octavo.server.responses import AnswerRequest, finish_reason, respond
@@ -53,7 +53,7 @@ class Completions:
         service.check_model(body["model"])
         prompts = _prompts(body[PROMPT])
         if len(prompts) * body["n"] > service.choices:
-            raise Refusal(
+            raise ResponseError(
                 400,
                 f"{len(prompts)} prompts with {body['n']} answers each exceed the limit of {service.choices} answers "
                 "per request; send several requests",
@@ -115,18 +115,14 @@ class CompletionForm:
             return None
         tokens = [SampledToken(request.prompt_ids[0]), *event.prompt] if echoed else []
         tokens += [] if event.token is None else [SampledToken(event.token, event.logprob, event.top)]
-        texts = [self._service.text_of(each.token) for each in tokens]
-        offsets = [self._offset(index, each.token) for each in tokens]
-        return (
-            {
-                "tokens": texts,
-                "token_logprobs": [each.logprob for each in tokens],
-                "top_logprobs": [self._likeliest(each) for each in tokens],
-                "text_offset": offsets,
-            }
-            if tokens
-            else None
-        )
+        if not tokens:
+            return None
+        return {
+            "tokens": [self._service.text_of(each.token) for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [self._likeliest(each) for each in tokens],
+            "text_offset": [self._offset(index, each.token) for each in tokens],
+        }
 
     def _offset(self, index: int, token: int) -> int:
         """Offset of a token's text in the answer; all tokens of one character have the character's offset."""
@@ -148,7 +144,7 @@ class CompletionForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(FieldKind):
     """Prompt as token ids, with the length limit and errors of a text prompt."""
 
     service: Service
@@ -159,7 +155,7 @@ class Tokens:
         return ListOf(kind=token, most=self.service.prompt_tokens)
 
     def fit(self, value: Any) -> int:
-        """See :class:`~octavo.server.fields.Kind`."""
+        """See :class:`~octavo.server.fields.FieldKind`."""
         return self._ids.fit(value)
 
     def read(self, value: Any, place: str) -> list[int]:

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octavo.errors import ConfigError
-from octavo.server.error_responses import Refusal, refusal_body
+from octavo.server.error_responses import ResponseError, error_body
 from octavo.server.limits import Limits
 
 __all__ = ["QUEUE", "BoundedProtocol", "Capacity", "capacity_for", "limit_log", "uvicorn_config"]
@@ -138,7 +138,9 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP, unless an answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(Refusal(400, "this is no HTTP/1.1 request; check its first line, its headers and its body"))
+            self._send_error(
+                ResponseError(400, "this is no HTTP/1.1 request; check its first line, its headers and its body")
+            )
         self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -164,7 +166,9 @@ class BoundedProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(Refusal(408, f"the request's head did not arrive within {self._head_s:g} s; send it faster"))
+            self._send_error(
+                ResponseError(408, f"the request's head did not arrive within {self._head_s:g} s; send it faster")
+            )
         self.transport.close()
 
     def _make_room(self) -> None:
@@ -172,19 +176,19 @@ class BoundedProtocol(H11Protocol):
         idle = [each for each in others if not each._is_answered]  # noqa: SLF001 -- of the same class
         if not idle:
             sentence = f"the server is answering its maximum of {self._most} connections; try again"
-            self._refuse(Refusal(503, sentence, headers={"Retry-After": "1"}))
+            self._send_error(ResponseError(503, sentence, headers={"Retry-After": "1"}))
             self.transport.close()
             return
         longest = min(idle, key=lambda each: each._waiting_since)  # noqa: SLF001 -- of the same class
         self.connections.discard(longest)  # at once: another connection may come before its socket is closed
         longest.transport.abort()
 
-    def _refuse(self, refusal: Refusal) -> None:
-        """Write a refusal to the transport; without a request no application can answer."""
-        body = json.dumps(refusal_body(refusal, "/")).encode()
+    def _send_error(self, error: ResponseError) -> None:
+        """Write an error response to the transport; without a request no application can answer."""
+        body = json.dumps(error_body(error, "/")).encode()
         headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
-        lines = [f"{name}: {value}" for name, value in (headers | refusal.headers).items()]
-        status = f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}"
+        lines = [f"{name}: {value}" for name, value in (headers | error.headers).items()]
+        status = f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}"
         self.transport.write("\r\n".join([status, *lines, "", ""]).encode() + body)
 
 

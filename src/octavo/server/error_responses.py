@@ -19,16 +19,24 @@ from octavo.errors import ClosedError, OctavoError, QueueFullError
 from octavo.inference import Event, FinishReason
 from octavo.server.fields import FieldError
 
-__all__ = ["CONTEXT", "Refusal", "answer_refusal", "check_event", "refusal_body", "refusal_of", "refusal_response"]
+__all__ = [
+    "CONTEXT",
+    "ResponseError",
+    "check_event",
+    "error_body",
+    "error_response",
+    "handle_error",
+    "to_response_error",
+]
 
 INVALID, BUSY, BROKEN = "invalid_request_error", "rate_limit_error", "server_error"
 CONTEXT = "context_length_exceeded"  # the OpenAI API's code for too many tokens
-CLOSE = {"Connection": "close"}  # for refusals sent before the whole body arrived
+CLOSE = {"Connection": "close"}  # for errors sent before the whole body arrived
 SENTENCES = {404: "there is nothing at this path; GET /openapi.json lists all paths"}
 
 
-class Refusal(Exception):  # noqa: N818 -- a response, unlike the errors of octavo.errors
-    """Error response to a request.
+class ResponseError(Exception):
+    """Error that is sent to the client as a response.
 
     Args:
         status: HTTP status.
@@ -57,56 +65,55 @@ class Refusal(Exception):  # noqa: N818 -- a response, unlike the errors of octa
         return BROKEN if self.status >= 500 else BUSY if self.status == 429 else INVALID
 
 
-def refusal_of(error: Exception) -> Refusal:
-    """Convert an exception to an error response.
+def to_response_error(error: Exception) -> ResponseError:
+    """Convert any exception to the one that is sent to the client.
 
     Example:
-        >>> refusal_of(QueueFullError(64, retry_after_s=3)).headers
+        >>> to_response_error(QueueFullError(64, retry_after_s=3)).headers
         {'Retry-After': '3'}
     """
     match error:
-        case Refusal():
+        case ResponseError():
             return error
         case HTTPException():
             sentence = SENTENCES.get(error.status_code, error.detail.lower())
-            return Refusal(error.status_code, sentence, headers=error.headers)
+            return ResponseError(error.status_code, sentence, headers=error.headers)
         case QueueFullError():
             headers = {"Retry-After": f"{error.retry_after_s:.0f}"}
-            return Refusal(429, str(error), code="rate_limit_exceeded", headers=headers)
+            return ResponseError(429, str(error), code="rate_limit_exceeded", headers=headers)
         case ClosedError():
-            return Refusal(503, str(error), code="draining")
+            return ResponseError(503, str(error), code="draining")
         case OctavoError():
-            return Refusal(400, str(error), param=error.field if isinstance(error, FieldError) else None)
+            return ResponseError(400, str(error), param=error.field if isinstance(error, FieldError) else None)
         case _:
-            return Refusal(500, "internal error; see the server's log")
+            return ResponseError(500, "internal error; see the server's log")
 
 
-def refusal_body(refusal: Refusal, path: str) -> dict[str, Any]:
+def error_body(error: ResponseError, path: str) -> dict[str, Any]:
     """Body of an error response, in the format of the protocol at ``path``."""
     if path.startswith("/v2"):
-        return {"error": refusal.message}
-    error = {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": refusal.code}
-    return {"error": error}
+        return {"error": error.message}
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def refusal_response(refusal: Refusal, path: str) -> JSONResponse:
+def error_response(error: ResponseError, path: str) -> JSONResponse:
     """Error response for the protocol at ``path``."""
-    return JSONResponse(refusal_body(refusal, path), refusal.status, refusal.headers)
+    return JSONResponse(error_body(error, path), error.status, error.headers)
 
 
-async def answer_refusal(request: Request, error: Exception) -> JSONResponse:
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
     """Exception handler for starlette."""
-    return refusal_response(refusal_of(error), request.url.path)
+    return error_response(to_response_error(error), request.url.path)
 
 
 def check_event(event: Event) -> Event:
     """Return the event unless its answer failed.
 
     Raises:
-        Refusal: the answer failed, or the server cancelled it.
+        ResponseError: the answer failed, or the server cancelled it.
     """
     if event.finish is FinishReason.ERROR:
-        raise Refusal(500, event.error or "the answer failed")
+        raise ResponseError(500, event.error or "the answer failed")
     if event.finish is FinishReason.CANCELLED:
-        raise Refusal(503, "the server cancelled this answer to shut down; use another server", code="draining")
+        raise ResponseError(503, "the server cancelled this answer to shut down; use another server", code="draining")
     return event

@@ -7,9 +7,10 @@ Numbers follow JSON Schema: 5.0 is an integer, true is not. Text must be valid U
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from octavo.errors import ConfigError
 from octavo.text.sources import is_unicode
@@ -43,30 +44,33 @@ class FieldError(ConfigError):
         self.field: str | None = place.partition(".")[0].partition("[")[0] or None
 
 
-class FieldKind(Protocol):
-    """Type of a field's value."""
+class FieldKind(ABC):
+    """Type of a field's value, of Python's classes ``types``."""
+
+    __slots__ = ()
+    types: ClassVar[tuple[type, ...]] = ()
 
     def fit(self, value: Any) -> int:
         """Return how many levels of the value match this type, judged by first entries; 0 for a mismatch."""
+        return int(isinstance(value, self.types))
 
+    @abstractmethod
     def read(self, value: Any, place: str) -> Any:
         """Validate and convert the value at ``place``; raise :class:`FieldError` if it is invalid."""
 
+    @abstractmethod
     def schema(self) -> Schema:
         """Return the JSON Schema of valid values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class String:
-    """Unicode text of ``shortest`` to ``longest`` characters; one of ``words`` if value."""
+class String(FieldKind):
+    """Unicode text of ``shortest`` to ``longest`` characters; one of ``words`` if given."""
 
+    types = (str,)
     words: tuple[str, ...] | None = None
     shortest: int = 0
     longest: int | None = None
-
-    def fit(self, value: Any) -> int:
-        """See :class:`FieldKind`."""
-        return int(isinstance(value, str))
 
     def read(self, value: Any, place: str) -> str:
         """Return the text."""
@@ -89,15 +93,12 @@ class String:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Integer:
+class Integer(FieldKind):
     """Integer from ``least`` to ``most``."""
 
+    types = (int, float)
     least: int
     most: int
-
-    def fit(self, value: Any) -> int:
-        """See :class:`FieldKind`."""
-        return int(isinstance(value, int | float))
 
     def read(self, value: Any, place: str) -> int:
         """Return the number as an int."""
@@ -113,16 +114,13 @@ class Integer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
+class Number(FieldKind):
     """Finite number from ``least`` to ``most``; above ``least`` if not ``inclusive``."""
 
+    types = (int, float)
     least: float
     most: float
     inclusive: bool = True
-
-    def fit(self, value: Any) -> int:
-        """See :class:`FieldKind`."""
-        return int(isinstance(value, int | float))
 
     def read(self, value: Any, place: str) -> float:
         """Return the number as a float."""
@@ -140,12 +138,10 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boolean:
+class Boolean(FieldKind):
     """True or false."""
 
-    def fit(self, value: Any) -> int:
-        """See :class:`FieldKind`."""
-        return int(isinstance(value, bool))
+    types = (bool,)
 
     def read(self, value: Any, place: str) -> bool:
         """Return the boolean."""
@@ -159,7 +155,7 @@ class Boolean:
 
 
 @dataclass(frozen=True, slots=True)
-class Const:
+class Const(FieldKind):
     """Null or one of ``values``, for a field whose other values need a feature that octavo does not have.
 
     Example:
@@ -188,7 +184,7 @@ class Const:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListOf:
+class ListOf(FieldKind):
     """List of ``fewest`` to ``most`` values of one type."""
 
     kind: FieldKind
@@ -215,7 +211,7 @@ class ListOf:
 
 
 @dataclass(frozen=True, slots=True)
-class OneOf:
+class OneOf(FieldKind):
     """Value of one of several types of different shape; the type with the best ``fit`` reads it and reports errors."""
 
     kinds: tuple[FieldKind, ...]
@@ -260,7 +256,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JsonObject:
+class JsonObject(FieldKind):
     """JSON object with these fields; an unknown field is an error unless ``others`` is true.
 
     Example:
@@ -275,12 +271,9 @@ class JsonObject:
         False
     """
 
+    types = (Mapping,)
     fields: tuple[Field, ...]
     others: bool = False
-
-    def fit(self, value: Any) -> int:
-        """See :class:`FieldKind`."""
-        return int(isinstance(value, Mapping))
 
     def read(self, value: Any, place: str = "") -> dict[str, Any]:
         """Return all fields by name."""

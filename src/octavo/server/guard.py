@@ -19,7 +19,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.server.error_responses import CLOSE, Refusal, refusal_response
+from octavo.server.error_responses import CLOSE, ResponseError, error_response
 from octavo.server.limits import Limits
 from octavo.server.origins import check_origin
 
@@ -28,7 +28,7 @@ __all__ = ["EXITS", "OPEN_PATHS", "Guard"]
 EXITS = "octavo.exits"  # key in a request's scope of the exit stack that is closed after the request
 OPEN_PATHS = ("/", "/health", "/v2/health/live", "/v2/health/ready")
 BEARER = "bearer "
-ENDED = Refusal(503, "the server ended before it answered; use another server", code="draining", headers=CLOSE)
+ENDED = ResponseError(503, "the server ended before it answered; use another server", code="draining", headers=CLOSE)
 
 
 class Guard:
@@ -57,13 +57,13 @@ class Guard:
             nonlocal begun
             begun = True
 
-        sending = _call_before_start(_with_timeout(send, self._limits.send_s), begin)
+        sending = _call_before("http.response.start", begin, _with_timeout(send, self._limits.send_s))
         with suppress(_Stalled):  # the server closes the connection of an incomplete answer
             try:
                 await self._answer_or_refuse(scope, receive, sending)
             except asyncio.CancelledError:  # at shutdown; otherwise uvicorn logs a traceback and answers in plain text
                 if not begun:
-                    await refusal_response(ENDED, scope["path"])(scope, receive, sending)
+                    await error_response(ENDED, scope["path"])(scope, receive, sending)
 
     async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -72,8 +72,8 @@ class Guard:
                 await self._answer(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
-        except Refusal as refusal:
-            await refusal_response(refusal, scope["path"])(scope, receive, send)
+        except ResponseError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
 
     def _check_asker(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -87,23 +87,24 @@ class Guard:
         if not hmac.compare_digest(key, _digest(bearer.encode("latin-1"))):
             message = "this server needs its API key; send it as 'Authorization: Bearer KEY'"
             headers = {"WWW-Authenticate": "Bearer", **CLOSE}
-            raise Refusal(401, message, code="invalid_api_key", headers=headers)
+            raise ResponseError(401, message, code="invalid_api_key", headers=headers)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._working >= self._limits.requests:
             message = f"the server is processing its maximum of {self._working} requests; try again"
             headers = {"Retry-After": "1", **CLOSE}
-            raise Refusal(429, message, code="rate_limit_exceeded", headers=headers)
+            raise ResponseError(429, message, code="rate_limit_exceeded", headers=headers)
         with ExitStack() as slot:
             self._working += 1
-            slot.callback(self._leave)
+            slot.callback(self._end_request)
             body = await self._body(scope, receive)
             if body is not None:
                 async with AsyncExitStack() as exits:
-                    answered = self._app({**scope, EXITS: exits}, _replay(body), _call_before_end(send, slot.close))
-                    await _run_until(_disconnected(receive), answered)
+                    # before the last part, so that a client that has all of an answer can send its next request
+                    sending = _call_before("http.response.body", slot.close, send)
+                    await _run_until(_disconnected(receive), self._app({**scope, EXITS: exits}, _replay(body), sending))
 
-    def _leave(self) -> None:
+    def _end_request(self) -> None:
         self._working -= 1
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
@@ -121,12 +122,12 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             sentence = f"the body did not arrive within {self._limits.body_s:g} s; send it faster"
-            raise Refusal(408, sentence, headers=CLOSE) from None
+            raise ResponseError(408, sentence, headers=CLOSE) from None
         return None
 
     def _check_size(self, size: int) -> None:
         if size > (most := self._limits.body_bytes):
-            raise Refusal(413, f"a body may have at most {most} bytes; shorten it", headers=CLOSE)
+            raise ResponseError(413, f"a body may have at most {most} bytes; shorten it", headers=CLOSE)
 
 
 def _digest(key: bytes) -> bytes:
@@ -168,22 +169,11 @@ def _with_timeout(send: Send, seconds: float) -> Send:
     return sending
 
 
-def _call_before_end(send: Send, do: Callable[[], None]) -> Send:
-    """ASGI send function that calls ``do`` before the last part, so a client with all of an answer can send again."""
+def _call_before(kind: str, do: Callable[[], None], send: Send) -> Send:
+    """ASGI send function that calls ``do`` before the last message of a type."""
 
     async def sending(message: Message) -> None:
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            do()
-        await send(message)
-
-    return sending
-
-
-def _call_before_start(send: Send, do: Callable[[], None]) -> Send:
-    """ASGI send function that calls ``do`` before the first part."""
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == kind and not message.get("more_body", False):
             do()
         await send(message)
 
@@ -204,7 +194,7 @@ async def _run_until(stop: Awaitable[None], work: Awaitable[None]) -> None:
         if tasks[0].done():
             tasks[0].result()
     except asyncio.CancelledError:
-        while left := [task for task in tasks if task.cancel()]:  # at the first a lane stays for its thread
+        while left := [task for task in tasks if task.cancel()]:  # the first cancel() does not end a wait for a thread
             await asyncio.wait(left, timeout=0.01)
         raise
     finally:

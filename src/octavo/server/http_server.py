@@ -83,10 +83,6 @@ class Address:
         return listening
 
 
-def _ignore() -> None:
-    """Do nothing."""
-
-
 class Server(uvicorn.Server):
     """HTTP server that runs until a signal: ``Server(service).run(sockets=[address.bind()])``.
 
@@ -103,7 +99,7 @@ class Server(uvicorn.Server):
         *,
         key: str | None = None,
         host: str = "127.0.0.1",
-        on_ready: Callable[[], None] = _ignore,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._service, self._on_ready = service, on_ready
         self._drain_until: float | None = None
@@ -144,6 +140,6 @@ class Server(uvicorn.Server):
             load, late = engine.load, time.monotonic() >= self._drain_until
             if late:
                 engine.cancel_all()
-            is_working = load.running or load.waiting or self._service.lanes.are_busy
+            is_working = load.running or load.waiting or self._service.thread_pools.are_busy
             self.should_exit = self.should_exit or late or not is_working
         return await super().on_tick(counter)

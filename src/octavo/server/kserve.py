@@ -18,7 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, answer_request, read_bodies, request_fields
 from octavo.server.operations import EVENTS, Operation, body_of, bytes_of
 from octavo.server.responses import AnswerRequest, event_stream, merge_events, start_answers
@@ -112,7 +112,7 @@ class KServe:
         self._check(request)
         infer = unpack(await bytes_of(request), request.headers.get(HEADER_LENGTH))
         if unknown := sorted(infer.binary.keys() - {OUTPUT}):
-            raise Refusal(400, f"there is no output {ascii(unknown[0])[:80]}, only {OUTPUT!r}", param="outputs")
+            raise ResponseError(400, f"there is no output {ascii(unknown[0])[:80]}, only {OUTPUT!r}", param="outputs")
         texts = await self._texts(request, read_bodies(infer.tensors, self._body, most=self._service.choices))
         head = self._head() | ({} if infer.id is None else {"id": infer.id})
         body, headers = pack(head, OUTPUT, texts, binary=infer.binary.get(OUTPUT, infer.binary_by_default))
@@ -125,7 +125,7 @@ class KServe:
     def _check(self, request: Request) -> None:
         self._service.check_model(request.path_params["model"])
         if request.path_params.get("version", VERSION) != VERSION:
-            raise Refusal(404, f"{self._service.name!r} has only version {VERSION}")
+            raise ResponseError(404, f"{self._service.name!r} has only version {VERSION}")
 
     async def _plain(self, request: Request) -> dict[str, Any]:
         self._check(request)

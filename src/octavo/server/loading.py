@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.connections import capacity_for, uvicorn_config
-from octavo.server.error_responses import CLOSE, Refusal, refusal_response
+from octavo.server.error_responses import CLOSE, ResponseError, error_response
 from octavo.server.limits import Limits
 
 __all__ = ["answer_not_ready"]
@@ -44,5 +44,7 @@ async def _not_ready(scope: Scope, receive: Receive, send: Send) -> None:
         response = JSONResponse({"status": "loading"}, 503, CLOSE)
     else:
         headers = {"Retry-After": "1", **CLOSE}
-        response = refusal_response(Refusal(503, "the model is still being loaded; try again", headers=headers), path)
+        response = error_response(
+            ResponseError(503, "the model is still being loaded; try again", headers=headers), path
+        )
     await response(scope, receive, send)

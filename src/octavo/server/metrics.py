@@ -1,14 +1,10 @@
 """``GET /metrics``: the engine's counters in Prometheus' text format, read from the engine at each request."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -54,7 +50,9 @@ class EngineCollector(Collector):
         yield finished
         for name, shown, about in HISTOGRAMS:
             histogram: LatencyHistogram = getattr(metrics, name)
-            yield HistogramMetricFamily(shown, about, buckets=_buckets(histogram), sum_value=histogram.total)
+            bounds = [*map(str, histogram.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+            yield HistogramMetricFamily(shown, about, buckets=buckets, sum_value=histogram.total)
         yield GaugeMetricFamily("octavo_requests_waiting", "Requests in the queue", value=load.waiting)
         yield GaugeMetricFamily("octavo_requests_running", "Requests in the batch", value=load.running)
         pages = GaugeMetricFamily("octavo_cache_pages", "Pages of keys and values, by state", labels=["state"])
@@ -79,10 +77,3 @@ class Metrics:
     async def show(self, request: Request) -> Response:
         """Return all metrics in Prometheus' text format."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _buckets(histogram: LatencyHistogram) -> list[tuple[str, float]]:
-    """Cumulative counts up to each bound; the last is the total."""
-    counts = list(histogram.counts)
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    return [(bound, sum(counts[: i + 1])) for i, bound in enumerate(bounds)]

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from octavo import parsing
 from octavo.errors import DataError
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from octavo.server.fields import JsonObject
 
 __all__ = ["JSON", "Operation", "body_of", "bytes_of", "parse_json", "routes"]
@@ -49,7 +49,7 @@ async def body_of(request: Request, record: JsonObject) -> dict[str, Any]:
     """Read the fields of a request's body.
 
     Raises:
-        Refusal: the body is compressed or not JSON.
+        ResponseError: the body is compressed or not JSON.
         FieldError: a field is missing, unknown or invalid.
     """
     return record.read(parse_json(await bytes_of(request)))
@@ -59,11 +59,13 @@ async def bytes_of(request: Request) -> bytes:
     """Read a request's body.
 
     Raises:
-        Refusal: the body is compressed. Decompression is not supported, since a small body could become a large one.
+        ResponseError: the body is compressed, which is not supported, since a small body may become a large one.
     """
     coding = request.headers.get("content-encoding", PLAIN)
     if coding.lower() != PLAIN:
-        raise Refusal(415, f"the content coding {ascii(coding)[:80]} is not supported; send the body uncompressed")
+        raise ResponseError(
+            415, f"the content coding {ascii(coding)[:80]} is not supported; send the body uncompressed"
+        )
     return await request.body()
 
 
@@ -71,11 +73,11 @@ def parse_json(body: bytes) -> Any:
     """Parse a body as JSON.
 
     Raises:
-        Refusal: the body is not JSON in UTF-8.
+        ResponseError: the body is not JSON in UTF-8.
     """
     try:
         return parsing.parse_json(body.decode())
     except UnicodeDecodeError as error:
-        raise Refusal(400, f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from None
+        raise ResponseError(400, f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from None
     except DataError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
+        raise ResponseError(400, f"the body is not JSON: {error}") from None

@@ -1,4 +1,4 @@
-"""Refusal of requests from other sites' web pages, for a server without an API key.
+"""Rejection of requests from other sites' web pages, for a server without an API key.
 
 A browser lets any web page send requests to its machine. Two headers, which a page cannot set, identify them:
 
@@ -18,7 +18,7 @@ import re
 
 from starlette.datastructures import Headers
 
-from octavo.server.error_responses import CLOSE, Refusal
+from octavo.server.error_responses import CLOSE, ResponseError
 
 __all__ = ["check_origin", "is_loopback"]
 
@@ -46,14 +46,14 @@ def check_origin(headers: Headers, *, host: str) -> None:
         host: address the server listens at.
 
     Raises:
-        Refusal: 403.
+        ResponseError: 403.
     """
     requested, origin = headers.get("host", ""), headers.get("origin")
     if is_loopback(host) and not is_loopback(_name_of(requested)):
-        raise _refusal(f"it accepts only the hosts localhost, 127.0.0.1 and [::1], not {ascii(requested)[:80]}")
+        raise _forbidden(f"it accepts only the hosts localhost, 127.0.0.1 and [::1], not {ascii(requested)[:80]}")
     # Either scheme is the server's own origin: a proxy may add TLS.
     if origin is not None and origin.lower() not in {f"{scheme}://{requested.lower()}" for scheme in ("http", "https")}:
-        raise _refusal(f"it accepts no requests from other sites' web pages, such as {ascii(origin)[:80]}")
+        raise _forbidden(f"it accepts no requests from other sites' web pages, such as {ascii(origin)[:80]}")
 
 
 def _name_of(host: str) -> str:
@@ -61,6 +61,6 @@ def _name_of(host: str) -> str:
     return "" if match is None else match[1] or match[2] or ""
 
 
-def _refusal(reason: str) -> Refusal:
+def _forbidden(reason: str) -> ResponseError:
     message = f"this server has no key, so {reason}; start it with --api-key-file to allow this"
-    return Refusal(403, message, headers=CLOSE)
+    return ResponseError(403, message, headers=CLOSE)

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from octavo.errors import ConfigError, ContextLengthError
 from octavo.inference import Event, FinishReason, SamplingParams, Usage
-from octavo.server.error_responses import CONTEXT, Refusal, check_event, refusal_body
+from octavo.server.error_responses import CONTEXT, ResponseError, check_event, error_body
 from octavo.server.guard import EXITS
 from octavo.server.operations import EVENTS
 from octavo.server.service import Service
@@ -71,7 +71,7 @@ async def start_answers(
         The events of each answer.
 
     Raises:
-        Refusal: the engine rejects a prompt or its parameters.
+        ResponseError: the engine rejects a prompt or its parameters.
         QueueFullError: the engine's queue is full.
         ClosedError: the server is shutting down.
     """
@@ -81,7 +81,7 @@ async def start_answers(
             streams.append(await exits.enter_async_context(service.thread.answer(each.prompt_ids, each.params)))
         except ConfigError as error:
             code = CONTEXT if isinstance(error, ContextLengthError) else None
-            raise Refusal(400, str(error), param=each.field, code=code) from error
+            raise ResponseError(400, str(error), param=each.field, code=code) from error
     return streams
 
 
@@ -89,7 +89,7 @@ async def merge_events(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerato
     """Events of several answers in order of arrival, each with the index of its answer.
 
     Raises:
-        Refusal: an answer failed.
+        ResponseError: an answer failed.
     """
     queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
@@ -144,15 +144,15 @@ async def _chunks(
 
 
 def event_stream(values: AsyncIterator[Any], *, path: str) -> StreamingResponse:
-    """Stream values as server-sent events: text unchanged, others as JSON; a refusal becomes the last event."""
+    """Stream values as server-sent events: text unchanged, others as JSON; an error becomes the last event."""
 
     async def lines() -> AsyncIterator[str]:
         try:
             async for value in values:
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
                 yield f"data: {text}\n\n"
-        except Refusal as refusal:
-            yield f"data: {json.dumps(refusal_body(refusal, path))}\n\n"
+        except ResponseError as error:
+            yield f"data: {json.dumps(error_body(error, path))}\n\n"
 
     return StreamingResponse(lines(), media_type=EVENTS, headers={"Cache-Control": "no-cache"})
 

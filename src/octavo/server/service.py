@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from octavo.errors import CheckpointError, ConfigError
 from octavo.inference import Engine, EngineConfig, EngineThread, ServedModel
 from octavo.server.chat_template import ChatTemplate
-from octavo.server.error_responses import CONTEXT, Refusal
+from octavo.server.error_responses import CONTEXT, ResponseError
 from octavo.server.limits import Limits
-from octavo.server.thread_pools import Lanes
+from octavo.server.thread_pools import ThreadPools
 from octavo.server.token_bytes import bytes_per_token
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ class State(StrEnum):
     STUCK = "stuck"  # tokenizing a prompt does not end, so others wait in vain
 
 
-def _ignore(prompt: Prompt) -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
     """Model with its engine.
@@ -53,7 +49,7 @@ class Service:
         limits: limits on requests.
         on_prompt: called with every prompt.
         created: seconds since 1970.
-        lanes: thread pools that render and tokenize prompts.
+        thread_pools: thread pools that render and tokenize prompts.
         bytes_per_token: most bytes of text that one token can stand for; None without a bound.
     """
 
@@ -62,9 +58,9 @@ class Service:
     tokenizer: "Tokenizer"
     template: ChatTemplate | None
     limits: Limits
-    on_prompt: OnPrompt = _ignore
+    on_prompt: OnPrompt = lambda _: None
     created: int = field(default_factory=lambda: int(time.time()))
-    lanes: Lanes = field(default_factory=Lanes)
+    thread_pools: ThreadPools = field(default_factory=ThreadPools)
     bytes_per_token: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +74,7 @@ class Service:
         *,
         config: EngineConfig,
         limits: Limits,
-        on_prompt: OnPrompt = _ignore,
+        on_prompt: OnPrompt = lambda _: None,
         on_warning: Callable[[str], None] = warnings.warn,
     ) -> "Service":
         """Create a service with a new engine and thread; without chats if the chat template is damaged.
@@ -110,7 +106,7 @@ class Service:
         """Current state."""
         if self.thread.failure is not None:
             return State.BROKEN
-        if self.lanes.are_stuck:
+        if self.thread_pools.are_stuck:
             return State.STUCK
         return State.DRAINING if self.thread.engine.closed else State.READY
 
@@ -136,19 +132,19 @@ class Service:
             self.template.close()
 
     def check_model(self, name: str) -> None:
-        """Raise Refusal for the name of another model."""
+        """Raise ResponseError for the name of another model."""
         if name != self.name:
             message = f"the model {ascii(name)[:80]} is not served here; {self.name!r} is"
-            raise Refusal(404, message, param="model", code="model_not_found")
+            raise ResponseError(404, message, param="model", code="model_not_found")
 
     def check_length(self, tokens: int, *, field: str) -> None:
-        """Raise Refusal for a prompt of too many tokens; ``field`` holds it."""
+        """Raise ResponseError for a prompt of too many tokens; ``field`` holds it."""
         if tokens > self.prompt_tokens:
             message = f"the prompt has {tokens} tokens, and at most {self.prompt_tokens} are accepted; shorten it"
-            raise Refusal(400, message, param=field, code=CONTEXT)
+            raise ResponseError(400, message, param=field, code=CONTEXT)
 
     def check_text(self, text: str, *, field: str) -> None:
-        """Raise Refusal for a text that is too long for any tokenization, before the cost of tokenizing it.
+        """Raise ResponseError for a text that is too long for any tokenization, before the cost of tokenizing it.
 
         A tokenizer without a bound is limited to ``longest_text`` as well: a template may write more than a body holds.
         """
@@ -157,10 +153,10 @@ class Service:
             return
         if self.bytes_per_token is None:
             message = f"the prompt has more than the {self.longest_text} bytes that are accepted; shorten it"
-            raise Refusal(400, message, param=field, code=CONTEXT)
+            raise ResponseError(400, message, param=field, code=CONTEXT)
         tokens = math.ceil(size / self.bytes_per_token)
         message = f"the prompt has at least {tokens} tokens, and at most {self.prompt_tokens} are accepted; shorten it"
-        raise Refusal(400, message, param=field, code=CONTEXT)
+        raise ResponseError(400, message, param=field, code=CONTEXT)
 
     @property
     def longest_text(self) -> int:
@@ -173,28 +169,28 @@ class Service:
         if not isinstance(prompt, str):
             return self.encode(prompt, field=field)
         self.check_text(prompt, field=field)
-        lane = self.lanes.of(len(prompt))
+        pool = self.thread_pools.of(len(prompt))
         work = partial(self.encode, prompt, field=field, add_special_tokens=add_special_tokens)
-        return await lane.run(work, size=len(prompt))
+        return await pool.run(work, size=len(prompt))
 
     async def chat_tokens(self, messages: Sequence[Mapping[str, str]], *, field: str) -> list[int]:
         """Render messages by the chat template and return their tokens.
 
         Raises:
-            Refusal: there is no template, it did not end, or its text is too long.
+            ResponseError: there is no template, it did not end, or its text is too long.
             ConfigError: the template rejects the messages.
         """
         if self.template is None:
-            raise Refusal(400, f"{self.name!r} has no chat template and takes no messages; use /v1/completions")
+            raise ResponseError(400, f"{self.name!r} has no chat template and takes no messages; use /v1/completions")
         work = partial(self.template.render, messages, most=self.longest_text)
-        text = await self.lanes.rendering.run(work, size=sum(len(message["content"]) for message in messages))
+        text = await self.thread_pools.rendering.run(work, size=sum(len(message["content"]) for message in messages))
         return await self.tokens(text, field=field, add_special_tokens=False)
 
     def encode(self, prompt: Prompt, *, field: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt from ``field`` of a body.
 
         Raises:
-            Refusal: the prompt is too long.
+            ResponseError: the prompt is too long.
         """
         self.on_prompt(prompt)
         ids = prompt

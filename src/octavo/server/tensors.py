@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.server.error_responses import Refusal
-from octavo.server.fields import Boolean, Field, FieldError, Integer, JsonObject, ListOf, String
+from octavo.server.error_responses import ResponseError
+from octavo.server.fields import Boolean, Field, FieldError, FieldKind, Integer, JsonObject, ListOf, String
 from octavo.server.operations import parse_json
 
 __all__ = ["HEADER_LENGTH", "INFER", "InferRequest", "KServeTensor", "pack", "unpack"]
@@ -26,12 +26,10 @@ MOST_VALUES, MOST_TENSORS, MOST_DIMENSIONS = 2**16, 64, 8
 
 
 @dataclass(frozen=True, slots=True)
-class TensorValues:
+class TensorValues(FieldKind):
     """List of values, possibly nested; read as a flat list in one pass."""
 
-    def fit(self, value: Any) -> int:
-        """See :class:`~octavo.server.fields.Kind`."""
-        return int(isinstance(value, list))
+    types = (list,)
 
     def read(self, value: Any, place: str) -> list[Any]:
         """Return the values in their order."""
@@ -124,7 +122,7 @@ def unpack(body: bytes, header_length: str | None) -> InferRequest:
         header_length: number of bytes that are JSON, from the HTTP header; None for all.
 
     Raises:
-        Refusal: the lengths do not match, or the header is not JSON.
+        ResponseError: the lengths do not match, or the header is not JSON.
         FieldError: a field is missing, unknown or invalid.
 
     Example:
@@ -136,7 +134,7 @@ def unpack(body: bytes, header_length: str | None) -> InferRequest:
     length = len(body)
     if header_length is not None:
         if not (header_length.isascii() and header_length.isdigit() and int(header_length[:12]) <= len(body)):
-            raise Refusal(400, f"{HEADER_LENGTH} must be a number of bytes up to the body's {len(body)}")
+            raise ResponseError(400, f"{HEADER_LENGTH} must be a number of bytes up to the body's {len(body)}")
         length = int(header_length)
     header = INFER.read(parse_json(body[:length]))
     behind = memoryview(body)[length:]
@@ -146,7 +144,7 @@ def unpack(body: bytes, header_length: str | None) -> InferRequest:
             raise FieldError("inputs", f"has two tensors called {tensor['name']!r}; send one")
         tensors[tensor["name"]], behind = _tensor(tensor, behind)
     if len(behind):
-        raise Refusal(400, f"{len(behind)} bytes follow the last tensor; check the sizes")
+        raise ResponseError(400, f"{len(behind)} bytes follow the last tensor; check the sizes")
     default = header["parameters"]["binary_data_output"]
     requested = {output["name"]: output["parameters"]["binary_data"] for output in header["outputs"]}
     binary = {name: default if as_bytes is None else as_bytes for name, as_bytes in requested.items()}

@@ -3,7 +3,7 @@
 Tokenizing runs in compiled code that cannot be interrupted. A request whose client disconnected therefore counts as
 running, here and among the server's requests, until its work ends; waiting work is dropped at once.
 
-| lane      | threads | reason                                                           |
+| pool      | threads | reason                                                           |
 |-----------|---------|------------------------------------------------------------------|
 | rendering | 1       | a chat template has one process                                  |
 | short     | 2       | prompts of up to ``SHORT`` characters never wait for long ones   |
@@ -18,18 +18,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["BoundedThreadPool", "ThreadPools"]
 
 T = TypeVar("T")
 SHORT = 2**14  # characters, which take about 10 ms
-WAITING = 2**22  # characters that may wait or run in one lane
+WAITING = 2**22  # characters that may wait or run in one pool
 WAIT_S = 10.0
 STUCK_S = 30.0  # longer than any prompt takes
 
 
-class Lane:
+class BoundedThreadPool:
     """Thread pool with a bounded queue.
 
     Args:
@@ -56,10 +56,10 @@ class Lane:
         """Run ``work`` on a text of ``size`` characters and return its result.
 
         Raises:
-            Refusal: 429 if the queue is full, 503 if the work waited too long.
+            ResponseError: 429 if the queue is full, 503 if the work waited too long.
         """
         if self._characters and self._characters + size > WAITING:
-            raise self._refusal(
+            raise self._overload(
                 429, f"{self._characters} characters are waiting for {self._work}, of at most {WAITING}"
             )
         self._characters += size
@@ -79,7 +79,7 @@ class Lane:
             async with asyncio.timeout(WAIT_S):
                 await self._turns.acquire()
         except TimeoutError:
-            raise self._refusal(503, f"the request waited {WAIT_S:g} s for {self._work}") from None
+            raise self._overload(503, f"the request waited {WAIT_S:g} s for {self._work}") from None
 
     async def _result(self, work: Callable[[], T]) -> T:
         """Run ``work`` in a thread and wait for it to end even when cancelled."""
@@ -97,8 +97,8 @@ class Lane:
         finally:
             del self._begun[thread]
 
-    def _refusal(self, status: int, reason: str) -> Refusal:
-        return Refusal(status, f"{reason}; try again", code="rate_limit_exceeded", headers={"Retry-After": "1"})
+    def _overload(self, status: int, reason: str) -> ResponseError:
+        return ResponseError(status, f"{reason}; try again", code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
 
 def _do(work: Callable[[], T], done: "Future[T]") -> None:
@@ -109,23 +109,23 @@ def _do(work: Callable[[], T], done: "Future[T]") -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """Lanes of one server."""
+class ThreadPools:
+    """Thread pools of one server."""
 
-    rendering: Lane = field(default_factory=lambda: Lane("rendering", 1))
-    short: Lane = field(default_factory=lambda: Lane("tokenising", 2))
-    long: Lane = field(default_factory=lambda: Lane("tokenising", 1))
+    rendering: BoundedThreadPool = field(default_factory=lambda: BoundedThreadPool("rendering", 1))
+    short: BoundedThreadPool = field(default_factory=lambda: BoundedThreadPool("tokenising", 2))
+    long: BoundedThreadPool = field(default_factory=lambda: BoundedThreadPool("tokenising", 1))
 
     @property
     def are_busy(self) -> bool:
-        """True while a lane is busy."""
-        return self.rendering.is_busy or self.short.is_busy or self.long.is_busy
+        """True while a pool is busy."""
+        return any(pool.is_busy for pool in (self.rendering, self.short, self.long))
 
     @property
     def are_stuck(self) -> bool:
-        """True if a lane is stuck."""
-        return self.rendering.is_stuck or self.short.is_stuck or self.long.is_stuck
+        """True if a pool is stuck."""
+        return any(pool.is_stuck for pool in (self.rendering, self.short, self.long))
 
-    def of(self, size: int) -> Lane:
-        """Lane that tokenizes a text of ``size`` characters."""
+    def of(self, size: int) -> BoundedThreadPool:
+        """Pool that tokenizes a text of ``size`` characters."""
         return self.short if size <= SHORT else self.long

@@ -18,6 +18,7 @@ import importlib
 import platform
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -163,18 +164,17 @@ def content_hash(documents: Iterable[Document]) -> str:
 def corpus_summary() -> CorpusSummary:
     """Counts and sizes of the built-in corpus by split and kind."""
     documents = builtin_documents()
-    counts: dict[tuple[str, str], int] = {}
-    sizes: dict[tuple[str, str], int] = {}
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for document in documents:
         key = (str(split_of(document.path)), kind_of(document.path))
-        counts[key] = counts.get(key, 0) + 1
-        sizes[key] = sizes.get(key, 0) + len(document.text.encode())
+        counts[key] += 1
+        sizes[key] += len(document.text.encode())
     return CorpusSummary(
         python=platform.python_version(),
         licence=LICENCE,
         content_hash=content_hash(documents),
-        documents=counts,
-        bytes=sizes,
+        documents=dict(counts),
+        bytes=dict(sizes),
     )
 
 
@@ -200,7 +200,7 @@ def _is_left_out(relative: Path) -> bool:
 
 
 def _is_generated(relative: Path, text: str) -> bool:
-    """Return whether the first lines say that a program wrote the file, or it holds the table of a code page."""
+    """Return True for a file marked as generated in its first lines, and for a code page's table."""
     head = text[:400].lower()
     is_code_page = relative.parts[0] == "encodings" and any(mark in text for mark in CODE_PAGE_MARKS)
     return is_code_page or any(mark in head for mark in GENERATED_MARKS)

@@ -14,9 +14,7 @@ language topics.
 
 from collections.abc import Iterator
 
-from octavo.errors import ConfigError
-from octavo.text.corpus import Split
-from octavo.text.sources import ALL, BUILTIN, divide, load_documents, same_source
+from octavo.text.sources import ALL, BUILTIN, check_split, divide, load_documents, same_source
 
 __all__ = ["MOST_SHARED", "TextSplit", "shared_share"]
 
@@ -44,9 +42,8 @@ def shared_share(this: TextSplit, other: TextSplit) -> float:
         (0.0, 1.0)
     """
     (source, split), (other_source, other_split) = this, other
-    for name in (split, other_split):
-        if name not in (*Split, ALL):
-            raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {name!r}")
+    check_split(split)
+    check_split(other_split)
     if same_source(source, other_source):
         return 1.0 if split == other_split or ALL in (split, other_split) else 0.0
     lines = {*_lines(source, split)}

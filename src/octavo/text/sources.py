@@ -1,22 +1,21 @@
-"""Text from where the user has it, as documents: ``load_documents(source)``.
+"""Text sources, read as documents: ``load_documents(source)``.
 
 | source                                 | documents                                                        |
 |----------------------------------------|------------------------------------------------------------------|
 | ``builtin``                            | the corpus of :mod:`octavo.text.corpus`                      |
 | ``language-topics``                    | its language reference alone, topic by topic                     |
-| ``library-sources``                    | the rest of it, in the same splits: nothing of the topics        |
+| ``library-sources``                    | the corpus without the language reference, in the same splits    |
 | a .txt, .md or other text file         | the file                                                         |
-| a .jsonl or .parquet file              | one a row, from its column ``text``                              |
+| a .jsonl or .parquet file              | one per row, from its column ``text``                            |
 | a folder                               | all .txt, .md, .jsonl and .parquet files below it, in name order |
-| a data set name of Hugging Face's hub  | one a row, in the data set's own splits                          |
+| a data set name of Hugging Face's hub  | one per row, in the data set's own splits                        |
 
-An existing path always wins over a data set of that name, and only a name that could be no path here is looked up:
-OWNER/NAME where OWNER is no folder, or one that begins with "wikitext". Nothing is guessed about encodings: text is
-UTF-8, and a file that is not is refused by name rather than trained on as noise.
+An existing path takes precedence over a data set of that name. The hub is used only for OWNER/NAME where OWNER is not
+a folder, and for names that begin with "wikitext". Text must be UTF-8; a file in another encoding raises an error.
 
-``divide`` gives every document a split. The built-in corpus divides by file. Other text is first cut into pieces at
-line ends, so that a single file can be held out in part; the pieces whose hashes are lowest are held out until the
-wanted share is reached.
+``divide`` assigns every document to a split. The built-in corpus is divided by file. Other text is first cut into
+pieces at line ends, so that part of a single file can be held out; the pieces with the lowest hashes are held out until
+their share is reached.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.errors import DataError
+from octavo.errors import ConfigError, DataError
 from octavo.memory import check_fits
 from octavo.models.sources import HUB_NAME
 from octavo.parsing import parse_json
@@ -43,6 +42,7 @@ __all__ = [
     "BUILTIN",
     "LIBRARY_SOURCES",
     "TOPICS",
+    "check_split",
     "divide",
     "is_unicode",
     "load_documents",
@@ -56,17 +56,17 @@ TEXT_COLUMN = "text"
 PLAIN = {".txt", ".md"}
 SUFFIXES = {*PLAIN, ".jsonl", ".parquet"}
 
-# The hub names whole families of text after their configurations; these are the ones people ask for by that name.
+# Data sets that users know by the name of a configuration instead of OWNER/NAME.
 HUB_FAMILIES = {"wikitext": "Salesforce/wikitext"}
 HUB_SPLITS = {Split.TRAIN: "train", Split.VALIDATION: "validation", Split.TEST: "test"}
 
 PIECE_CHARACTERS = 16_384
-PIECES_AT_LEAST = 100  # of a small text, so that its held-out share is not one arbitrary block
+PIECES_AT_LEAST = 100  # of a small text, so that the held-out part is not one block
 HELD_OUT_CHARACTERS = 262_144  # enough for a stable loss; at most a tenth of the text, at least a fiftieth
 
 
 def same_source(this: str, other: str) -> bool:
-    """Return whether two names of sources name one: of paths, whether they lead to the same place."""
+    """Return True if two names are the same source, or paths of the same file or folder."""
     return _resolved(this) == _resolved(other)
 
 
@@ -76,11 +76,11 @@ def _resolved(source: str) -> str:
 
 
 def unseen_split(source: str, known: str) -> str:
-    """The split of a source to measure on, if the training split of ``known`` has been read.
+    """Split of a source to measure on, if the training split of ``known`` was used before.
 
-    "test" of the same source, and of the built-in corpus where the other is its library sources, in the same splits;
-    "all" of another source. Sources are told apart by name, a path by where it leads now. Whether one text stands in
-    another, as the language topics do in the built-in corpus, ``octavo.text.overlap.shared_share`` counts.
+    "test" for the same source, and for the built-in corpus and its library sources, which have the same splits; "all"
+    for another source. Only names and resolved paths are compared; ``octavo.text.overlap.shared_share`` measures how
+    much of one text occurs in another, such as the language topics in the built-in corpus.
 
     Example:
         >>> unseen_split("builtin", "library-sources"), unseen_split("language-topics", "library-sources")
@@ -91,19 +91,18 @@ def unseen_split(source: str, known: str) -> str:
 
 
 def load_documents(source: str | Path) -> list[Document]:
-    """All documents of a source.
+    """Load all documents of a source.
 
     Args:
         source: see the table above.
 
     Raises:
-        DataError: a path or data set that does not exist, holds no text, or holds something else than text; a path that
-            is no regular file.
+        DataError: a path or data set that does not exist, is empty or is not text; a path that is not a regular file.
         ConfigError: the files are larger than this machine's memory.
     """
-    own = {BUILTIN: builtin_documents, TOPICS: topic_documents, LIBRARY_SOURCES: library_documents}
-    if str(source) in own:
-        return own[str(source)]()
+    included = {BUILTIN: builtin_documents, TOPICS: topic_documents, LIBRARY_SOURCES: library_documents}
+    if str(source) in included:
+        return included[str(source)]()
     if not str(source):
         raise DataError("the source is empty; give a file, a folder or a data set, or 'builtin'")
     path = Path(source).expanduser()
@@ -127,7 +126,7 @@ def load_documents(source: str | Path) -> list[Document]:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can write the text: no half of a surrogate pair stands alone in it."""
+    """Return True if UTF-8 can encode the text, that is, if it has no unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,12 +134,18 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def check_split(split: str) -> None:
+    """Raise ConfigError unless ``split`` is a split of a source, or "all"."""
+    if split not in (*Split, ALL):
+        raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
+
+
 def divide(documents: list[Document], *, by_file: bool) -> dict[Split, list[Document]]:
-    """Documents by split, in their order.
+    """Divide documents into splits, in order.
 
     Args:
-        documents: those with a split keep it.
-        by_file: decide by the hash of each document's path; otherwise cut into pieces first and hold out an exact
+        documents: if any has a split, all keep theirs.
+        by_file: choose by the hash of each document's path; otherwise cut the text into pieces and hold out an exact
             share.
     """
     if any(document.split for document in documents):
@@ -154,27 +159,27 @@ def _divide_pieces(documents: list[Document]) -> dict[Split, list[Document]]:
     total = sum(len(document.text) for document in documents)
     size = max(1, min(PIECE_CHARACTERS, total // PIECES_AT_LEAST))
     pieces = [piece for document in documents for piece in _pieces(document, size)]
-    wanted = max(total // 50, min(total // 10, HELD_OUT_CHARACTERS))
-    chosen: dict[str, Split] = {}
+    held_out_characters = max(total // 50, min(total // 10, HELD_OUT_CHARACTERS))
+    held_out: dict[str, Split] = {}
     in_hash_order = iter(sorted(pieces, key=lambda piece: path_fraction(piece.path)))
     for split in (Split.VALIDATION, Split.TEST):
-        held = 0
-        while held < wanted and (piece := next(in_hash_order, None)) is not None:
-            chosen[piece.path] = split
-            held += len(piece.text)
-    return {split: [p for p in pieces if chosen.get(p.path, Split.TRAIN) is split] for split in Split}
+        characters = 0
+        while characters < held_out_characters and (piece := next(in_hash_order, None)) is not None:
+            held_out[piece.path] = split
+            characters += len(piece.text)
+    return {split: [p for p in pieces if held_out.get(p.path, Split.TRAIN) is split] for split in Split}
 
 
 def _pieces(document: Document, size: int) -> Iterator[Document]:
-    """The document cut into pieces of about ``size`` characters, at line ends and inside longer lines."""
+    """Yield pieces of about ``size`` characters, cut at line ends and inside longer lines."""
     lines: list[str] = []
-    held = count = 0
+    characters = count = 0
     for line in _short_lines(document.text, size):
         lines.append(line)
-        held += len(line)
-        if held >= size:
+        characters += len(line)
+        if characters >= size:
             yield Document(f"{document.path}#{count}", "".join(lines))
-            lines, held, count = [], 0, count + 1
+            lines, characters, count = [], 0, count + 1
     if lines:
         yield Document(f"{document.path}#{count}", "".join(lines))
 
@@ -194,15 +199,15 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _check_size(source: Path, files: list[Path]) -> None:
-    """Refuse what has no end, or does not fit in memory, where one file at a time is both bytes and characters."""
-    if odd := [file for file in files if not file.is_file()]:
-        raise DataError(f"{str(odd[0])!r} is no regular file; copy what it gives to a file, and name that")
-    sizes = [file.stat().st_size for file in files]
+    """Raise an error for pipes and devices, and for more text than fits in memory."""
+    if special := [file for file in files if not file.is_file()]:
+        raise DataError(f"{str(special[0])!r} is not a regular file; copy its content to a file, and name that file")
+    sizes = [file.stat().st_size for file in files]  # while a file is decoded, both its bytes and text are in memory
     check_fits(f"the text in {str(source)!r}", sum(sizes) + max(sizes), torch.device("cpu"), remedy="give a part of it")
 
 
 def _is_on_hub(name: str) -> bool:
-    """Return whether a name is looked up on the hub: a known one, or OWNER/NAME where OWNER is no folder here."""
+    """Return True for a known family, and for OWNER/NAME where OWNER is not a folder."""
     if name.partition("-")[0] in HUB_FAMILIES and "/" not in name:
         return True
     path = Path(name)
@@ -277,20 +282,20 @@ def _read_parquet(path: Path, name: Path) -> Iterator[Document]:
 
 
 def _from_hub(name: str) -> list[Document]:
-    """All rows of a hub data set; a family's configuration may be given alone, as ``wikitext-103-raw-v1``."""
+    """Load the rows of a hub data set, or of a family's configuration such as ``wikitext-103-raw-v1``."""
     try:
         import datasets
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{name!r} is no existing path, and loading it from Hugging Face's hub needs the package datasets; "
+            f"{name!r} is not an existing path, and loading it from Hugging Face's hub needs the package datasets; "
             "check the path or install octavo[hf]"
         ) from error
     family = HUB_FAMILIES.get(name.partition("-")[0])
     try:
         loaded = datasets.load_dataset(family, name) if family and "/" not in name else datasets.load_dataset(name)
-    except Exception as error:  # the library raises its own, the network's and the hub's errors alike
+    except Exception as error:  # errors of the library, the network or the hub
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name!r} is no existing path, and the hub did not give it: {reason}") from error
+        raise DataError(f"{name!r} is not an existing path, and the hub could not load it: {reason}") from error
     return list(_hub_rows(name, loaded))
 
 

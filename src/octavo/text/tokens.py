@@ -32,7 +32,7 @@ from torch import Tensor
 
 from octavo.checksums import file_digest
 from octavo.errors import ConfigError, DataError
-from octavo.files import hidden_folder, remove_if_empty, replacing, sync_folder, write_atomically
+from octavo.files import hidden_path, remove_if_empty, replacing, sync, write_atomically
 from octavo.parsing import read_object
 from octavo.text.corpus import Document, Split, content_hash
 from octavo.text.sources import BUILTIN, divide, load_documents
@@ -78,7 +78,7 @@ def preparing(
 
     The yielded tokens are valid only inside the block; afterwards, open them with :func:`open_data`.
     """
-    report = progress or _silent
+    report = progress or (lambda _phase, _done, _total: None)
     folder = Path(out_dir)
     _check_ownership(folder)
     report("read", 0, 1)
@@ -186,10 +186,6 @@ def _shifted(rows: NDArray[Any]) -> tuple[Tensor, Tensor]:
     return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
-def _silent(phase: str, done: int, total: int) -> None:
-    """Report nothing."""
-
-
 def _check_ownership(folder: Path) -> None:
     """Raise ConfigError for a folder with files that ``prepare`` did not write."""
     if not folder.is_dir() or all(path.name.startswith(".") for path in folder.iterdir()):
@@ -210,13 +206,13 @@ def _replacing_files_of(folder: Path, identity: dict[str, Any]) -> Iterator[Path
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with hidden_folder(folder, "data") as temporary:
+        with hidden_path(folder, "data") as temporary:
             yield temporary
             # without counts the folder is not complete
             write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")
             for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
                 path.replace(folder / path.name)
-            sync_folder(folder)
+            sync(folder)
     finally:
         for path in new_folders:
             remove_if_empty(path)

@@ -144,13 +144,11 @@ class Autopilot:
         for act in judged:
             remaining = next((one for one in findings if one.code == act.code and one.is_at(act.path)), None)
             if remaining is not None:
-                text = f"Taken back, because it did not help: {act.remedy.text}"
-                yield _taking_back(act, text, remaining.evidence, helped=False)
+                yield _reversal(act, "it did not help", remaining.evidence, helped=False)
         for act in self.journal.in_force:
             if self._has_passed(act):
                 looks = self.patience + 1
-                text = f"Taken back, because {looks} samples were healthy without it: {act.remedy.text}"
-                yield _taking_back(act, text, {"looks": looks}, helped=True)
+                yield _reversal(act, f"{looks} samples were healthy without it", {"looks": looks}, helped=True)
         for finding in sorted(findings, key=lambda one: not one.path):
             if self._may_act(finding):
                 yield self._acting(finding)
@@ -194,18 +192,19 @@ class Autopilot:
         act = self._remedy(finding, number) if moves < self.flips else None
         if act is not None:
             self.unhealthy_layers += [finding.path, *finding.places[:1]]
-            return {**_line(finding, act=act.remedy.text, changes=act.remedy.changes), "number": number}
+            return {**_line(finding, act.remedy.text, act.remedy.changes, finding.evidence), "number": number}
         if moves >= self.flips:
-            return _line(finding, act=f"Left unchanged: changed and changed back {moves} times already.", changes={})
-        fallback = finding.remedies[0].text if finding.remedies else "no remedy is known."
-        return _line(finding, act=f"No remedy is left that a run can apply: {fallback}", changes={})
+            text = f"Left unchanged: changed and changed back {moves} times already."
+        else:
+            advice = finding.remedies[0].text if finding.remedies else "no remedy is known."
+            text = f"No remedy is left that a run can apply: {advice}"
+        return _line(finding, text, {}, finding.evidence)
 
     def _remedy(self, finding: Finding, number: int) -> Act | None:
         """First remedy that a run can apply, that changes anything, and that has not failed before."""
         in_force = self.journal.in_force
-        failed_changes = [
-            one.remedy.changes for one in self.journal.acts if _same_place(one, finding) and not one.helped
-        ]
+        failed = [act for act in self.journal.acts_on(finding.code, finding.path) if not act.helped]
+        failed_changes = [act.remedy.changes for act in failed]
         for remedy in finding.remedies:
             act = Act(number=number, step=0, code=finding.code, path=finding.path, role=finding.role, remedy=remedy)
             if not remedy.changes or not remedy.changes.keys() <= LIVE or remedy.changes in failed_changes:
@@ -241,8 +240,7 @@ class Autopilot:
     def _may_be_taken_back(self, act: Act) -> bool:
         is_for_layers = act.code in SHOWN_BY_TENSORS and act.remedy.changes.keys() <= {"overrides", "skip"}
         is_judged = act.judged is not None and not self.journal.on_trial
-        same = [one for one in self.journal.acts if (one.code, one.path) == (act.code, act.path)]
-        has_returned = any(one.helped for one in same if one.taken_back)
+        has_returned = any(one.helped for one in self.journal.acts_on(act.code, act.path) if one.taken_back)
         return is_for_layers and is_judged and not has_returned and self.journal.moves(act.path) + 2 <= self.flips
 
     def _layers(self, act: Act) -> list[str]:
@@ -297,32 +295,14 @@ def _names_before(lines: list[Line], step: int) -> list[Line]:
     return [line for line in lines if line["kind"] == "watched" and line["step"] <= step][-1:]
 
 
-def _line(finding: Finding, *, act: str, changes: Mapping[str, Any]) -> Line:
-    return {
-        "finding": finding.code,
-        "path": finding.path,
-        "role": finding.role,
-        "act": act,
-        "changes": dict(changes),
-        "evidence": dict(finding.evidence),
-    }
+def _line(place: Finding | Act, text: str, changes: Mapping[str, Any], evidence: Mapping[str, float]) -> Line:
+    where = {"finding": place.code, "path": place.path, "role": place.role}
+    return {**where, "act": text, "changes": dict(changes), "evidence": dict(evidence)}
 
 
-def _taking_back(act: Act, why: str, evidence: Mapping[str, float], *, helped: bool) -> Line:
-    return {
-        "finding": act.code,
-        "path": act.path,
-        "role": act.role,
-        "act": why,
-        "changes": dict(act.remedy.changes),
-        "evidence": dict(evidence),
-        "takes_back": act.number,
-        "helped": helped,
-    }
-
-
-def _same_place(act: Act, finding: Finding) -> bool:
-    return (act.code, act.path) == (finding.code, finding.path)
+def _reversal(act: Act, reason: str, evidence: Mapping[str, float], *, helped: bool) -> Line:
+    text = f"Taken back, because {reason}: {act.remedy.text}"
+    return {**_line(act, text, act.remedy.changes, evidence), "takes_back": act.number, "helped": helped}
 
 
 def _as_look(trial: Line) -> tuple[Line, Line]:

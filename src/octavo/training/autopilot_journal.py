@@ -90,6 +90,10 @@ class Journal:
         """Acts that were not judged yet."""
         return [act for act in self.in_force if act.judged is None]
 
+    def acts_on(self, code: str, path: str) -> list[Act]:
+        """Acts on one finding at one path, including those taken back."""
+        return [act for act in self.acts if (act.code, act.path) == (code, path)]
+
     def moves(self, path: str) -> int:
         """Number of changes and reversals at a path."""
         return sum(1 + (act.taken_back is not None) for act in self.acts if act.path == path)
@@ -109,16 +113,9 @@ class Journal:
             act = self.acts[line["takes_back"] - 1]
             act.taken_back, act.helped = line["step"], line["helped"]
             return
+        values = {key: line[key] for key in ("number", "step", "path", "role")}
         remedy = Remedy(text=line["act"], changes=line["changes"])
-        act = Act(
-            number=line["number"],
-            step=line["step"],
-            code=line["finding"],
-            path=line["path"],
-            role=line["role"],
-            remedy=remedy,
-        )
-        self.acts.append(act)
+        self.acts.append(Act(**values, code=line["finding"], remedy=remedy))
 
 
 def training_after(config: RunConfig, acts: Iterable[Act]) -> TrainingConfig:

@@ -130,7 +130,7 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def newest_lines(run_dir: Path) -> LinesWritten | None:
-    """The lines of metrics.jsonl that the newest checkpoint knows; None where there is none, or it is older than that.
+    """Return the newest checkpoint's record of metrics.jsonl; None without a checkpoint, or if it has no record.
 
     Raises:
         CheckpointError: it is damaged.
@@ -143,7 +143,7 @@ def newest_lines(run_dir: Path) -> LinesWritten | None:
     except CheckpointError:
         if path.exists():
             raise
-        return newest_lines(run_dir)  # the run that is watched has saved a newer one meanwhile, and removed this
+        return newest_lines(run_dir)  # the running process has replaced this checkpoint with a newer one
 
 
 def load_model(path: Path, model: nn.Module) -> None:
@@ -153,13 +153,13 @@ def load_model(path: Path, model: nn.Module) -> None:
         CheckpointError: a damaged file, or tensors of another model; the model is then unchanged.
     """
     raw = _read_json(path)
-    own = _unique_tensors(model)
+    model_tensors = _unique_tensors(model)
     tensors = _read_tensors(path, MODEL, raw)
-    _check_shapes(path / MODEL, {name: tensor.shape for name, tensor in own.items()}, tensors)
+    _check_shapes(path / MODEL, {name: tensor.shape for name, tensor in model_tensors.items()}, tensors)
     scaling = _read_tensors(path, SCALING, raw)
     load_scaling_state(model, scaling)
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in model_tensors.items():
             tensor.copy_(tensors[name])
 
 
@@ -180,10 +180,8 @@ def load_checkpoint(
         scaler.load_state_dict(raw.get("loss_scaler", {}))
     load_model(path, model)
     for name, parameter in parameters.items():
-        model_tensors = {
-            key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name
-        }
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in model_tensors.items()}
+        keys = [key for key in moments if key.rpartition("/")[0] == name]
+        optimizer.state[parameter] = {key.rpartition("/")[2]: moments[key].to(parameter.device) for key in keys}
     _set_generators(path, raw)
     return state
 
@@ -246,16 +244,16 @@ def _moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return shapes
 
 
-def _check_shapes(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+def _check_shapes(path: Path, expected: Mapping[str, torch.Size], stored: Mapping[str, Tensor]) -> None:
+    missing, extra = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
     advice = "it belongs to another model; resume with the configuration it was saved under"
     if missing or extra:
         what = f"has no tensor {missing[0]!r}" if missing else f"has a tensor {extra[0]!r} that the model has not"
         raise CheckpointError(f"{str(path)!r} {what}; {advice}")
-    for name, shape in wanted.items():
-        if found[name].shape != shape:
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
             raise CheckpointError(
-                f"{str(path)!r} holds {name!r} as {list(found[name].shape)}, the model needs {list(shape)}; {advice}"
+                f"{str(path)!r} holds {name!r} as {list(stored[name].shape)}, the model needs {list(shape)}; {advice}"
             )
 
 

@@ -118,7 +118,7 @@ class Study:
 
     @property
     def fp8_runs(self) -> tuple[RunMeasures, ...]:
-        """The runs whose recipe quantises to FP8."""
+        """The runs whose recipe quantizes to FP8."""
         return tuple(run for run in self.runs if run.recipe not in HIGH_PRECISION)
 
     @property

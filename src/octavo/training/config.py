@@ -277,6 +277,10 @@ class RunConfig:
         plain: dict[str, Any] = parse_json(json.dumps(asdict(self)), allow_nan=True)
         return plain
 
+    def flat(self) -> dict[str, Any]:
+        """Return the plain values by full name, such as "training.steps"."""
+        return {f"{section}.{key}": value for section, keys in self.to_dict().items() for key, value in keys.items()}
+
     def with_training(self, **changes: Any) -> "RunConfig":
         """Return a copy with changed training values."""
         return replace(self, training=replace(self.training, **changes))
@@ -289,9 +293,7 @@ class RunConfig:
     def config_hash(self) -> str:
         """Hash of all keys that affect results, that is all but ``free_to_change``."""
         plain = self.to_dict()
-        plain["training"]["overrides"] = list(
-            self.training.overrides.items()
-        )  # the first match counts, so order matters
+        plain["training"]["overrides"] = list(self.training.overrides.items())  # ordered: the first match counts
         for name in self.free_to_change:
             section, _, key = name.partition(".")
             del plain[section][key]

@@ -5,8 +5,8 @@ With g_i the gradient of all parameters on micro-batch i of n, and g the mean of
     variance    tr cov(g_i) = sum_i |g_i - g|^2 / (n - 1)                      the spread between micro-batches
     error       sqrt( sum_i |g_i - h_i|^2 / sum_i |h_i|^2 )                    h_i: the baseline's gradient, same batch
 
-The variance is sampling noise, which all precisions share, plus quantisation noise. On a small model sampling noise
-dominates, so the ratio of variances is near 1; the error is due to quantisation alone. Sums are in float64, because the
+The variance is sampling noise, which all precisions share, plus quantization noise. On a small model sampling noise
+dominates, so the ratio of variances is near 1; the error is due to quantization alone. Sums are in float64, because the
 variance is a small difference of large sums.
 """
 

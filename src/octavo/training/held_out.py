@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from octavo.errors import ConfigError
 from octavo.text.corpus import Document, Split, content_hash
-from octavo.text.sources import ALL, BUILTIN, divide, load_documents, unseen_split
+from octavo.text.sources import ALL, BUILTIN, check_split, divide, load_documents, unseen_split
 from octavo.text.tokenizer import end_of_text_id
 from octavo.text.tokens import TokenData
 from octavo.training.run_folder import TrainedRun
@@ -51,8 +50,7 @@ def held_out(
     run_source = run.config.data.source
     source = source or run_source
     split = split or unseen_split(source, run_source)
-    if split not in (*Split, ALL):
-        raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
+    check_split(split)
     documents = load_documents(source)
     selected = documents if split == ALL else divide(documents, by_file=source == BUILTIN)[Split(split)]
     tokens = _encode(run, selected, on_document)

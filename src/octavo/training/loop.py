@@ -16,36 +16,36 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from octavo.doctor import StepNotes, Watcher, watch
+from octavo.doctor import StepNotes
 from octavo.doctor.capture import remove_captures
-from octavo.errors import ConfigError, NonFiniteLossError
+from octavo.errors import NonFiniteLossError
 from octavo.models import Llama
 from octavo.nn.scaling_state import discard_step, rescale_gradient_history, update_scales
 from octavo.text.tokens import TokenData
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
-from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
+from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate, token_loss
-from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
-from octavo.training.loss_scaling import LossScaler
-from octavo.training.memory import check_run_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
+from octavo.training.events import Evaluated, Notice, OnEvent, Saved, StepDone
+from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_peak_memory
 from octavo.training.metrics import MetricsLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.result import TrainResult, curves_of
 from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
+from octavo.training.setup import build_loss_scaler, build_model, build_optimizer, build_watcher, check_data
 from octavo.training.signals import StopRequest, stopping_on_signals
 from octavo.training.threads import using_threads
 
-__all__ = ["Trainer", "build_model", "train"]
+__all__ = ["Trainer", "train"]
 
 
 def train(
@@ -78,42 +78,8 @@ def train(
         stopping_on_signals() as stop,
         fitting_in_memory(training),
     ):
-        trainer = Trainer(config, folder, model, data=data, on_event=on_event or _ignore, converted=converted)
+        trainer = Trainer(config, folder, model, data=data, on_event=on_event or (lambda _: None), converted=converted)
         return trainer.run(stop)
-
-
-def check_data(data: TokenData, config: RunConfig) -> None:
-    """Check that the data is long enough for the context, and that model and batches fit in memory.
-
-    Raises:
-        DataError: a split is shorter than the context.
-        ConfigError: the device is not available, or the model or a micro-batch does not fit in its memory.
-    """
-    check_run_fits(config, data.vocab_size)
-    training = config.training
-    data.batch(0, batch_size=1, context=training.context, seed=training.seed)
-    data.windows(training.context, max_tokens=1)
-
-
-def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
-    """Create the initial model on its device, converted; return it and the number of converted linears.
-
-    Raises:
-        ConfigError: the device is not available, the model does not fit in memory, or the recipe cannot be applied.
-    """
-    training = config.training
-    device = resolve_device(training.device)
-    torch.manual_seed(training.seed)
-    shape = config.model.llama(vocab_size=vocab_size, max_positions=training.context)
-    try:
-        model = Llama(shape, seed=training.seed).to(device)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"a model of hidden_size {shape.hidden_size} and {shape.num_layers} layers does not fit in the memory of "
-            f"{device.type!r} ({str(error).splitlines()[0]}); make it smaller"
-        ) from error
-    report = apply_recipe(model, training)
-    return model, len(report.converted) if report else 0
 
 
 class Trainer:
@@ -141,30 +107,19 @@ class Trainer:
         self.device = resolve_device(self.training.device)
         self.surroundings = surroundings(self.training, self.device)
         self.optimizer = build_optimizer(self.model, self.training)
-        self.scaler = _loss_scaler(self.training, self.device)
+        self.scaler = build_loss_scaler(self.training, self.device)
         self.checkpoint = None if resumed is None else self._continue_from(resumed[0])
-        self.watcher = _watcher(self.training, self.model, self.optimizer, run_dir)
+        self.watcher = build_watcher(self.training, self.model, self.optimizer, run_dir)
         self.step_seconds: list[float] = []
-
-    def open_log(self) -> MetricsLog:
-        """Open the log of metrics, removing lines and captures of later steps."""
-        remove_captures(self.run_dir / CAPTURES, after_step=self.step if self.checkpoint else -1)
-        return MetricsLog(
-            self.run_dir,
-            after_step=self.step if self.checkpoint else None,
-            on_line=self.autopilot.see if self.autopilot else None,
-            on_notice=lambda text: self.emit(Notice(text=text)),
-        )
 
     def run(self, stop: StopRequest) -> TrainResult:
         """Train to the last step, or to the end of the step in which ``stop`` is requested."""
         reset_peak_memory(self.device)
-        log = self.open_log()
-        if self.checkpoint is not None:
-            self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
-        try:
+        with closing(self.open_log()) as log:
             if self.checkpoint is None:
                 self._evaluate(log)
+            else:
+                self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
             self.model.train()
             while self.step < self.training.steps and not stop:
                 self.train_step(log)
@@ -172,8 +127,6 @@ class Trainer:
                     self._evaluate(log)
                 if self._is_due(self.training.checkpoint_interval) or stop:
                     self._save(log)
-        finally:
-            log.close()
         return self._result(stop)
 
     def train_step(self, log: MetricsLog) -> None:
@@ -183,54 +136,130 @@ class Trainer:
             NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are unchanged.
         """
         self._enter_phase(log)
-        loss, grad_norm = self._monitored_step(log)
-        while not math.isfinite(loss) or not math.isfinite(grad_norm):
-            error = self._nonfinite(log, loss, grad_norm)
-            if not self._let_autopilot_act(log, self.step + 1):
-                raise error
-            discard_step(self.model)
-            loss, grad_norm = self._monitored_step(log)
+        while not self._update_sampled(log):
+            discard_step(self.model)  # the autopilot changed the settings; repeat the step with them
         if self.watcher is not None and self.watcher.is_due(self.step):
             self._let_autopilot_act(log, self.step)
 
-    def _monitored_step(self, log: MetricsLog) -> tuple[float, float]:
+    def _update_sampled(self, log: MetricsLog) -> bool:
+        """Take one update while the doctor samples it; return False if it broke and the autopilot reacted.
+
+        Raises:
+            NonFiniteLossError: the update broke and the settings stay.
+        """
         with self._sampled(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return True
+        error = self._nonfinite(log, loss, grad_norm)
+        if not self._let_autopilot_act(log, self.step + 1):
+            raise error
+        return False
+
+    def _update_once(self, log: MetricsLog) -> tuple[float, float]:
+        """Forward, backward, clip and optimizer step, unless the loss or the gradients' norm is not finite.
+
+        Returns:
+            The loss, and the gradients' norm before clipping.
+        """
+        started = time.perf_counter()
+        lr = self._learning_rate()
+        loss, grad_norm, overflowed = self._gradients()
+        while overflowed and math.isfinite(loss) and self._lower_loss_scale(log):
+            loss, grad_norm, overflowed = self._gradients()
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            loss_scale = self._update()
+            self.step += 1
+            self._report_step(log, loss, lr, grad_norm, seconds=time.perf_counter() - started, loss_scale=loss_scale)
         return loss, grad_norm
 
-    def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
-        """Let the autopilot act on the newest sample; apply and return True if it changed the settings."""
-        if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
-            return False
-        self._capture(self.autopilot.unhealthy_layers)
-        before, self.training = self.training, self.autopilot.training
-        self.recipe = self.training.recipe_at(self.step)
-        apply_recipe(self.model, self.training, step=self.step)
-        self.surroundings = surroundings(self.training, self.device)
-        self._renew_loss_scaler(keep=before.loss_scale == self.training.loss_scale)
-        return True
+    def _learning_rate(self) -> float:
+        training = self.training
+        lr = learning_rate(
+            self.step + 1,
+            peak=training.peak_lr,
+            floor=min(training.min_lr, training.peak_lr),
+            warmup=training.warmup_steps,
+            steps=training.steps,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
-    def _capture(self, paths: list[str]) -> None:
-        """Capture the operands of layers that are about to change their recipe, with an extra micro-batch."""
-        if self.watcher is None or not any(paths):
-            return
-        inputs, targets = next(self._batches())
-        with self.watcher.capturing(paths):
+    def _gradients(self) -> tuple[float, float, bool]:
+        """Fill the parameters' gradients, clipped.
+
+        Returns:
+            The mean loss, the gradients' norm before clipping, and whether a scaled gradient overflowed.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        share = 1 / self.training.grad_accumulation
+        losses = []
+        for inputs, targets in self._batches():
             with self.surroundings:
                 loss = token_loss(self.model(inputs), targets)
-            (loss * ((self.scaler.value if self.scaler else 1) / self.training.grad_accumulation)).backward()
-        self.optimizer.zero_grad(set_to_none=True)
-        discard_step(self.model)
+            part = loss * share
+            (part if self.scaler is None else self.scaler.scale(part)).backward()
+            losses.append(loss.detach())
+        overflowed = self.scaler is not None and not self.scaler.unscale_(self.optimizer)
+        return (torch.stack(losses).sum() * share).item(), self._clip(), overflowed
 
-    def _renew_loss_scaler(self, *, keep: bool) -> None:
-        """Create a scaler for changed settings; ``keep`` the scale if its own setting is unchanged."""
-        before, self.scaler = self.scaler, _loss_scaler(self.training, self.device)
-        if before is not None and self.scaler is not None and keep:
-            self.scaler.load_state_dict(before.state_dict())
-        scales = [1.0 if one is None else one.value for one in (before, self.scaler)]
-        if scales[0] != scales[1]:
-            rescale_gradient_history(self.model, scales[1] / scales[0])
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the micro-batches of the next update."""
+        training = self.training
+        for index in range(training.grad_accumulation):
+            inputs, targets = self.data.batch(
+                self.step * training.grad_accumulation + index,
+                batch_size=training.batch_size,
+                context=training.context,
+                seed=training.seed,
+            )
+            yield inputs.to(self.device), targets.to(self.device)
+
+    def _clip(self) -> float:
+        """Scale the gradients down to ``clip_norm``; return their previous norm."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if self.training.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.training.clip_norm, norm)
+        return norm.item()
+
+    def _update(self) -> float | None:
+        """Take the optimizer's step; return the loss scale of its gradients, or None."""
+        if self.scaler is None:
+            self.optimizer.step()
+            update_scales(self.model)
+            return None
+        loss_scale = self.scaler.value
+        self.scaler.step(self.optimizer)
+        update_scales(self.model)
+        self.scaler.update()
+        self._rescale_histories(before=loss_scale)
+        return loss_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.value
+
+    def _rescale_histories(self, *, before: float) -> None:
+        """Multiply the gradients' amax histories by the change of the loss scale since ``before``."""
+        if self._loss_scale != before:
+            rescale_gradient_history(self.model, self._loss_scale / before)
+
+    def _lower_loss_scale(self, log: MetricsLog) -> bool:
+        """After an overflow, set a smaller loss scale; return False if there is none."""
+        if self.scaler is None or self.scaler.value == self.scaler.floor:
+            return False
+        before = self.scaler.value
+        log.write("overflow", self.step + 1, loss_scale=before)
+        discard_step(self.model)
+        self.scaler.update()
+        self._rescale_histories(before=before)
+        self.emit(
+            Notice(text=f"step {self.step + 1}: a gradient overflowed; the loss scale is now {self.scaler.value:g}")
+        )
+        return True
 
     def _enter_phase(self, log: MetricsLog) -> None:
         """Switch the layers to the recipe of the next step, if a phase begins with it."""
@@ -252,126 +281,78 @@ class Trainer:
             return step
         return self.autopilot.looking(self.model, self.step + 1, step)
 
-    def _update_once(self, log: MetricsLog) -> tuple[float, float]:
-        """Take a step unless the loss or the gradients' norm is not finite; return both."""
-        started = time.perf_counter()
-        lr = self._learning_rate()
-        loss, grad_norm, overflowed = self._gradients()
-        while overflowed and math.isfinite(loss) and self._lower_loss_scale(log):
-            loss, grad_norm, overflowed = self._gradients()
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            scale = self._update()
-            self.step += 1
-            self._report_step(log, loss, lr, grad_norm, seconds=time.perf_counter() - started, loss_scale=scale)
-        return loss, grad_norm
-
-    def _gradients(self) -> tuple[float, float, bool]:
-        """Fill the parameters' gradients, clipped.
-
-        Returns:
-            The mean loss, the gradients' norm before clipping, and whether a scaled gradient overflowed.
-        """
-        self.optimizer.zero_grad(set_to_none=True)
-        share = 1 / self.training.grad_accumulation
-        losses = []
-        for inputs, targets in self._batches():
-            with self.surroundings:
-                loss = token_loss(self.model(inputs), targets)
-            part = loss * share
-            (part if self.scaler is None else self.scaler.scale(part)).backward()
-            losses.append(loss.detach())
-        overflowed = self.scaler is not None and not self.scaler.unscale_(self.optimizer)
-        return (torch.stack(losses).sum() * share).item(), self._clip(), overflowed
-
-    def _update(self) -> float | None:
-        """Take the optimizer's step; return the loss scale of its gradients, or None."""
-        if self.scaler is None:
-            self.optimizer.step()
-            update_scales(self.model)
-            return None
-        scale = self.scaler.value
-        self.scaler.step(self.optimizer)
-        update_scales(self.model)
-        self._update_loss_scale(self.scaler)
-        return scale
-
-    def _update_loss_scale(self, scaler: LossScaler) -> None:
-        before = scaler.value
-        scaler.update()
-        if scaler.value != before:
-            rescale_gradient_history(self.model, scaler.value / before)
-
-    def _lower_loss_scale(self, log: MetricsLog) -> bool:
-        """After an overflow, set a smaller loss scale; return False if there is none."""
-        if self.scaler is None or self.scaler.value == self.scaler.floor:
+    def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
+        """Let the autopilot act on the newest sample; apply and return True if it changed the settings."""
+        if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
             return False
-        log.write("overflow", self.step + 1, loss_scale=self.scaler.value)
-        discard_step(self.model)
-        self._update_loss_scale(self.scaler)
-        self.emit(
-            Notice(text=f"step {self.step + 1}: a gradient overflowed; the loss scale is now {self.scaler.value:g}")
-        )
+        self._capture(self.autopilot.unhealthy_layers)
+        before, self.training = self.training, self.autopilot.training
+        self.recipe = self.training.recipe_at(self.step)
+        apply_recipe(self.model, self.training, step=self.step)
+        self.surroundings = surroundings(self.training, self.device)
+        self._renew_loss_scaler(keep=before.loss_scale == self.training.loss_scale)
         return True
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches of the next update."""
-        training = self.training
-        for index in range(training.grad_accumulation):
-            inputs, targets = self.data.batch(
-                self.step * training.grad_accumulation + index,
-                batch_size=training.batch_size,
-                context=training.context,
-                seed=training.seed,
+    def _capture(self, paths: list[str]) -> None:
+        """Capture the operands of layers that are about to change their recipe, with an extra micro-batch."""
+        if self.watcher is None or not any(paths):
+            return
+        inputs, targets = next(self._batches())
+        with self.watcher.capturing(paths):
+            with self.surroundings:
+                loss = token_loss(self.model(inputs), targets)
+            (loss * (self._loss_scale / self.training.grad_accumulation)).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        discard_step(self.model)
+
+    def _renew_loss_scaler(self, *, keep: bool) -> None:
+        """Create a scaler for changed settings; ``keep`` the scale if its own setting is unchanged."""
+        scale, scaler = self._loss_scale, self.scaler
+        self.scaler = build_loss_scaler(self.training, self.device)
+        if scaler is not None and self.scaler is not None and keep:
+            self.scaler.load_state_dict(scaler.state_dict())
+        self._rescale_histories(before=scale)
+
+    def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
+        with self._sampled(log, always=True):
+            finding = first_nonfinite(
+                self.model,
+                self._batches(),
+                surroundings=self.surroundings,
+                loss_scale=self._loss_scale / self.training.grad_accumulation,
             )
-            yield inputs.to(self.device), targets.to(self.device)
+        scale_value = {} if self.scaler is None else {"loss_scale": self.scaler.value}
+        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale_value)
+        sentence = failure_sentence(loss, grad_norm, finding)
+        return NonFiniteLossError(f"at step {self.step + 1} {sentence}; {self._last_good_checkpoint()}")
 
-    def _learning_rate(self) -> float:
-        training = self.training
-        lr = learning_rate(
-            self.step + 1,
-            peak=training.peak_lr,
-            floor=min(training.min_lr, training.peak_lr),
-            warmup=training.warmup_steps,
-            steps=training.steps,
+    def _last_good_checkpoint(self) -> str:
+        path = latest(self.run_dir)
+        if path is None:
+            return (
+                "there is no earlier checkpoint; lower the learning rate, or save more often with checkpoint_interval"
+            )
+        return f"the last good checkpoint is {str(path)!r}"
+
+    def open_log(self) -> MetricsLog:
+        """Open the log of metrics, removing lines and captures of later steps."""
+        remove_captures(self.run_dir / CAPTURES, after_step=self.step if self.checkpoint else -1)
+        return MetricsLog(
+            self.run_dir,
+            after_step=self.step if self.checkpoint else None,
+            on_line=self.autopilot.see if self.autopilot else None,
+            on_notice=lambda text: self.emit(Notice(text=text)),
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
-
-    def _clip(self) -> float:
-        """Scale the gradients down to ``clip_norm``; return their previous norm."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if self.training.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.training.clip_norm, norm)
-        return norm.item()
 
     def _report_step(
         self, log: MetricsLog, loss: float, lr: float, grad_norm: float, *, seconds: float, loss_scale: float | None
     ) -> None:
         tokens = self.training.tokens_per_step
         self.step_seconds.append(seconds)
-        log.write(
-            "step",
-            self.step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens=self.step * tokens,
-            seconds=round(seconds, 4),
-            threads=torch.get_num_threads(),
-            **({} if loss_scale is None else {"loss_scale": loss_scale}),
-        )
-        self.emit(
-            StepDone(
-                step=self.step,
-                steps=self.training.steps,
-                loss=loss,
-                lr=lr,
-                grad_norm=grad_norm,
-                tokens_per_second=tokens / seconds,
-            )
-        )
+        values = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+        counts = {"tokens": self.step * tokens, "seconds": round(seconds, 4), "threads": torch.get_num_threads()}
+        log.write("step", self.step, **values, **counts, **({} if loss_scale is None else {"loss_scale": loss_scale}))
+        self.emit(StepDone(step=self.step, steps=self.training.steps, **values, tokens_per_second=tokens / seconds))
 
     def _is_due(self, interval: int) -> bool:
         return self.step == self.training.steps or (interval > 0 and self.step % interval == 0)
@@ -415,27 +396,6 @@ class Trainer:
         load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
         return checkpoint
 
-    def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
-        with self._sampled(log, always=True):
-            finding = first_nonfinite(
-                self.model,
-                self._batches(),
-                surroundings=self.surroundings,
-                loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
-            )
-        scale_value = {} if self.scaler is None else {"loss_scale": self.scaler.value}
-        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale_value)
-        sentence = failure_sentence(loss, grad_norm, finding)
-        return NonFiniteLossError(f"at step {self.step + 1} {sentence}; {self._last_good_checkpoint()}")
-
-    def _last_good_checkpoint(self) -> str:
-        path = latest(self.run_dir)
-        if path is None:
-            return (
-                "there is no earlier checkpoint; lower the learning rate, or save more often with checkpoint_interval"
-            )
-        return f"the last good checkpoint is {str(path)!r}"
-
     def _result(self, stop: StopRequest) -> TrainResult:
         train_curve, validation_curve = curves_of(self.run_dir)
         typical = statistics.median(self.step_seconds) if self.step_seconds else math.nan
@@ -450,33 +410,3 @@ class Trainer:
             checkpoint=self.checkpoint,
             converted=self.converted,
         )
-
-
-def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW in one pass over each tensor; matrices decay, vectors (norms, biases) do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    beta1, beta2 = training.betas
-    return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
-
-
-def _watcher(
-    training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
-) -> Watcher | None:
-    """Watcher of the FP8 layers every ``statistics_interval`` updates; None for a run without either."""
-    if not training.is_fp8 or not training.statistics_interval:
-        return None
-    return watch(model, optimizer, interval=training.statistics_interval, captures=run_dir / CAPTURES)
-
-
-def _loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler | None:
-    if not training.scales_loss:
-        return None
-    return LossScaler(DYNAMIC if training.loss_scale == AUTO else training.loss_scale, device=device)
-
-
-def _ignore(event: Event) -> None:
-    """Ignore an event."""

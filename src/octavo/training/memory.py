@@ -5,12 +5,14 @@ the kernel resets to the present size when 5 is written to /proc/self/clear_refs
 libraries and the mapped pages of the token files too; memory freed earlier but kept by the C allocator as well. Where
 the reset is not allowed, the figure is the peak since the process began; where there is no /proc, ``getrusage``'s.
 
-So a CPU's figure depends on what the process did before: the second of two equal runs starts with memory left by the
-first. It is the memory that a machine needs, and not comparable between runs. :func:`extra_memory_bytes` is
-comparable: the memory of one call beyond what was in use, after the C allocator has returned its free memory.
+On a CPU the figure therefore depends on earlier work of the process: the second of two equal runs starts with memory
+left by the first. It is the memory that a machine needs, and not comparable between runs.
+:func:`extra_memory_bytes` is comparable: the memory of one call beyond that in use, after unreachable objects are
+collected and the C allocator has returned its free memory.
 """
 
 import ctypes
+import gc
 import platform
 import resource
 import sys
@@ -75,6 +77,7 @@ def extra_memory_bytes(device: torch.device, run: Callable[[], object]) -> int |
         device: device whose memory to measure.
         run: called once. Memory that only a first call needs, such as libraries, counts if this is the first call.
     """
+    gc.collect()  # garbage collected inside the call would count as in use before it, and lower the figure
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)  # reuse of its free blocks would not show in the peak
     if not reset_peak_memory(device):

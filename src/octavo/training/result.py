@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.curves import Curve
 from octavo.training.metrics import read_metrics
 
-__all__ = ["Curve", "TrainResult", "curves_of"]
-
-Curve = tuple[tuple[int, float], ...]
+__all__ = ["TrainResult", "curves_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from octavo.files import remove_if_empty, remove_leftovers, write_atomically
 from octavo.models import Llama, LlamaConfig
-from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_is_run, has_run, runs_in
+from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_run_folder, has_run, runs_in
 from octavo.parsing import read_toml
 from octavo.text.tokenizer import load_tokenizer
 from octavo.text.tokens import TokenData
@@ -131,7 +131,7 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
         ConfigError: the folder holds a study.
     """
     folder = Path(run_dir)
-    check_is_run(folder)
+    check_run_folder(folder)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{str(folder)!r} holds no run (no {CONFIG}); name the folder that octavo train wrote")
     config = load_config(folder / CONFIG)
@@ -197,7 +197,7 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
             f"{str(run_dir)!r} holds other runs ({', '.join(run_folders)}); give this one a folder of its own, "
             f"such as {str(run_dir / 'new')!r}"
         )
-    check_is_run(run_dir)
+    check_run_folder(run_dir)
     if has_run(run_dir) and not resume:
         raise ConfigError(f"{str(run_dir)!r} already holds a run; continue it with --resume or name another folder")
     if resume and not (run_dir / CONFIG).is_file():
@@ -275,14 +275,10 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 def _difference(before: RunConfig, now: RunConfig) -> str:
     """Describe the first differing key, with both values."""
-    old, new = _flat(before.to_dict()), _flat(now.to_dict())
+    old, new = before.flat(), now.flat()
     differing = (key for key in old if old[key] != new.get(key) and key not in before.free_to_change)
     key = next(differing, "training.overrides")  # whose order alone may differ
     return f"{key} = {old[key]!r}, not {new.get(key)!r}"
-
-
-def _flat(nested: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in nested.items() for key, value in keys.items()}
 
 
 def _llama_config(path: Path, state: CheckpointState) -> LlamaConfig:

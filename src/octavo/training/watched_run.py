@@ -13,7 +13,7 @@ from torch import nn
 from octavo.doctor import Series, series_of
 from octavo.errors import ConfigError, DataError, TrainingError
 from octavo.models import Llama
-from octavo.models.sources import check_is_run
+from octavo.models.sources import check_run_folder
 from octavo.text.corpus import Split
 from octavo.text.tokens import open_data
 from octavo.training.config import RunConfig, load_config
@@ -27,7 +27,7 @@ __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
 HEAD = "lm_head"
 DATA = "data"
 COUNTED_TOKENS = 1 << 22  # enough to estimate the text's token frequencies
-# What may differ between a run and the reference whose loss it is compared with: how it computes, and who looks.
+# Keys that may differ between a run and the reference that its loss is compared with.
 OF_PRECISION = {
     "recipe",
     "recipe_options",
@@ -109,7 +109,7 @@ def read_run(run_dir: Path) -> WatchedRun:
         ConfigError: there is no run, it has no step yet, or the folder holds a study.
         TrainingError: a line is not a run's.
     """
-    check_is_run(run_dir)
+    check_run_folder(run_dir)
     if not (run_dir / METRICS).is_file():
         raise ConfigError(
             f"{str(run_dir)!r} holds no run (no {METRICS}); name the folder that octavo train, or the Hugging Face "
@@ -130,7 +130,7 @@ def read_run(run_dir: Path) -> WatchedRun:
 
 
 def _unigram_nats(run_dir: Path) -> float | None:
-    """Of the tokens in the run's folder, or beside it in its study's; None where they are in neither."""
+    """Entropy of the tokens in the run's folder or its study's; None if neither has any."""
     for folder in (run_dir / DATA, run_dir.parent / DATA):
         with suppress(DataError):
             return unigram_entropy(open_data(folder), Split.TRAIN, max_tokens=COUNTED_TOKENS)
@@ -185,18 +185,16 @@ def _reference_command(run: WatchedRun) -> str:
 
 
 def _comparable_values(config: RunConfig) -> dict[str, Any]:
-    sections: dict[str, dict[str, Any]] = config.to_dict()
     return {
-        f"{section}.{key}": value
-        for section, keys in sections.items()
-        for key, value in keys.items()
-        if key not in OF_PRECISION | OF_THE_MACHINE
+        name: value
+        for name, value in config.flat().items()
+        if name.rpartition(".")[2] not in OF_PRECISION | OF_THE_MACHINE
     }
 
 
 def _reason_without_statistics(config: RunConfig | None) -> str:
     if config is None:
-        return "let octavo.doctor.watch, or its Hugging Face callback, look at the training"
+        return "train with octavo.doctor.watch or its Hugging Face callback"
     training = config.training
     if not training.is_fp8:
         return f"its recipe {training.recipe!r} casts nothing to FP8; give an FP8 run, and this one with --against"
@@ -216,14 +214,15 @@ def _check_model(run: WatchedRun, config: RunConfig) -> None:
     for path, facts in run.series.layers.items():
         shape = (facts.get("in_features"), facts.get("out_features"))
         if path != HEAD and shapes.get(path) != shape:
-            raise TrainingError(
-                f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
-                f"{path!r} from {shape[0]} to {shape[1]} features; put both files of one run together"
-            )
-    cast, multiplied = [key.path for key in run.series.casts.keys], [key.path for key in run.series.products.keys]
-    for path in dict.fromkeys(cast + multiplied):
+            raise TrainingError(_other_model(run, f"{path!r} from {shape[0]} to {shape[1]} features"))
+    paths = [*(key.path for key in run.series.casts.keys), *(key.path for key in run.series.products.keys)]
+    for path in paths:
         if path != HEAD and path not in shapes:
-            raise TrainingError(
-                f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
-                f"{path!r}, whose casts they are of; put both files of one run together"
-            )
+            raise TrainingError(_other_model(run, f"{path!r}, which the statistics are of"))
+
+
+def _other_model(run: WatchedRun, layer: str) -> str:
+    return (
+        f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} has no layer {layer}; "
+        "put both files of one run together"
+    )

@@ -7,15 +7,15 @@ import torch
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.triton import blocks, casts, rows, values
-from octavo.numerics import CastSpec, PerBlock, PerRow, Record, ScaleRounding
+from octavo.numerics import AmaxRecord, CastSpec, PerBlock, PerRow, ScaleRounding
 
 _E4M3, _E5M2 = CastSpec(format=E4M3), CastSpec(format=E5M2)
 _ROWS = CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL)
 _x, _master = torch.empty(1024, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096)
 _long = torch.empty(64, 16384, dtype=torch.bfloat16)
 _amax = torch.ones(())
-_history = Record(torch.ones(()), torch.zeros((), dtype=torch.bool), torch.zeros((), dtype=torch.int64))
-_counts = Record(nonfinite=_history.nonfinite)
+_history = AmaxRecord(torch.ones(()), torch.zeros((), dtype=torch.bool), torch.zeros((), dtype=torch.int64))
+_counts = AmaxRecord(nonfinite=_history.nonfinite)
 _codes = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn)
 _random = torch.empty(1024, 4096, dtype=torch.int32)
 _one, _row_scales, _tile_scales = torch.ones(1, 1), torch.ones(1024, 1), torch.ones(1024, 32)
@@ -27,30 +27,30 @@ def _blocks(rows: int, columns: int) -> CastSpec:
 
 CALLS: dict[str, Callable[[], object]] = {
     "tensor": partial(casts.cast_tensor, _x, _E4M3),
-    "tensor both ways": partial(casts.cast_tensor, _x, _E4M3, flipped=True, into=_counts),
-    "tensor both ways, E5M2": partial(casts.cast_tensor, _x, _E5M2, flipped=True),
-    "tensor both ways, FP32": partial(casts.cast_tensor, _master, _E4M3, flipped=True),
+    "tensor both ways": partial(casts.cast_tensor, _x, _E4M3, transposed=True, record=_counts),
+    "tensor both ways, E5M2": partial(casts.cast_tensor, _x, _E5M2, transposed=True),
+    "tensor both ways, FP32": partial(casts.cast_tensor, _master, _E4M3, transposed=True),
     "delayed both ways": partial(
-        casts.cast_tensor, _x, _E4M3, amax=_amax, measure_if_zero=True, flipped=True, into=_history
+        casts.cast_tensor, _x, _E4M3, amax=_amax, measure_if_zero=True, transposed=True, record=_history
     ),
     "static": partial(casts.cast_tensor, _x, _E4M3, scale=_amax),
-    "static, measuring": partial(casts.cast_tensor, _x, _E4M3, scale=_amax, into=_counts),
+    "static, measuring": partial(casts.cast_tensor, _x, _E4M3, scale=_amax, record=_counts),
     "static, counting": partial(casts.cast_tensor, _x, _E4M3, scale=_amax, counting=True),
     "tensor in place": partial(casts.cast_tensor, _x, _E4M3, values=_x),
-    "rows": partial(rows.cast_rows, _x, _ROWS, into=_counts),
+    "rows": partial(rows.cast_rows, _x, _ROWS, record=_counts),
     "rows of 16384": partial(rows.cast_rows, _long, _ROWS),
     "rows, FP32": partial(rows.cast_rows, _master, _ROWS),
     "rows in place": partial(rows.cast_rows, _x, _ROWS, values=_x),
-    "rows and columns": partial(rows.cast_rows, _x, _ROWS, flipped=True, into=_counts),
-    "rows and columns, FP32": partial(rows.cast_rows, _master, _ROWS, flipped=True),
+    "rows and columns": partial(rows.cast_rows, _x, _ROWS, transposed=True, record=_counts),
+    "rows and columns, FP32": partial(rows.cast_rows, _master, _ROWS, transposed=True),
     "1 x 128": partial(blocks.cast_blocks, _x, _blocks(1, 128)),
-    "1 x 128 both ways": partial(blocks.cast_blocks, _x, _blocks(1, 128), flipped=True, into=_counts),
-    "1 x 128 both ways, FP32": partial(blocks.cast_blocks, _master, _blocks(1, 128), flipped=True, into=_counts),
+    "1 x 128 both ways": partial(blocks.cast_blocks, _x, _blocks(1, 128), transposed=True, record=_counts),
+    "1 x 128 both ways, FP32": partial(blocks.cast_blocks, _master, _blocks(1, 128), transposed=True, record=_counts),
     "1 x 128, FP32": partial(blocks.cast_blocks, _master, _blocks(1, 128)),
-    "128 x 128 both ways": partial(blocks.cast_blocks, _x, _blocks(128, 128), flipped=True, into=_counts),
+    "128 x 128 both ways": partial(blocks.cast_blocks, _x, _blocks(128, 128), transposed=True, record=_counts),
     "128 x 128": partial(blocks.cast_blocks, _x, _blocks(128, 128)),
     "1 x 32": partial(blocks.cast_blocks, _x, _blocks(1, 32)),
-    "1 x 32 both ways": partial(blocks.cast_blocks, _x, _blocks(1, 32), flipped=True),
+    "1 x 32 both ways": partial(blocks.cast_blocks, _x, _blocks(1, 32), transposed=True),
     "dequantize, tensor": partial(values.dequantize, _codes, _one, (0, 0), E4M3, torch.bfloat16),
     "dequantize, rows": partial(values.dequantize, _codes, _row_scales, (1, 0), E4M3, torch.bfloat16),
     "dequantize, 1 x 128": partial(values.dequantize, _codes, _tile_scales, (1, 128), E4M3, torch.bfloat16),

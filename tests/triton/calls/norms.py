@@ -25,14 +25,14 @@ def _rms(cast: ResultCast, columns: int = COLUMNS, dtype: torch.dtype = torch.bf
     spec = NormSpec(layer=False, eps=1e-5, zero_centered=False)
     x, gain = torch.empty(64, columns, dtype=dtype), torch.empty(columns)
     return fused_casts.cast_norm(
-        x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=torch.ones(()) if amax else None
+        x, gain, None, spec, cast, result_dtype=torch.bfloat16, amax=torch.ones(()) if amax else None
     )
 
 
 def _layer(cast: ResultCast, columns: int = COLUMNS):
     spec = NormSpec(layer=True, eps=1e-5, zero_centered=True)
     x, gain = torch.empty(64, columns, dtype=torch.bfloat16), torch.empty(columns, dtype=torch.bfloat16)
-    return fused_casts.cast_norm(x, gain, gain, spec, cast, handed_on=torch.bfloat16)
+    return fused_casts.cast_norm(x, gain, gain, spec, cast, result_dtype=torch.bfloat16)
 
 
 def _backward(columns: int, layer: bool, dtype: torch.dtype = torch.bfloat16):

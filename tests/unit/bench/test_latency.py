@@ -17,7 +17,7 @@ class Model:
         return torch.zeros(1)
 
 
-def test_formats_take_turns_and_the_first_round_does_not_count():
+def test_formats_alternate_after_an_untimed_round():
     calls: list[tuple[str, tuple[int, ...]]] = []
     seconds = iter([2.0, 30.0, 4.0, 10.0, 3.0, 20.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
 
@@ -42,8 +42,8 @@ def test_formats_take_turns_and_the_first_round_does_not_count():
     assert found[2].tokens_per_second == 80.0
 
 
-def test_a_cpu_is_said_to_emulate(monkeypatch):
+def test_note_depends_on_the_device(monkeypatch):
     """The model's device says it, and not what else the machine has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "no FP8 instructions" in latency.emulation_note(torch.device("cpu"))
-    assert latency.emulation_note(torch.device("cuda")) == "Times are of this GPU."
+    assert latency.emulation_note(torch.device("cuda")) == "These are times of this GPU."

@@ -23,19 +23,19 @@ def report() -> Report:
         (0.76, 0.75, True, "missed"),
     ],
 )
-def test_a_bar_is_reached_from_its_side(found, bar, at_most, word):
+def test_bar_is_a_lower_or_upper_limit(found, bar, at_most, word):
     verdict = Verdict(claim="x", found=found, bar=bar, at_most=at_most)
     assert str(verdict).startswith(f"{word}: x: {found:.2f} (at {'most' if at_most else 'least'} {bar:.2f})")
 
 
-def test_the_heading_says_whose_the_bars_are_where_the_card_is_another(report):
+def test_heading_names_the_bars_device_if_it_differs(report):
     assert "The bars are" not in markdown(report)
     assert "1 of 3 bars met, 1 not judged. The bars are an H200's; this is an H100." in markdown(
         replace(report, facts={"device": "H100"})
     )
 
 
-def test_markdown_has_the_table_the_bars_and_what_is_missing(report):
+def test_markdown_has_tables_bars_and_failures(report):
     text = markdown(report)
     assert "| timed | speed |\n| --- | --- |\n| a <cast> | 1/2 GB/s |\n\nA note." in text
     assert "1 of 3 bars met, 1 not judged." in text
@@ -47,7 +47,7 @@ def test_markdown_has_the_table_the_bars_and_what_is_missing(report):
     assert "rehearsal" not in text
 
 
-def test_a_rehearsal_says_that_its_times_mean_nothing(report):
+def test_rehearsal_is_marked(report):
     report.is_rehearsal = True
     assert "the times mean nothing" in markdown(report)
 
@@ -67,5 +67,5 @@ def test_files_of_a_result_share_a_name_and_replace_older_ones(tmp_path):
     }
 
 
-def test_a_cell_cannot_end_its_column():
+def test_pipes_in_cells_are_replaced():
     assert markdown_table(["a", "b"], [["1|2", "3"]]) == ["| a | b |", "| --- | --- |", "| 1/2 | 3 |"]

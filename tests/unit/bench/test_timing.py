@@ -22,13 +22,13 @@ def test_every_round_runs_each_once_in_turn_after_the_warm_up():
 
 
 @pytest.mark.parametrize(("late_after", "rounds"), [(0, 3), (4, 4), (100, 6)])
-def test_three_rounds_are_run_however_late_it_is(late_after, rounds):
+def test_at_least_three_rounds_are_run(late_after, rounds):
     done: list[int] = []
     seconds = interleaved({"a": lambda: done.append(1)}, rounds=6, warmup=0, is_late=lambda: len(done) >= late_after)
     assert len(seconds["a"]) == len(done) == rounds
 
 
-def test_collection_is_on_again_after_a_failure():
+def test_garbage_collection_is_restored_after_an_error():
     with pytest.raises(ZeroDivisionError):
         interleaved({"a": lambda: 1 / 0}, rounds=1, warmup=0)
     assert gc.isenabled()

@@ -79,7 +79,7 @@ def test_without_native_kernels_it_refuses(monkeypatch, capsys):
 
 @needs_extension
 @pytest.mark.usefixtures("small")
-def test_what_the_bars_name_is_timed_and_runs():
+def test_every_call_of_a_bar_is_timed_and_runs():
     entered = cpu_kernels.contestants()
     rows = list(cpu_kernels.result_rows(entered, {name: [1.0, 1.0] for name in entered}))
     assert sum(bool(row[-1]) for row in rows) == 9 * len(cpu_kernels.DTYPES) + len(cpu_kernels.GEMMS) + 2 + 2
@@ -91,7 +91,7 @@ def test_what_the_bars_name_is_timed_and_runs():
 @needs_extension
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES, ids=str)
-def test_a_copy_moves_what_a_cast_does(dtype):
+def test_copy_moves_as_many_bytes_as_a_cast(dtype):
     work = {name: entry.work for name, entry in cpu_kernels.contestants().items()}
     short = str(dtype).removeprefix("torch.")
     for kind in ("given", "fresh"):

@@ -15,14 +15,14 @@ from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig, load_gguf
+from octavo.models import Llama, load_gguf
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.models import small_gguf
 
-SHAPE = LlamaConfig(
+SHAPE = tiny_llama_config(
     vocab_size=96,
     hidden_size=64,
     intermediate_size=96,
-    num_layers=2,
     num_heads=2,
     num_kv_heads=1,
     max_positions=WINDOW,
@@ -169,8 +169,8 @@ def test_perplexities_and_what_the_kernels_change(model):
     full = math.exp(sum(losses[PLAIN, "FP32", "FP32"]) / 2)
     assert lines[2] == f"| {PLAIN} | FP32 | FP32 | {full:.4f} |  |"
     assert lines[3] == f"| {PLAIN} | FP8 | FP32 | {full:.4f} | +0.0000 ± 0.0000 |"
-    assert f"{KERNELS}, FP32 kept, beside {PLAIN}: unchanged" in lines[-3]
-    assert f"{KERNELS}, FP8 kept, beside {REFERENCE}: unchanged" in lines[-1]
+    assert f"{KERNELS}, FP32 cache, against {PLAIN}: unchanged" in lines[-3]
+    assert f"{KERNELS}, FP8 cache, against {REFERENCE}: unchanged" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_perplexities_and_what_the_kernels_change(model):
         ("FP8", REFERENCE, [2e-3, 3e-3], "CHANGED, +2.5e-03 nats (bound 1.5e-03), at most 3.0e-03 in a window."),
     ],
 )
-def test_kernels_that_change_what_is_computed_are_told(kept, by, gaps, verdict):
+def test_kernels_that_change_results_are_reported(kept, by, gaps, verdict):
     names = [(PLAIN, "FP32", "FP32"), (PLAIN, "FP8", "FP32"), (KERNELS, "FP8", "FP32"), (REFERENCE, "FP8", "FP8")]
     losses = {name: [2.0, 4.0] for name in [*names, (KERNELS, "FP8", "FP8")]}
     losses[KERNELS, "FP8", kept] = [2.0 + gaps[0], 4.0 + gaps[1]]
     line = decode.perplexity_lines(losses)[-3 if kept == "FP32" else -1]
-    assert line == f"{KERNELS}, {kept} kept, beside {by}: {verdict}"
+    assert line == f"{KERNELS}, {kept} cache, against {by}: {verdict}"
 
 
 def test_bytes_of_a_file_are_its_tensors(tmp_path):
@@ -195,7 +195,7 @@ def test_bytes_of_a_file_are_its_tensors(tmp_path):
     assert decode.weight_bytes(path) == sum(tensor.nbytes for tensor in small_gguf.weights().values())
 
 
-def test_what_is_missing_ends_it_with_a_sentence(monkeypatch, capsys):
+def test_missing_model_or_library_ends_with_one_sentence(monkeypatch, capsys):
     def missing():
         raise BackendError("llama-cpp-python is not installed")
 

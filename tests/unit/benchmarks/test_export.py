@@ -10,7 +10,7 @@ from benchmarks import export as benchmark
 from benchmarks import smollm2
 from octavo.export.checkpoint_writer import SavedCheckpoint
 from octavo.export.lockstep import LockstepAgreement
-from octavo.export.sources import Request
+from octavo.export.sources import ConversionOptions
 from tests.unit.cli.conftest import TINY, run_octavo
 
 GOOD: dict[str, Any] = {
@@ -79,7 +79,7 @@ def asked(monkeypatch):
 def test_a_run_is_measured_beside_the_model(monkeypatch, capsys, asked):
     monkeypatch.setattr(sys, "argv", ["export.py", "--run", "runs/mine", "--cases", "hf-fp8;octavo", "--no-write"])
     benchmark.main()
-    cases = (("hf-fp8", Request()), ("octavo", Request(recipe="mxfp8")))
+    cases = (("hf-fp8", ConversionOptions()), ("octavo", ConversionOptions(recipe="mxfp8")))
     assert asked == [(source, *case) for source in ("smollm2.gguf", "runs/mine") for case in cases]
     rows = [line.strip("| ").split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [[name, case] for name in ("SmolLM2-135M", "run mine") for case in ("hf-fp8", "octavo")]
@@ -88,7 +88,7 @@ def test_a_run_is_measured_beside_the_model(monkeypatch, capsys, asked):
 def test_a_mix_is_measured_alone(monkeypatch, capsys, asked):
     monkeypatch.setattr(sys, "argv", ["export.py", "--mix", "mix.toml", "--no-write"])
     benchmark.main()
-    assert asked == [("smollm2.gguf", "octavo", Request(mix=Path("mix.toml")))]
+    assert asked == [("smollm2.gguf", "octavo", ConversionOptions(mix=Path("mix.toml")))]
     assert f"{saved().nbytes:,} bytes of weights." in capsys.readouterr().out
 
 
@@ -97,6 +97,6 @@ def test_a_trained_run_goes_through(tmp_path):
     config.write_text(TINY.replace("context = 32", "context = 96"))
     text.write_text("".join(f"{n} times {n % 7} makes {n * (n % 7)}, of course.\n" for n in range(2000)))
     assert run_octavo("train", "--config", config, "--data", text, "--out", run).exit_code == 0
-    row = benchmark.row("run", "hf-fp8", benchmark.measured(str(run), "hf-fp8", Request()))
+    row = benchmark.row("run", "hf-fp8", benchmark.measured(str(run), "hf-fp8", ConversionOptions()))
     assert row[5] == "64 of 64 (met)"
     assert all(row[place].endswith("(met)") for place in (3, 4))

@@ -42,7 +42,7 @@ def test_the_bar_is_half_a_percent_above_the_tuned_bf16_model(above, verdict):
 
 
 def test_training_stands_beside_casting_the_tuned_model():
-    assert "- fp8-qat beside fp8-of-tuned: -0.0200 ± 0.0100 nats" in qat.table(result(0.0))
+    assert "- fp8-qat against fp8-of-tuned: -0.0200 ± 0.0100 nats" in qat.table(result(0.0))
 
 
 def test_each_way_of_training_has_a_result_of_its_own():

@@ -1,4 +1,4 @@
-"""The quantisation benchmark: its bars judge made-up scores, and a small model goes through all of it."""
+"""The quantization benchmark: its bars judge made-up scores, and a small model goes through all of it."""
 
 import math
 

@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks import sensitivity, smollm2
 from octavo.language_model import LanguageModel
-from octavo.quantization.sensitivity import Budget, Found, Increase, Mix, Sensitivity, measure_sensitivity, save_mix
-from octavo.quantization.sensitivity.ablation import compare
+from octavo.quantization.sensitivity.ablation import Increase, compare
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
+from octavo.quantization.sensitivity.mix import Mix, save_mix
+from octavo.quantization.sensitivity.study import Budget, MixResult, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.units import units_of
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 
@@ -25,7 +26,9 @@ def found() -> Sensitivity:
 def with_best(found: Sensitivity, *, percent: float, share: float) -> Sensitivity:
     nats = math.log1p(percent / 100)
     true = Increase(nats=nats, error=0.001, divergence=0.01, windows=40)
-    made = Found(name="budget", chosen={}, bytes=1, bytes_share=share, fp8_products=0.25, predicted=nats, verified=true)
+    made = MixResult(
+        name="budget", chosen={}, bytes=1, bytes_share=share, fp8_products=0.25, predicted=nats, verified=true
+    )
     return replace(found, best=made)
 
 

@@ -42,7 +42,7 @@ def test_every_bar_is_judged_against_both_bf16_and_both_of_torchaos(monkeypatch)
     }
 
 
-def test_a_verdict_says_that_what_stands_beside_was_emulated(monkeypatch):
+def test_verdict_notes_an_emulated_bf16_base(monkeypatch):
     monkeypatch.setattr(measure, "_has_bf16_instructions", lambda: False)
     verdicts = {bar.partition(" × ")[2]: verdict for bar, _, verdict in train_step.bar_rows(SECONDS, 1024)}
     assert verdicts["bf16 autocast (torch)"] == "met, beside emulated BF16"
@@ -59,7 +59,7 @@ def test_the_model_has_the_width_asked_for():
 
 
 @pytest.mark.parametrize("rounds", [2, 7])
-def test_the_result_names_the_command_that_gives_it(monkeypatch, rounds, written):
+def test_result_names_its_command(monkeypatch, rounds, written):
     monkeypatch.setattr(sys, "argv", ["train_step", "--rounds", str(rounds)])
     monkeypatch.setattr(train_step, "contestants", lambda _: {})
     monkeypatch.setattr(train_step, "interleaved", lambda _, rounds, warmup: {**SECONDS, "fp32": [1.0] * rounds})
@@ -71,7 +71,7 @@ def test_the_result_names_the_command_that_gives_it(monkeypatch, rounds, written
     assert sum("| met" in line for line in lines) == 10
 
 
-def test_what_the_bars_name_is_timed():
+def test_every_call_of_a_bar_is_timed():
     pytest.importorskip("torchao", reason="torchao is not installed")
     rows = list(train_step.bar_rows({name: [1.0] * 3 for name in train_step.contestants(demo_config())}, 128))
     assert len(rows) == 10

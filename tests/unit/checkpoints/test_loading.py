@@ -92,7 +92,7 @@ def test_decoded_by_hand_the_weights_are_those_that_the_model_multiplies_by(fold
         scale = np.exp2(scale.astype(np.float32) - 127).repeat(32, 1)[:, : values.shape[1]]
     expected = values * scale  # one for all, a column, or one 128x128 block, which is larger than the weight
     layer = layer_of(read.model, LAYER)
-    held = layer.held_weight()
+    held = layer.stored_codes()
     assert held is not None
     np.testing.assert_array_equal(held.dequantize().numpy(), expected)
 
@@ -121,7 +121,7 @@ def test_logits_are_those_of_the_emulation(folders):
 def test_load_language_model_knows_the_folders(folders):
     loaded = load_language_model(folders / "rows")
     assert isinstance(loaded.model, Llama)
-    assert loaded.model.get_submodule(LAYER).held is not None
+    assert loaded.model.get_submodule(LAYER).codes_layout is not None
     assert loaded.context == 64
 
 

@@ -16,7 +16,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.export import save_quantized
 from octavo.export.sources import ExportSource
 from octavo.language_model import load_language_model
-from octavo.quantization.sensitivity import Mix
+from octavo.quantization.sensitivity.mix import Mix
 from octavo.quantization.sensitivity.units import bytes_of, decoded_table, units_of
 from tests.unit.checkpoints.folders import verdict
 from tests.unit.quantization.tiny_models import VOCABULARY, language_model, windows

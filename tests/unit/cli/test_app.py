@@ -25,7 +25,7 @@ def test_help_has_an_example(octavo, command):
     assert f"Example: octavo {command}" in " ".join(result.stdout.split())
 
 
-def test_the_list_of_commands_is_whole_on_a_terminal_of_80_columns(octavo, monkeypatch):
+def test_command_list_fits_80_columns(octavo, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = octavo("--help").stdout.splitlines()
     listed = [line.split() for line in lines[lines.index("Commands:") + 1 :] if line.startswith("  ")]
@@ -80,14 +80,14 @@ def failing(monkeypatch):
         (ConfigError("steps must be 1, not 0"), "steps must be 1, not 0"),
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/x"),
-            "runs/x: no space left on device; free some space or choose another disk; what was whole",
+            "runs/x: no space left on device; free some space or choose another disk; existing files",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "runs/x"), "permission denied; choose a path"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "use a.txt: no such file"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", b"a.txt"), "use a.txt: no such file"),
     ],
 )
-def test_a_refusal_is_one_sentence_and_exit_code_2(octavo, failing, error, words):
+def test_error_is_one_sentence_and_exit_code_2(octavo, failing, error, words):
     failing(error)
     result = octavo("formats", "--errata")
     assert result.exit_code == 2
@@ -97,7 +97,7 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(octavo, failing, error, words
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "formats", "--errata"], ["formats", "--errata", "--debug"]])
-def test_debug_lets_the_error_through(octavo, failing, arguments):
+def test_debug_shows_the_traceback(octavo, failing, arguments):
     failing(ConfigError("steps must be 1, not 0"))
     assert isinstance(octavo(*arguments).exception, ConfigError)
 
@@ -137,7 +137,7 @@ def test_sigterm_that_is_ignored_stays_so(octavo, monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_defect_of_our_own_keeps_its_traceback(octavo, failing):
+def test_unexpected_exception_has_a_traceback(octavo, failing):
     failing(ZeroDivisionError("ours"))
     assert isinstance(octavo("formats", "--errata").exception, ZeroDivisionError)
 
@@ -152,7 +152,7 @@ def test_the_module_is_the_command():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stays_one_whatever_a_library_makes_of_it(octavo, monkeypatch, number, code):
+def test_signal_converted_by_a_library_keeps_its_exit_code(octavo, monkeypatch, number, code):
     """As where an import is broken off while torch's exporter traces a graph."""
 
     def told_to_end():
@@ -172,7 +172,7 @@ def test_a_signal_stays_one_whatever_a_library_makes_of_it(octavo, monkeypatch, 
     assert signal.getsignal(number) is before
 
 
-def test_the_version_is_told(octavo):
+def test_version_is_printed(octavo):
     result = octavo("--version")
     assert (result.exit_code, result.stdout) == (0, f"octavo {version('octavo')}\n")
 
@@ -182,7 +182,7 @@ def test_the_version_is_told(octavo):
     [(["-c", "from octavo_command.__main__ import main; main()"], "torch"), (["-m", "octavo"], "typer")],
     ids=["the script", "the module"],
 )
-def test_ctrl_c_while_octavo_is_imported_is_answered_in_a_sentence(tmp_path, command, module):
+def test_ctrl_c_during_import_is_one_sentence(tmp_path, command, module):
     """In that of a library; ``python -m octavo`` imports the package ``octavo`` before anything can be installed."""
     (tmp_path / f"{module}.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
@@ -200,6 +200,6 @@ def test_ctrl_c_while_octavo_is_imported_is_answered_in_a_sentence(tmp_path, com
     assert done.stderr == "error: interrupted before anything was begun\n"
 
 
-def test_the_script_is_the_one_that_answers_ctrl_c():
+def test_script_entry_point_handles_ctrl_c():
     (script,) = (one for one in entry_points(group="console_scripts") if one.name == "octavo")
     assert script.value == "octavo_command.__main__:main"

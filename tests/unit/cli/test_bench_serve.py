@@ -7,26 +7,18 @@ import pytest
 
 from benchmarks.hopper.reading import load_report
 from octavo.inference import Engine, EngineThread, load_served_model
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.server import Address, Limits, Server, Service
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_llama_config
 
 SMALL = ["--prompt", 12, "--answer", 3, "--rounds", 2, "--requests", 1]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        max_positions=128,
-        tie_embeddings=True,
-    )
+    config = tiny_llama_config(num_layers=1, num_heads=2, num_kv_heads=1, max_positions=128, tie_embeddings=True)
     (tmp_path / "model").mkdir()
     write_llama(tmp_path / "model", Llama(config, seed=1))
     tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=300)
@@ -38,7 +30,7 @@ def sections(raw):
     return {section["title"]: section for section in raw["parts"][0]["sections"]}
 
 
-def test_recipes_side_by_side(octavo, folder, tmp_path):
+def test_recipes_are_compared(octavo, folder, tmp_path):
     pytest.importorskip("plotly", reason="plotly is not installed")
     out = tmp_path / "results"
     done = octavo("bench", "serve", folder, "--batch", "1,2", "--json", "--out", out, *SMALL)
@@ -104,7 +96,7 @@ def test_a_server_over_http(octavo, folder):
         (["--url", "http://x", "--url", "http://x"], "repeats one"),
         (["--url", "http://x", "--name", "a", "--name", "b"], "--name is given 2 times for 1 --url"),
         (["--url", "http://127.0.0.1:9"], "did not answer"),
-        (["--url", "http://[::1"], "'http://[::1' is no address of a server"),
+        (["--url", "http://[::1"], "'http://[::1' is not the address of a server"),
         (
             ["--url", "http://127.0.0.1:9", "--api-key-file", __file__],
             "holds no key; write the key into it as one line of ASCII",

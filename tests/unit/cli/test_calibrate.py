@@ -14,7 +14,7 @@ from octavo.quantization import calibrate, coverage, load_calibration, text_wind
 from tests.unit.models import small_gguf
 
 
-def test_it_writes_what_the_api_finds(octavo, finished_run, text, tmp_path):
+def test_scales_match_the_api(octavo, finished_run, text, tmp_path):
     out = tmp_path / "out"
     result = octavo(
         "calibrate", finished_run, "--data", text, "--samples", 40, "--method", "mse", "--granularity", "row",
@@ -39,7 +39,7 @@ def test_it_writes_what_the_api_finds(octavo, finished_run, text, tmp_path):
         assert model.logits(batches[0]).isfinite().all()
 
 
-def test_it_prints_a_table_and_is_quiet_where_nothing_is_wrong(octavo, finished_run, text, tmp_path):
+def test_prints_a_table_without_warnings(octavo, finished_run, text, tmp_path):
     arguments = ["calibrate", finished_run, "--data", text, "--out", tmp_path / "out"]
     result = octavo(*arguments, "--samples", 64)
     assert result.exit_code == 0, result.output
@@ -108,7 +108,7 @@ def test_bad_input_ends_in_one_sentence_and_writes_nothing(octavo, finished_run,
     ("option", "value"),
     [("--data", "x"), ("--samples", 4), ("--split", "all"), ("--context", 8), ("--seed", 1), ("--skip", "*.o_proj")],
 )
-def test_what_a_run_has_no_use_for_is_refused(octavo, tmp_path, option, value):
+def test_from_run_refuses_text_options(octavo, tmp_path, option, value):
     result = octavo("calibrate", "m", "--from-run", "m", option, value, "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert f"cannot be combined with {option}; leave one of them out" in result.stderr
@@ -130,7 +130,7 @@ def test_a_runs_text_is_its_own(octavo, finished_run, text, tmp_path):
     assert load_calibration(tmp_path / "out").seen.source == str(text)
 
 
-def test_a_place_where_nobody_may_write_is_refused_before_anything_is_read(octavo, tmp_path, monkeypatch):
+def test_unwritable_folder_is_refused_before_anything_is_read(octavo, tmp_path, monkeypatch):
     (tmp_path / "shut").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut")
     result = octavo("calibrate", "no such model", "--out", tmp_path / "shut" / "out")
@@ -138,7 +138,7 @@ def test_a_place_where_nobody_may_write_is_refused_before_anything_is_read(octav
     assert "you may not write into" in result.stderr
 
 
-def test_somebody_elses_folder_is_refused_before_anything_is_read(octavo, tmp_path):
+def test_folder_with_other_files_is_refused_before_anything_is_read(octavo, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     result = octavo("calibrate", "no such model", "--out", tmp_path)
     assert result.exit_code == 2

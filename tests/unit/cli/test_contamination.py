@@ -19,7 +19,7 @@ def copied(text, tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--compare", "bf16", *FEW]], ids=["alone", "compared"])
-def test_what_a_run_was_trained_on(octavo, finished_run, text, copied, more):
+def test_overlap_with_a_runs_training_text(octavo, finished_run, text, copied, more):
     """What is compared is the text, whatever it is called."""
     record = json.loads(octavo("eval", finished_run, "--data", copied, *more, "--json").stdout)
     share = shared_share((str(text), "train"), (str(copied), "all"))
@@ -32,7 +32,7 @@ def test_what_a_run_was_trained_on(octavo, finished_run, text, copied, more):
 
 
 @pytest.mark.parametrize("more", [[], ["--compare", "bf16", *FEW]], ids=["alone", "compared"])
-def test_a_run_whose_text_is_gone_is_measured(octavo, setting, copied, tmp_path, more):
+def test_missing_training_text_gives_a_warning(octavo, setting, copied, tmp_path, more):
     assert octavo("train", *setting, "--data", copied, "--out", tmp_path / "run").exit_code == 0
     other = tmp_path / "other.txt"
     other.write_text("Other text, of which this run knows nothing.\n" * 200)
@@ -44,7 +44,7 @@ def test_a_run_whose_text_is_gone_is_measured(octavo, setting, copied, tmp_path,
     assert record["read_before"] == {"the run's training": None}
 
 
-def test_what_a_tuning_and_a_calibration_have_read(octavo, finished_run, text, copied, tmp_path):
+def test_overlap_with_tuning_and_calibration_text(octavo, finished_run, text, copied, tmp_path):
     """Each of them: on the test split of their text if that is named, and with a warning if it is a copy."""
     options = ["--steps", 2, "--batch-size", 1, "--context", 16, "--eval-windows", 2, "--data", copied]
     assert octavo("qat", finished_run, "--out", tmp_path / "tuned", *options).exit_code == 0
@@ -65,7 +65,7 @@ def test_what_a_tuning_and_a_calibration_have_read(octavo, finished_run, text, c
     assert "is text of the tuning for FP8" in octavo("eval", tmp_path / "tuned", *FEW, "--data", again).stdout
 
 
-def test_a_model_that_is_no_run_has_read_nothing_that_is_known(tmp_path):
+def test_other_models_have_no_known_training_text(tmp_path):
     assert readers_of("model.gguf") == {}
     made_now = readers_of("model.gguf", calibrates=True)
     assert made_now == {"the calibration": ("library-sources", "train")}

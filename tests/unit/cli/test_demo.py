@@ -43,12 +43,12 @@ def demo(monkeypatch, tmp_path, groups):
     return demo
 
 
-def test_a_free_machine_is_used_and_nothing_is_said(demo):
+def test_free_machine_uses_all_threads_silently(demo):
     assert demo() == (2, "")
     assert demo("--force", cores=64, busy=20, own=32) == (32, "")
 
 
-def test_a_busy_core_is_left_alone_in_one_line(demo):
+def test_busy_core_reduces_threads_with_a_note(demo):
     assert demo(busy=1) == (1, "1 of 2 cores is busy; training with 1 thread (set --threads to change)\n")
 
 
@@ -59,14 +59,14 @@ def test_two_busy_cores_of_four(demo):
     )
 
 
-def test_a_busy_core_is_left_alone_where_the_process_may_run_on_two_of_64(demo):
+def test_busy_core_reduces_threads_under_affinity(demo):
     assert demo(cores=64, allowed=2, busy=1) == (
         1,
         "1 of 2 cores is busy; training with 1 thread (set --threads to change)\n",
     )
 
 
-def test_no_more_threads_than_a_quota_pays_for(demo):
+def test_quota_limits_threads(demo):
     assert demo(cores=64, busy=10, own=64, quota=2) == (
         2,
         "2 of 64 cores are allowed; training with 2 threads (set --threads to change)\n",
@@ -92,17 +92,17 @@ def test_cores_beyond_a_quota_may_be_busy(demo):
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_number_that_is_given_is_taken(demo, threads):
+def test_given_threads_are_used(demo, threads):
     assert demo("--threads", str(threads), busy=2) == (threads, "")
 
 
-def test_a_begun_demo_keeps_its_number_and_a_new_one_chooses_again(demo):
+def test_resumed_demo_keeps_its_threads(demo):
     assert demo(busy=1)[0] == 1
     assert demo(busy=0) == (1, "")
     assert demo("--force", busy=0) == (2, "")
 
 
-def test_a_demo_of_before_the_choice_stays_as_it_is(demo, tmp_path):
+def test_older_demo_keeps_its_threads(demo, tmp_path):
     (tmp_path / "run").mkdir()
     save_config(demo_config(quick=True), tmp_path / "run" / "config.toml")
     assert demo(busy=1) == (0, "")

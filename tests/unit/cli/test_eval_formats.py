@@ -15,7 +15,7 @@ from octavo.quantization import calibrate, text_windows
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.quantization.comparison.variant_names import line_up
+from octavo.quantization.comparison.variants import line_up
 from octavo.text.sources import TOPICS
 from octavo.text.tokenizer import train_tokenizer
 from octavo.training.memory import reset_peak_memory
@@ -30,7 +30,7 @@ def gguf(tmp_path_factory):
     return small_gguf.write(tmp_path_factory.mktemp("model") / "model.gguf")
 
 
-def test_the_loss_of_a_file(octavo, gguf):
+def test_loss_of_a_gguf_file(octavo, gguf):
     """Of the topics, in FP32, from torch alone."""
     record = json.loads(octavo("eval", gguf, *FEW, "--json").stdout)
     model = load_language_model(gguf)
@@ -212,15 +212,15 @@ def test_a_folder_in_fp8_is_no_reference_and_is_not_called_fp32(octavo, gguf, fi
     assert json.loads(octavo("eval", gguf, *FEW, "--json").stdout)["format"] == "FP32"
 
 
-def test_a_model_of_which_nothing_would_be_quantised_is_refused(octavo, tmp_path):
+def test_a_model_of_which_nothing_would_be_quantized_is_refused(octavo, tmp_path):
     folder = hugging_face_folder(tmp_path, "GPT2")
     for name in ("int8", "fp8-dynamic"):
         result = octavo("eval", folder, "--compare", name, *FEW)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "nothing to quantise; its weights are in Conv1D" in result.stderr
+        assert "nothing to quantize; its weights are in Conv1D" in result.stderr
     result = octavo("sensitivity", folder, "--out", tmp_path / "mix", "--windows", 2, "--verify-windows", 2)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "nothing to quantise; its weights are in Conv1D" in result.stderr
+    assert "nothing to quantize; its weights are in Conv1D" in result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def tuned_run(tmp_path_factory, finished_run, text):
     return folder
 
 
-def test_a_tuned_folder_is_a_model_and_a_contestant(octavo, finished_run, tuned_run):
+def test_tuned_folder_is_a_model_and_a_format(octavo, finished_run, tuned_run):
     """It holds a metrics.jsonl, as a run's folder does."""
     for arguments in ((), ("--compare", "fp8-dynamic")):
         result = octavo("eval", tuned_run, *arguments, *FEW, "--json")
@@ -288,7 +288,7 @@ def test_options_that_a_run_as_it_was_trained_does_not_take(octavo, finished_run
         assert "add --compare" in result.stderr
 
 
-def test_progress_and_results_do_not_mix(octavo, gguf):
+def test_progress_goes_to_stderr_only(octavo, gguf):
     result = octavo("eval", gguf, "--compare", "bf16", *FEW, "--json")
     assert "evaluate" in result.stderr
     assert json.loads(result.stdout)["reference"] == "bf16"

@@ -41,7 +41,7 @@ def test_eval_prints_a_table(octavo, finished_run):
     assert "perplexity" in octavo("eval", finished_run).stdout
 
 
-def test_generate_continues_the_prompt_and_repeats_itself(octavo, finished_run):
+def test_generate_is_reproducible(octavo, finished_run):
     arguments = ["generate", finished_run, "--prompt", "12 times", "--max-new-tokens", 20, "--seed", 3]
     first, second = octavo(*arguments), octavo(*arguments)
     assert first.exit_code == 0, first.output
@@ -50,7 +50,7 @@ def test_generate_continues_the_prompt_and_repeats_itself(octavo, finished_run):
     assert octavo(*arguments[:-1], 4).stdout != first.stdout
 
 
-def test_writing_in_pieces_is_writing_at_once(octavo, finished_run):
+def test_streamed_text_matches_text_at_once(octavo, finished_run):
     """At temperature 0 nothing is random: 20 tokens in pieces are the argmax continuation."""
     text = octavo("generate", finished_run, "--prompt", "12 times", "--max-new-tokens", 20, "--temperature", 0).stdout
     run = load_run(finished_run)
@@ -74,7 +74,7 @@ def test_characters_of_several_bytes_are_written_whole(octavo, finished_run):
     assert octavo("generate", finished_run, *arguments).stdout == "12 times" + text.rstrip("\ufffd") + "\n"
 
 
-def test_a_run_trained_on_a_gpu_generates_on_the_cpu_and_says_so(octavo, finished_run, tmp_path):
+def test_run_trained_on_gpu_generates_on_cpu_with_a_note(octavo, finished_run, tmp_path):
     run = shutil.copytree(finished_run, tmp_path / "run")
     config = run / "config.toml"
     text = config.read_text()

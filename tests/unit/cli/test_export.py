@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from octavo.checkpoints import load_quantized
 from octavo.export.checkpoint_writer import save_quantized
-from octavo.quantization.sensitivity import Mix, save_mix
+from octavo.quantization.sensitivity.mix import Mix, save_mix
 from tests.unit.checkpoints.folders import ROW, dynamic, written
 
 GRAPH = ["--format", "onnx"]
@@ -99,7 +99,7 @@ def test_a_repository_for_triton(octavo, finished_run, tmp_path):
         assert not (tmp_path / "no").exists()
 
 
-def test_import_says_what_is_there(octavo, folder):
+def test_import_prints_recipes_and_checks(octavo, folder):
     result = octavo("import", folder)
     assert result.exit_code == 0, result.output
     assert "every tensor is recognized" in result.stdout
@@ -110,7 +110,7 @@ def test_import_says_what_is_there(octavo, folder):
     assert " files match their checksums (octavo.sha256)" in result.stdout
 
 
-def test_import_says_that_it_sees_no_flipped_bit_where_there_are_no_checksums(octavo, folder, tmp_path):
+def test_import_without_checksums_says_corruption_is_undetected(octavo, folder, tmp_path):
     foreign = shutil.copytree(folder, tmp_path / "foreign", ignore=shutil.ignore_patterns("octavo.sha256"))
     result = octavo("import", foreign)
     assert result.exit_code == 0, result.output
@@ -118,7 +118,7 @@ def test_import_says_that_it_sees_no_flipped_bit_where_there_are_no_checksums(oc
     assert json.loads(octavo("import", foreign, "--json").stdout)["checksums"] is False
 
 
-def test_a_format_for_import_to_write_nowhere(octavo, folder):
+def test_import_format_needs_out(octavo, folder):
     result = octavo("import", folder, "--format", "hf-fp8")
     assert result.exit_code == 2, result.output
     assert "--format is the format of --out; give --out FOLDER too" in " ".join(result.stderr.split())
@@ -219,7 +219,7 @@ def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_ru
         (["--recipe", "mxfp8", "--power-of-two"], "--power-of-two goes with rowwise"),
     ],
 )
-def test_words_that_are_none_are_refused_before_the_model_is_loaded(octavo, tmp_path, *, options, words):
+def test_unknown_values_are_refused_before_loading(octavo, tmp_path, *, options, words):
     result = octavo("export", "no-model.gguf", "--out", tmp_path / "m", *options)
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
@@ -292,7 +292,7 @@ def test_a_configuration_with_a_number_that_json_has_not(octavo, folder, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["copied"]
 
 
-def test_import_of_what_is_damaged(octavo, tmp_path):
+def test_import_refuses_damaged_files(octavo, tmp_path):
     save_quantized(dynamic(ROW), tmp_path / "m", verify_folder=False)
     weights = tmp_path / "m" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

@@ -44,7 +44,7 @@ def test_table_names_every_everyday_format(octavo):
     assert "57,344" in printed
 
 
-def test_all_adds_the_twins_and_the_scale_format(octavo):
+def test_all_adds_fnuz_variants_and_e8m0(octavo):
     printed = octavo("formats", "--all").stdout
     assert all(name in printed for name in ("E4M3_FNUZ", "E5M2_FNUZ", "E8M0"))
 

@@ -8,7 +8,7 @@ from octavo.cli.output_files import check_target
 from octavo.errors import ConfigError
 
 
-def test_a_file_that_can_be_written_is_none_of_them(tmp_path, monkeypatch):
+def test_writable_file_is_accepted(tmp_path, monkeypatch):
     (tmp_path / "old.html").write_text("old")
     check_target("--html", tmp_path / "old.html")
     monkeypatch.chdir(tmp_path)

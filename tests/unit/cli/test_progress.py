@@ -53,7 +53,7 @@ def test_brackets_in_a_live_bar_are_no_markup(monkeypatch):
     assert "in c[bold]d" in out.getvalue()
 
 
-def test_what_is_done_at_once_prints_begin_and_end_only():
+def test_short_phase_prints_begin_and_end_only():
     out = io.StringIO()
     display = PlainDisplay(Console(file=out))
     display.phase("quick", 10)(9)

@@ -36,7 +36,7 @@ def test_it_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
     assert settings["recipe"] == "static"
 
 
-def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_path):
+def test_table_titles_name_the_variants(octavo, finished_run, text, tmp_path):
     out = tmp_path / "qat"
     options = ["--recipe", "tensorwise", "--distill", 0.5, "--skip", "*.o_proj", "--head"]
     result = octavo("qat", finished_run, "--data", text, *SMALL, *options, "--out", out)
@@ -77,7 +77,7 @@ def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_ru
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_reads_little_is_tuned_on_what_it_reads(octavo, finished_run, tmp_path):
+def test_default_context_is_limited_by_the_model(octavo, finished_run, tmp_path):
     """And on the text that it was trained on."""
     few = ["--steps", 1, "--batch-size", 1, "--eval-windows", 2]
     result = octavo("qat", finished_run, *few, "--out", tmp_path / "qat", "--json")
@@ -121,7 +121,7 @@ def check_kept(result, out, home):
 
 
 @pytest.mark.parametrize("module", [llama_folder, qat_folder])
-def test_a_disk_that_has_become_full_loses_no_result(octavo, tuning, tmp_path, monkeypatch, home, *, module):
+def test_result_is_saved_elsewhere_if_the_disk_is_full(octavo, tuning, tmp_path, monkeypatch, home, *, module):
     """At the weights, and at the scales, as the library says it."""
     save_file, out = module.save_file, tmp_path / "full" / "qat"
 
@@ -136,7 +136,7 @@ def test_a_disk_that_has_become_full_loses_no_result(octavo, tuning, tmp_path, m
     assert not (tmp_path / "full").exists()
 
 
-def test_a_result_that_no_place_takes_is_told_of_in_a_sentence(octavo, tuning, tmp_path, monkeypatch, home):
+def test_unsaved_result_is_reported_in_one_sentence(octavo, tuning, tmp_path, monkeypatch, home):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -167,7 +167,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_room_is_looked_for_before_the_tuning(octavo, tuning, small_disk, home):
+def test_disk_space_is_checked_before_tuning(octavo, tuning, small_disk, home):
     place = small_disk("100k")
     result = octavo(*tuning, "--out", place / "qat")
     assert result.exit_code == 2, result.output
@@ -176,7 +176,7 @@ def test_room_is_looked_for_before_the_tuning(octavo, tuning, small_disk, home):
     assert list(place.iterdir()) == list(home.iterdir()) == []
 
 
-def test_a_disk_that_is_really_full_at_the_end(octavo, tuning, small_disk, monkeypatch, home):
+def test_full_disk_at_the_end_saves_elsewhere(octavo, tuning, small_disk, monkeypatch, home):
     place = small_disk("8m")
     run_qat = command.run_qat
 

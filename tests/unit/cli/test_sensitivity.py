@@ -13,7 +13,7 @@ from octavo.cli.sensitivity import _share
 from octavo.files import write_atomically
 from octavo.language_model import load_language_model
 from octavo.quantization import load_mix
-from octavo.quantization.sensitivity import units_of
+from octavo.quantization.sensitivity.units import units_of
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def studied(tmp_path_factory, finished_run, small):
     return out, result, arguments
 
 
-def test_it_prints_the_worst_layers_and_the_mixes(studied):
+def test_prints_worst_layers_and_mixes(studied):
     _, result, _ = studied
     assert "What layers cost alone" in result.stdout
     assert "model.layers.0.mlp.down_proj" in result.stdout
@@ -72,7 +72,7 @@ def test_the_record_and_the_page(studied, finished_run):
     assert sorted(path.name for path in out.iterdir()) == ["mix.toml", "report.html", "sensitivity.json"]
 
 
-def test_json_is_the_record_and_its_own_folder_may_be_written_again(octavo, studied):
+def test_json_matches_record_and_own_folder_is_replaced(octavo, studied):
     out, _, arguments = studied
     result = octavo(*arguments, "--out", out, "--json")
     assert result.exit_code == 0, result.output
@@ -113,7 +113,7 @@ def test_bad_input_is_one_sentence(on_run, tmp_path, arguments, said):
     assert not (tmp_path / "mix").exists()
 
 
-def test_text_under_another_name_is_not_other_text(octavo, finished_run, text, tmp_path, monkeypatch):
+def test_same_text_under_another_name_is_refused(octavo, finished_run, text, tmp_path, monkeypatch):
     """A path written otherwise, and a copy."""
     monkeypatch.chdir(text.parent)
     (tmp_path / "copy.txt").write_text(text.read_text())
@@ -144,7 +144,7 @@ def fill_disk(monkeypatch, is_full):
     monkeypatch.setattr(sensitivity, "write_atomically", full)
 
 
-def test_a_disk_that_has_become_full_loses_no_result(octavo, studied, tmp_path, monkeypatch, home):
+def test_result_is_saved_elsewhere_if_the_disk_is_full(octavo, studied, tmp_path, monkeypatch, home):
     out = tmp_path / "full" / "mix"
     fill_disk(monkeypatch, lambda path: tmp_path / "full" in path.parents)
     result = octavo(*studied[2], "--out", out, "--json")
@@ -157,7 +157,7 @@ def test_a_disk_that_has_become_full_loses_no_result(octavo, studied, tmp_path, 
     assert not out.exists()
 
 
-def test_a_result_that_no_place_takes_is_printed(octavo, studied, tmp_path, monkeypatch, home):
+def test_result_is_printed_if_no_folder_is_writable(octavo, studied, tmp_path, monkeypatch, home):
     fill_disk(monkeypatch, lambda path: True)
     result = octavo(*studied[2], "--out", tmp_path / "mix")
     assert result.exit_code == 2, result.output
@@ -175,7 +175,7 @@ def test_a_disk_without_room_is_refused_before_any_work(octavo, tmp_path, monkey
     assert "has 1 MiB free, and the result takes" in result.stderr
 
 
-def test_a_hundred_percent_of_the_bytes_may_be_said():
+def test_budget_of_100_percent_is_accepted():
     assert _share("--budget-bytes", "100%") == 1
     assert _share("--budget-bytes", "0.6") == 0.6
     assert _share("--budget-perplexity", "1%") == 0.01

@@ -52,7 +52,7 @@ def test_bad_settings_are_refused_before_the_model_is_read(octavo, arguments, sa
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_options_of_the_engines(octavo, arguments, says):
+def test_options_of_the_other_engine_are_refused(octavo, arguments, says):
     done = octavo("serve", "no/such/model", *arguments)
     assert done.exit_code == 2
     assert says in " ".join(done.stderr.split())
@@ -80,7 +80,7 @@ def test_a_model_that_is_not_there_is_refused(octavo):
     assert "no/such/model" in done.stderr
 
 
-def test_a_run_is_served_until_it_is_told_to_end(finished_run, tmp_path):
+def test_run_is_served_until_sigterm(finished_run, tmp_path):
     (tmp_path / "key").write_text("a key\n")
     command = [sys.executable, "-m", "octavo", "serve", str(finished_run), "--port", "0", "--name", "mine"]
     command += ["--log-prompts", "--api-key-file", str(tmp_path / "key")]

@@ -167,7 +167,7 @@ def test_a_run_without_its_configuration_is_named_with_what_the_command_has(refu
     "name", ["data/train.bin", "data/manifest.json", "fp32/config.toml", "fp32/tokenizer.json", "report.html"]
 )
 @pytest.mark.parametrize("force", [[], ["--force"]])
-def test_files_that_are_not_a_studys_stay(octavo, setting, tmp_path, name, force):
+def test_other_files_are_kept(octavo, setting, tmp_path, name, force):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine = 1")
     result = octavo("study", *setting, "--out", tmp_path, "--recipes", "fp32", *force)
@@ -190,7 +190,7 @@ def test_force_keeps_the_users_files_inside_a_studys_folders(octavo, setting, tm
     assert all(path.read_text() == "mine" for path in (*mine, tmp_path / "bf16" / "paper.txt"))
 
 
-def test_a_layer_that_is_not_there_is_refused_before_the_first_run(octavo, tiny, text, tmp_path):
+def test_unknown_layer_is_refused_before_the_first_run(octavo, tiny, text, tmp_path):
     config = tmp_path / "skip.toml"
     config.write_text(tiny.read_text() + 'skip = ["zz"]\n')
     arguments = ["study", "--data", text, "--out", tmp_path / "new"]
@@ -203,7 +203,7 @@ def test_a_layer_that_is_not_there_is_refused_before_the_first_run(octavo, tiny,
 NOTE = "3 of 4 cores are busy; training with 1 thread (set --threads to change)"
 
 
-def test_free_cores_are_counted_where_nothing_says_a_number(octavo, busy_machine, tiny, text, tmp_path):
+def test_threads_default_to_free_cores(octavo, busy_machine, tiny, text, tmp_path):
     silent = tmp_path / "silent.toml"
     silent.write_text(tiny.read_text().replace("threads = 1\n", ""))
 

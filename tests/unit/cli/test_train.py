@@ -35,7 +35,7 @@ def test_options_override_the_file(octavo, setting, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_resumes_to_the_same_digits(octavo, setting, tmp_path, finished_run, monkeypatch, *, number):
+def test_resume_matches_uninterrupted_run(octavo, setting, tmp_path, finished_run, monkeypatch, *, number):
     watch = command._watch
 
     def interrupting(display, recipe, steps):
@@ -81,7 +81,7 @@ def test_a_bad_value_is_named_and_nothing_is_written(octavo, setting, tmp_path, 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_schedule_changes_the_recipe_on_the_way(octavo, setting, tmp_path):
+def test_schedule_changes_the_recipe(octavo, setting, tmp_path):
     result = octavo("train", *setting, "--out", tmp_path / "run", "--schedule", "bf16:0.0, fp8:0.5")
     assert result.exit_code == 0, result.output
     assert [line for line in losses(tmp_path / "run") if line["kind"] == "precision"] == [
@@ -126,7 +126,7 @@ def threads_of(octavo, run, *options):
 NOTE = "3 of 4 cores are busy; training with 1 thread (set --threads to change)"
 
 
-def test_free_cores_are_counted_where_nothing_says_a_number(octavo, busy_machine, tiny, text, tmp_path):
+def test_threads_default_to_free_cores(octavo, busy_machine, tiny, text, tmp_path):
     silent = tmp_path / "silent.toml"
     silent.write_text(tiny.read_text().replace("threads = 1\n", ""))
     options = ["--config", silent, "--data", text]

@@ -10,11 +10,11 @@ from octavo.text.corpus import Split, library_documents, split_of, topic_documen
 from octavo.text.sources import LIBRARY_SOURCES
 
 
-def test_a_runs_is_its_own(finished_run, text):
+def test_run_uses_its_own_text(finished_run, text):
     assert own_source(finished_run) == text_to_train_on(str(finished_run)) == str(text)
 
 
-def test_another_models_has_nothing_of_what_it_is_evaluated_on(tmp_path):
+def test_default_text_excludes_evaluation_text(tmp_path):
     (tmp_path / "tokenizer.json").touch()  # a Hugging Face folder has one, as a run has
     (tmp_path / "config.json").write_text("{}")
     for model in (tmp_path, "model.gguf"):
@@ -60,7 +60,7 @@ def study_folder(tmp_path, monkeypatch, tiny):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_study_is_told_from_an_unfinished_run(octavo, study_folder, command):
+def test_study_differs_from_unfinished_run(octavo, study_folder, command):
     result = octavo(*command.split(), study_folder.name, *MORE.get(command, []))
     assert result.exit_code == 2
     assert "'demo' holds a study of several runs; name one of demo/bf16, demo/fp32" in result.stderr

@@ -100,7 +100,7 @@ def test_torchs_distributed_checkpoint_saves_and_loads_it(tmp_path):
     assert _train(resumed, optimizer, SECOND) == losses
 
 
-def test_tensors_that_a_library_left_out_are_missed():
+def test_tensors_left_out_by_a_library_are_detected():
     """``torch.distributed.checkpoint`` loads the keys that the model has before it is loaded."""
     model = nn.Sequential(octavo.nn.Linear(8, 4))
     with octavo.autocast("delayed"):
@@ -113,7 +113,7 @@ def test_tensors_that_a_library_left_out_are_missed():
     assert octavo.scaling_state(fresh.model)["0.input.amax"] == saved["0.input.amax"]
 
 
-def test_a_checkpoint_without_it_is_told_of_once():
+def test_checkpoint_without_scaling_state_warns_once():
     """The optimizer's state is read to be resumed from; by the next step the scaling state should have been too."""
     model = _model()
     optimizer = _adam(model)
@@ -137,7 +137,7 @@ def test_a_checkpoint_without_it_is_told_of_once():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "bf16"])
-def test_a_model_without_histories_is_never_told(recipe):
+def test_model_without_histories_does_not_warn(recipe):
     model = _model()
     octavo.convert(model, recipe)
     optimizer = _adam(model)
@@ -147,7 +147,7 @@ def test_a_model_without_histories_is_never_told(recipe):
 
 
 @pytest.mark.parametrize("count", ["x", None, 2, torch.tensor([1, 2]), torch.tensor(2.5), torch.tensor(True)])
-def test_a_number_of_tensors_that_is_none_is_refused(count):
+def test_invalid_number_of_tensors_is_refused(count):
     model = _model()
     before = octavo.scaling_state(model)
     with pytest.raises(CheckpointError, match="'tensors' must be a tensor of one whole number, not"):

@@ -55,7 +55,7 @@ def test_a_call_may_say_how_often_as_the_articles_does():
             scaler.scale_tensor(_tensor(1.0), update_freq=wrong)
 
 
-def test_no_seed_bends_the_first_scale():
+def test_first_scale_comes_from_the_first_tensor_alone():
     _, scale = DynamicScaler().scale_tensor(_tensor(0.5))
     assert scale == 2 * E5M2.max
 

@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 from octavo.compat.huggingface import ScalingStateCallback  # noqa: E402 (needs transformers)
+from tests.tiny_llama import tiny_hugging_face_config  # noqa: E402
 
 
 class Texts(torch.utils.data.Dataset):
@@ -22,10 +23,7 @@ class Texts(torch.utils.data.Dataset):
 
 def trainer_of(folder, *callbacks, steps=6, seed=0, **changes):
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
+    config = tiny_hugging_face_config(vocab_size=32, num_hidden_layers=1)
     model = transformers.LlamaForCausalLM(config)
     octavo.convert(model, "delayed")
     arguments = {
@@ -57,7 +55,7 @@ def test_training_resumes_bit_for_bit_from_wherever_the_checkpoint_lies(tmp_path
     assert same["model.layers.0.self_attn.q_proj.input.steps"].item() == 6
 
 
-def test_without_the_callback_the_user_is_told_when_saving_and_when_resuming(tmp_path):
+def test_missing_callback_warns_on_saving_and_on_resuming(tmp_path):
     through = trainer_of(tmp_path / "through")
     with pytest.warns(UserWarning, match="saved without the scaling state"):
         through.train()

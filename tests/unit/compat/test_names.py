@@ -22,7 +22,7 @@ REFUSED_RECIPES = {"CustomRecipe", "MXFP4QATFloat8BlockScaling", "MXFP4QATMXFP8B
 
 
 def test_names():
-    assert compat.__all__ == ["DynamicScaler"]
+    assert compat.__all__ == ["DynamicScaler", "ScalingState"]
     assert set(pytorch.__all__) == MODULES | FUNCTIONS | SUBMODULES
     assert set(common.recipe.__all__) == RECIPES | REFUSED_RECIPES
 
@@ -34,12 +34,12 @@ def test_a_name_that_octavo_cannot_serve_is_refused_when_it_is_called(name):
     assert getattr(pytorch, name) is getattr(pytorch, name)
 
 
-def test_what_transformer_engine_has_not_either_is_no_attribute():
+def test_unknown_name_is_an_attribute_error():
     assert not hasattr(pytorch, "Convolution")
     assert not NOT_SERVED.keys() & (MODULES | FUNCTIONS)
 
 
-def test_a_program_can_import_what_it_may_not_call():
+def test_unsupported_names_can_be_imported():
     from octavo.compat.transformer_engine.pytorch import GroupedLinear
 
     assert not isinstance(pytorch.Linear(4, 4), GroupedLinear)

@@ -83,7 +83,7 @@ def _assert_equal(one, other):
         ("weight_only", {"layer_filter": lambda path, _: path != "transformer.linear2"}),
     ],
 )
-def test_the_program_gives_what_octavos_own_calls_give(recipe, options, inplace):
+def test_torch_ao_program_matches_octavo_calls(recipe, options, inplace):
     model, twin = _twins()
     model.qconfig = fp8_qconfig(recipe, **options)
     model = ao.prepare_qat(model, inplace=inplace)
@@ -118,7 +118,7 @@ def test_a_copy_is_prepared_and_a_copy_converted():
     assert _trained(prepared), "training goes on"
 
 
-def test_a_qconfig_of_a_modules_own_counts():
+def test_qconfig_of_a_submodule_takes_precedence():
     model, _ = _twins()
     model.qconfig = fp8_qconfig()
     model.transformer.self_attn.qconfig = None
@@ -149,7 +149,7 @@ def test_a_layer_that_no_training_reached_is_named():
     assert type(model.transformer.linear1) is nn.Linear
 
 
-def test_what_prepare_qat_refuses_is_refused():
+def test_recipes_that_prepare_qat_refuses_are_refused():
     with pytest.raises(TypeError, match="colour"):
         fp8_qconfig(colour="red")
     with pytest.raises(ConfigError, match="delayed"):
@@ -168,7 +168,7 @@ def test_a_qconfig_of_a_layer_that_multiplies_nothing_is_refused():
         ao.prepare_qat(model)
 
 
-def test_an_error_that_torch_would_swallow_is_not():
+def test_errors_are_not_suppressed_by_torch_ao():
     """Torch takes an AttributeError or TypeError of a QConfig's constructors for an answer."""
     model, _ = _twins()
     model.qconfig = fp8_qconfig(layer_filter=lambda path, layer: layer.no_such_thing)

@@ -17,20 +17,20 @@ def _mlp() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", HEAD_NAMES)
-def test_a_head_is_known_by_its_name(name):
+def test_head_is_recognised_by_name(name):
     report = octavo.convert(TinyLanguageModel(head=name))
     assert report.skipped[name] == "head: by its name"
     assert report.converted == ("up", "down")
 
 
-def test_a_head_is_known_by_its_weight():
+def test_head_is_recognised_by_shared_weight():
     model = TinyLanguageModel(tied=True, head="out")
     report = octavo.convert(model)
     assert report.skipped["out"] == "head: shares its weight with an embedding"
     assert model.get_submodule("out").weight is model.embed.weight
 
 
-def test_a_head_is_known_by_its_shape_where_nothing_better_is():
+def test_head_is_recognised_by_shape_if_by_nothing_else():
     assert octavo.convert(TinyLanguageModel(head="out")).skipped["out"] == "head: has the shape of an embedding"
 
 
@@ -43,7 +43,7 @@ def test_a_position_table_as_large_as_a_projection_is_no_head():
     assert list(report.skipped) == ["positions", "tokens", "lm_head"]
 
 
-def test_convert_head_takes_it_along_tied_or_not():
+def test_convert_head_converts_tied_and_untied_heads():
     for tied in (False, True):
         model = TinyLanguageModel(tied=tied)
         report = octavo.convert(model, convert_head=True)
@@ -56,18 +56,18 @@ def test_convert_head_takes_it_along_tied_or_not():
 
 
 def _blocks(count: int = 4) -> nn.Module:
-    class Block(nn.Module):
+    class TwoLinears(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down_proj = nn.Linear(8, 16), nn.Linear(16, 8)
 
-    class Model(nn.Module):
+    class StackedModel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embed, self.inp = nn.Embedding(32, 8), nn.Sequential(nn.Linear(8, 8))
-            self.layers = nn.ModuleList(Block() for _ in range(count))
+            self.layers = nn.ModuleList(TwoLinears() for _ in range(count))
 
-    return Model()
+    return StackedModel()
 
 
 def _recipes_of(model: nn.Module) -> dict[str, str]:
@@ -121,7 +121,7 @@ def test_overrides_that_match_nothing_or_name_nothing_change_nothing():
         ({"layer_filter": lambda path, _: path != "down"}, "do*", "down: filter"),
     ],
 )
-def test_overrides_of_layers_that_stay_anyway_are_refused(options, pattern, reason):
+def test_overrides_of_unconverted_layers_are_refused(options, pattern, reason):
     model = TinyLanguageModel()
     with pytest.raises(ConfigError, match=re.escape(f"override {pattern!r} has no effect") + rf".*\({reason}\)"):
         octavo.convert(model, overrides={pattern: "rowwise"}, **options)
@@ -178,7 +178,7 @@ def test_blocks_are_counted_by_place_not_by_name():
     assert list(_recipes_of(model)) == ["second"]
 
 
-def test_a_layer_in_two_places_answers_to_both_paths():
+def test_patterns_match_both_paths_of_a_shared_layer():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
     model["b"] = model["a"]
     assert octavo.convert(model, skip=["b"]).skipped == {"a": "skip pattern 'b'"}

@@ -149,7 +149,7 @@ def test_manual_updates_leave_closing_to_the_loop(scale_updates, steps):
         assert octavo.scaling_state(model)["0.input.steps"].item() == 1
 
 
-def test_two_recipes_in_one_model_and_a_report_that_says_so():
+def test_report_lists_both_recipes_of_a_model():
     model = _mlp()
     octavo.convert(model, "rowwise", layer_filter=lambda path, _: path == "0")
     report = octavo.convert(model, "tensorwise", skip=["0"])

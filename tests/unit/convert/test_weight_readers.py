@@ -1,4 +1,4 @@
-"""Layers whose owner multiplies by their weight itself: left alone, named, and never held as codes."""
+"""Layers whose owner multiplies by their weight itself: left alone, named, and never stored as codes."""
 
 import re
 import warnings
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v))
 
 
-def test_a_layer_whose_weight_alone_is_read_stays_and_says_so():
+def test_layer_whose_weight_only_is_read_is_not_converted_and_reported():
     model = nn.Sequential(Attention(), Attention())
     report = octavo.convert(model, "rowwise")
     assert report.converted == ("0.proj", "1.proj")
@@ -88,7 +88,7 @@ def test_reads_are_followed_through_methods_names_keys_and_children():
     }
 
 
-class Branches(nn.Module):
+class BranchingReader(nn.Module):
     """Vision transformers' way: with a bias of its own it reads the weight, unless a flag says otherwise."""
 
     def __init__(self, *, biased: bool, separate: bool = False) -> None:
@@ -118,7 +118,7 @@ class Branches(nn.Module):
     ],
 )
 def test_a_modules_flags_choose_the_branch_that_counts(options, reads, calls):
-    model = Branches(**options)
+    model = BranchingReader(**options)
     reader = weight_readers(model)[model.qkv]
     assert (reader.reads, reader.calls) == (reads, calls)
     report = octavo.convert(model.requires_grad_(False), frozen="fp8")
@@ -149,7 +149,7 @@ def test_an_overridden_forward_counts_only_where_it_is_called():
     assert list(weight_readers(model)) == [model.called]
 
 
-def test_a_class_without_a_source_is_taken_to_call_its_layers():
+def test_class_without_source_counts_as_calling_its_layers():
     names: dict[str, type[nn.Module]] = {}
     exec(  # what a notebook's or a generated class is
         "class NoSource(nn.Module):\n    def forward(self, x):\n        return x @ self.layer.weight\n",
@@ -164,14 +164,14 @@ def test_a_class_without_a_source_is_taken_to_call_its_layers():
     assert layers_not_run(model) == ("layer",), "running it tells what its source could not"
 
 
-def test_a_weight_that_its_owner_reads_too_is_not_held_as_codes():
+def test_weight_that_its_owner_also_reads_is_not_stored_as_codes():
     model = OneWay().requires_grad_(False)
     report = octavo.convert(model, frozen="fp8")
     assert report.held == ("asked", "called")
     assert report.not_held == {"both": "OneWay reads it in high precision"}
 
 
-def test_octavos_own_modules_read_no_weight_of_their_layers():
+def test_octavos_modules_read_no_weights_of_their_layers():
     model = octavo.nn.TransformerLayer(16, 32, 2)
     assert weight_readers(model) == {}
     assert weight_readers(octavo.nn.LayerNormMLP(16, 32)) == {}
@@ -271,7 +271,7 @@ class Caller(nn.Module):
         return y
 
 
-class Reader(nn.Module):
+class HoldsAndReads(nn.Module):
     """Reads the weight of a layer, alone or in a list, and hands the input to another module."""
 
     def __init__(self, layer: nn.Module, other: nn.Module) -> None:
@@ -287,8 +287,8 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize("shared", [nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])])
-def test_a_layer_that_another_module_holds_too_is_converted(shared):
-    model = Reader(shared, Caller(shared))
+def test_layer_that_another_module_may_call_is_converted(shared):
+    model = HoldsAndReads(shared, Caller(shared))
     report = octavo.convert(model, "rowwise")
     assert len(report.converted) == 1
     assert "reads the weights of" in report.notes[""]
@@ -296,14 +296,14 @@ def test_a_layer_that_another_module_holds_too_is_converted(shared):
     assert layers_not_run(model) == ()
 
 
-def test_a_layer_that_all_modules_that_hold_it_only_read_stays():
+def test_layer_that_all_its_parents_only_read_is_not_converted():
     shared = nn.Linear(4, 4)
-    model = Reader(shared, Reader(shared, nn.Linear(4, 4)))
+    model = HoldsAndReads(shared, HoldsAndReads(shared, nn.Linear(4, 4)))
     report = octavo.convert(model, "rowwise")
     assert (report.converted, list(report.skipped)) == (("other.other",), ["head"])
 
 
-def test_a_forward_that_hooks_replaced_is_named():
+def test_layer_with_a_replaced_forward_is_reported():
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: no hooks to look at")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     accelerate.hooks.add_hook_to_module(model[0], accelerate.hooks.ModelHook())
@@ -356,7 +356,7 @@ def test_a_layer_that_training_never_calls_is_named_once(scale_updates):
 
 
 @pytest.mark.usefixtures("_no_graphs")
-def test_models_whose_layers_all_run_or_none_or_in_a_graph_are_not_complained_of():
+def test_no_warning_if_all_layers_run_or_none_or_in_a_graph():
     model = nn.Sequential(nn.Linear(4, 4))
     octavo.convert(model, "rowwise")
     assert _train(model, 101) == []
@@ -446,7 +446,7 @@ TWO_NAMES = {
 
 
 @pytest.mark.parametrize("case", TWO_NAMES)
-def test_a_name_stands_for_all_that_it_may_be_bound_to(case, tmp_path):
+def test_name_refers_to_every_child_it_may_be_bound_to(case, tmp_path):
     body, replaced = TWO_NAMES[case]
     model = _with_forward(TwoNames, body, tmp_path)
     readers = weight_readers(model)

@@ -8,15 +8,10 @@ from octavo.doctor import Severity, diagnose
 from octavo.experiments import short_run
 from octavo.training.config import Precision
 from octavo.training.recipe_choice import PLAIN_RECIPES, trainable_recipes
-from tests.unit.training.tiny_runs import tiny_config, tiny_data
+from tests.unit.training.tiny_runs import tiny_config
 
 RECIPES = [name for name in trainable_recipes() if name not in PLAIN_RECIPES]
 STEPS = 18
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def alarming(config, data):

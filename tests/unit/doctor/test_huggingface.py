@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 from octavo.doctor.huggingface import DoctorCallback  # noqa: E402 (needs transformers)
+from tests.tiny_llama import tiny_hugging_face_config  # noqa: E402
 
 STEPS, MICRO_BATCHES, INTERVAL = 5, 2, 2
 
@@ -31,10 +32,7 @@ class Texts(torch.utils.data.Dataset):
 
 def tiny_model(**conversion):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
+    config = tiny_hugging_face_config(vocab_size=32, num_hidden_layers=1)
     model = transformers.LlamaForCausalLM(config)
     octavo.convert(model, "tensorwise", **conversion)
     return model

@@ -13,7 +13,7 @@ from octavo.doctor.layer_recorder import COLUMNS, ROWS, LayerRecorder
 from octavo.doctor.series import OPERANDS, CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers, spread
 from octavo.functional import cast_operand
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.nn.fused import _unsupported_layer_reasons
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import CastSpec
@@ -133,7 +133,7 @@ def test_every_gemm_of_a_call(name):
 def test_codes_that_are_held_were_made_of_nobody_knows_what():
     layer = octavo.nn.Linear(K, N, bias=False)
     layer.weight.requires_grad_(False)
-    hold_weight_as_codes(layer)
+    store_weight_as_codes(layer)
     recorder = watched(layer)
     layer(torch.randn(M, K, requires_grad=True)).sum().backward()
     assert {key[1:] for key in recorder.casts} == {("input", "output"), ("grad_output", "grad_input")}

@@ -9,10 +9,11 @@ import torch
 
 import octavo
 from octavo.doctor.module_checks import alignments, gated_pairs, watching_batch_norms
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
-TINY = LlamaConfig(
-    vocab_size=16, hidden_size=8, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=8
+TINY = tiny_llama_config(
+    vocab_size=16, hidden_size=8, intermediate_size=24, num_heads=2, num_kv_heads=1, max_positions=8
 )
 
 

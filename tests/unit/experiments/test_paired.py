@@ -9,7 +9,7 @@ import pytest
 from octavo.experiments import Origin, paired, short_run
 from octavo.experiments.paired import Effect, PairedRuns, fp8_layers, pooled_error
 from octavo.recipes import names
-from octavo.training.loop import build_model
+from octavo.training.setup import build_model
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 BLOCK = "model.layers.0"

@@ -18,9 +18,9 @@ from octavo.text.tokens import prepare
 from octavo.training import loop, study_table
 from octavo.training.comparison import Gap, Study
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from octavo.training.loop import build_model
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
+from octavo.training.setup import build_model
 from octavo.training.watched_run import watched_run
 
 RECIPES = ("fp32", "bf16", "tensorwise")

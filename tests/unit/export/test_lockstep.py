@@ -9,8 +9,9 @@ import octavo
 from octavo import recipes
 from octavo.export.lockstep import compare, load_probe, make_probe, relative_error, save_probe
 from octavo.export.verification import TOLERANCE
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.nn import Linear
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.checkpoints.folders import ROW, dynamic, layer_of, static
 from tests.unit.quantization.tiny_models import windows
 
@@ -208,15 +209,7 @@ def error_of_one_digit(model, tokens):
 @torch.no_grad()
 def test_free_running_a_model_in_fp8_leaves_itself_after_one_digit():
     """Why two programs are compared in lockstep, or with the same codes. Not every model has a value beside a tie."""
-    shape = LlamaConfig(
-        vocab_size=300,
-        hidden_size=128,
-        intermediate_size=256,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=1,
-        max_positions=64,
-    )
+    shape = tiny_llama_config(hidden_size=128, intermediate_size=256, num_layers=8, num_kv_heads=1)
     tokens = torch.randint(300, (8, 64), generator=torch.Generator().manual_seed(0))
     in_fp8 = []
     for seed in range(3):

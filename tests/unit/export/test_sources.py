@@ -4,11 +4,11 @@ import octavo
 from octavo.checkpoints import FORMATS
 from octavo.errors import ConfigError
 from octavo.export.checkpoint_writer import save_quantized
-from octavo.export.sources import ONNX, Request, load_source
+from octavo.export.sources import ONNX, ConversionOptions, load_source
 from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.nn import Linear
-from octavo.quantization.sensitivity import Mix, save_mix
+from octavo.quantization.sensitivity.mix import Mix, save_mix
 from tests.unit.checkpoints.folders import LAYER, ROW, dynamic
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 
@@ -29,22 +29,22 @@ def layers_of(source):
 
 @pytest.mark.parametrize("fmt", [name for name in FORMATS if name != "modelopt"])
 def test_by_default_the_format_decides(plain, fmt):
-    layers = layers_of(load_source(str(plain), fmt, Request()))
+    layers = layers_of(load_source(str(plain), fmt, ConversionOptions()))
     assert len(layers) == LINEARS
     assert {layer.recipe.name for layer in layers.values()} == {FORMATS[fmt].preset}
-    assert all(layer.held is not None for layer in layers.values())
+    assert all(layer.codes_layout is not None for layer in layers.values())
 
 
 def test_a_graph_has_a_default_too(plain):
-    layers = layers_of(load_source(str(plain), ONNX, Request()))
+    layers = layers_of(load_source(str(plain), ONNX, ConversionOptions()))
     assert {layer.recipe.name for layer in layers.values()} == {"tensorwise"}
 
 
 def test_a_recipe_and_what_to_skip(plain):
-    layers = layers_of(load_source(str(plain), "octavo", Request(recipe="mxfp8", skip=("*.down_proj",))))
+    layers = layers_of(load_source(str(plain), "octavo", ConversionOptions(recipe="mxfp8", skip=("*.down_proj",))))
     assert len(layers) == LINEARS - 2
     for recipe in ("rowwise", None):  # which is the format's
-        two = load_source(str(plain), "compressed-tensors", Request(recipe=recipe, power_of_two=True))
+        two = load_source(str(plain), "compressed-tensors", ConversionOptions(recipe=recipe, power_of_two=True))
         scale = layers_of(two)[LAYER].weight_scale
         assert (scale.frexp().mantissa == 0.5).all()
 
@@ -54,20 +54,20 @@ def test_a_calibration(plain, tmp_path):
 
     model = load_language_model(plain)
     octavo.calibrate(model, [windows()], kv_cache=True).save(tmp_path / "scales")
-    source = load_source(str(plain), "modelopt", Request(calibration=tmp_path / "scales"))
+    source = load_source(str(plain), "modelopt", ConversionOptions(calibration=tmp_path / "scales"))
     assert set(source.kv_scales) == {0, 1}
     assert source.calibration is not None
     assert layers_of(source)[LAYER].input_scale > 0
     with pytest.raises(ConfigError, match="a calibration defines its layers"):
-        load_source(str(plain), "modelopt", Request(calibration=tmp_path / "scales", skip=("*.k_proj",)))
+        load_source(str(plain), "modelopt", ConversionOptions(calibration=tmp_path / "scales", skip=("*.k_proj",)))
 
 
 def test_a_mix(plain, tmp_path):
     save_mix(
         Mix(overrides={"*.down_proj": "weight_only", "*.k_proj": "bf16", "*_proj": "rowwise"}), tmp_path / "m.toml"
     )
-    source = load_source(str(plain), "compressed-tensors", Request(mix=tmp_path / "m.toml"))
-    held = {path: layer.recipe.name for path, layer in layers_of(source).items() if layer.held is not None}
+    source = load_source(str(plain), "compressed-tensors", ConversionOptions(mix=tmp_path / "m.toml"))
+    held = {path: layer.recipe.name for path, layer in layers_of(source).items() if layer.codes_layout is not None}
     assert held["model.layers.0.mlp.down_proj"] == "weight_only"
     assert held[LAYER] == "rowwise"
     assert "model.layers.0.self_attn.k_proj" not in held
@@ -76,44 +76,44 @@ def test_a_mix(plain, tmp_path):
     save_mix(Mix(overrides={"*_proj": "rowwise"}, tables={"model.embed_tokens": (0,)}), tmp_path / "t.toml")
     for fmt in ("compressed-tensors", "hf-fp8", "modelopt", "onnx"):
         with pytest.raises(ConfigError, match="which only the format octavo supports; leave its"):
-            load_source(str(plain), fmt, Request(mix=tmp_path / "t.toml"))
+            load_source(str(plain), fmt, ConversionOptions(mix=tmp_path / "t.toml"))
 
 
 def test_a_mix_brings_its_tables_and_a_folder_too(plain, tmp_path):
     save_mix(Mix(overrides={"*_proj": "rowwise"}, tables={"model.embed_tokens": (0, 5)}), tmp_path / "t.toml")
-    source = load_source(str(plain), "octavo", Request(mix=tmp_path / "t.toml"))
+    source = load_source(str(plain), "octavo", ConversionOptions(mix=tmp_path / "t.toml"))
     assert source.tables["model.embed_tokens"].bf16_rows.tolist() == [0, 5]
     model, tables = source.language_model, source.tables
     save_quantized(model, tmp_path / "m", format="octavo", tables=tables, verify_folder=False)
-    again = load_source(str(tmp_path / "m"), "octavo", Request())
+    again = load_source(str(tmp_path / "m"), "octavo", ConversionOptions())
     assert again.tables["model.embed_tokens"].bf16_rows.tolist() == [0, 5]
 
 
 def test_a_folder_in_fp8(tmp_path):
     save_quantized(dynamic(ROW), tmp_path / "m", verify_folder=False)
-    source = load_source(str(tmp_path / "m"), "octavo", Request())
-    assert layers_of(source)[LAYER].held is not None
+    source = load_source(str(tmp_path / "m"), "octavo", ConversionOptions())
+    assert layers_of(source)[LAYER].codes_layout is not None
     with pytest.raises(ConfigError, match="already in FP8"):
-        load_source(str(tmp_path / "m"), "octavo", Request(recipe="rowwise"))
+        load_source(str(tmp_path / "m"), "octavo", ConversionOptions(recipe="rowwise"))
 
 
 def test_static_needs_scales(plain):
     with pytest.raises(ConfigError, match=r"modelopt has static inputs.*octavo calibrate"):
-        load_source(str(plain), "modelopt", Request())
+        load_source(str(plain), "modelopt", ConversionOptions())
 
 
 def test_options_that_contradict_each_other(tmp_path):
     with pytest.raises(ConfigError, match="--recipe and --mix"):
-        Request(recipe="rowwise", mix=tmp_path)
+        ConversionOptions(recipe="rowwise", mix=tmp_path)
     for layers in ({"skip": ("*.k_proj",)}, {"convert_head": True}):
         with pytest.raises(ConfigError, match="a mix defines its layers"):
-            Request(mix=tmp_path, **layers)
+            ConversionOptions(mix=tmp_path, **layers)
     for other in ({"calibration": tmp_path}, {"mix": tmp_path}):
         with pytest.raises(ConfigError, match="goes with a recipe"):
-            Request(power_of_two=True, **other)
-    Request(recipe="static", calibration=tmp_path)
+            ConversionOptions(power_of_two=True, **other)
+    ConversionOptions(recipe="static", calibration=tmp_path)
 
 
 def test_powers_of_two_are_no_choice_of_every_recipe(plain):
     with pytest.raises(ConfigError, match="goes with rowwise"):
-        load_source(str(plain), "octavo", Request(recipe="mxfp8", power_of_two=True))
+        load_source(str(plain), "octavo", ConversionOptions(recipe="mxfp8", power_of_two=True))

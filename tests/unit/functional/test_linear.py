@@ -49,7 +49,7 @@ def test_each_product_follows_its_own_specification(base, count):
             assert_product(result.detach(), a.detach(), b.detach(), None if extra is None else extra.detach())
 
 
-def test_one_cast_serves_two_products_only_where_the_specifications_agree():
+def test_one_cast_serves_two_gemms_only_if_their_specs_agree():
     """The same tensor as E4M3 forward and E5M2 in grad_weight: two casts, each with its own codes."""
     e4m3, e5m2 = CastSpec(format=E4M3), CastSpec(format=E5M2)
     recipe = Recipe(

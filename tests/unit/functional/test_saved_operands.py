@@ -13,7 +13,7 @@ from octavo.formats import E4M3
 from octavo.functional import fp8_linear
 from octavo.functional import linear as functional
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.numerics import QuantizedTensor, quantize
 from tests.contract.gemm_oracle import assert_same_operand, recorded_products
 from tests.recorded_state import recorded_state
@@ -182,7 +182,7 @@ def test_a_weight_changed_before_the_backward_pass_is_refused(made_again):
 def test_codes_that_outlive_the_call_are_not_made_again(made_again):
     made_again(True)
     layer = Linear(48, 32).requires_grad_(False)
-    hold_weight_as_codes(layer)
+    store_weight_as_codes(layer)
     x = torch.randn(64, 48, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None

@@ -3,7 +3,8 @@
 import pytest
 
 from octavo.inference import ModelRunner
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 
 @pytest.fixture(scope="package")
@@ -20,13 +21,5 @@ def byte_tokenizer():
 
 @pytest.fixture(scope="package")
 def byte_runner():
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=48,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=320,
-    )
+    config = tiny_llama_config(vocab_size=256, hidden_size=48, intermediate_size=96, max_positions=320)
     return ModelRunner(Llama(config, seed=3))

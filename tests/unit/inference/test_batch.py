@@ -9,27 +9,20 @@ from octavo.errors import BackendError, ConfigError
 from octavo.formats import FP32
 from octavo.inference import KVCacheBatch, ModelRunner, PagedKVCache
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=48,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=100,
-    )
+    config = tiny_llama_config(vocab_size=60, hidden_size=48, intermediate_size=96, max_positions=100)
     return Llama(config, seed=3)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_is_what_every_sequence_gives_alone(model, level):
+def test_step_matches_each_sequence_alone(model, level):
     runner, prompts = ModelRunner(model, level=level), ([1, 2, 3], [4], list(range(40)))
     batch, alone = runner.new_batch(3, fmt=FP32), [runner.new_cache(fmt=FP32) for _ in prompts]
     for prompt, sequence, cache in zip(prompts, batch.sequences, alone, strict=True):
@@ -57,7 +50,7 @@ def test_a_batch_has_the_bytes_of_its_caches():
         KVCacheBatch(2, 3, 16, sequences=0, max_positions=130)
 
 
-def test_what_does_not_fit_is_refused_and_the_batch_stays(model):
+def test_bad_input_raises_and_keeps_the_batch(model):
     runner = ModelRunner(model)
     batch = runner.new_batch(2, max_positions=64)
     runner(torch.arange(50), batch.sequences[0])

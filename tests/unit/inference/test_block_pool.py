@@ -25,7 +25,7 @@ class Model:
 
 @settings(max_examples=300, deadline=None)
 @given(ACTS)
-def test_accounting_is_exact(acts):
+def test_page_states_are_consistent_for_random_operations(acts):
     pool, model = BlockPool(PAGES), Model()
     for act, which, count in acts:
         if act == "start":
@@ -79,7 +79,7 @@ def end(pool, model, pages):
     model.idle += [page for page in reversed(pages) if not owners[page] and page in known]
 
 
-def test_a_key_stands_for_all_tokens_before():
+def test_page_key_depends_on_all_previous_tokens():
     tokens = list(range(200))
     keys = list(page_keys(tokens))
     assert len(keys) == 3
@@ -90,7 +90,7 @@ def test_a_key_stands_for_all_tokens_before():
     assert list(page_keys(tokens[64:])) != keys[1:]
 
 
-def test_what_is_filled_twice_is_found_once():
+def test_duplicate_page_is_found_once():
     pool = BlockPool(2)
     first, second = pool.take(2)
     pool.publish(first, b"text")
@@ -101,6 +101,6 @@ def test_what_is_filled_twice_is_found_once():
     assert (pool.idle, pool.available) == (1, 2)
 
 
-def test_a_pool_has_a_page():
+def test_pool_without_pages_raises():
     with pytest.raises(ConfigError, match="pages must be a whole number of at least 1"):
         BlockPool(0)

@@ -10,7 +10,8 @@ import torch
 
 from octavo.errors import ClosedError, ConfigError, QueueFullError
 from octavo.inference import Engine, EngineConfig, FinishReason, ModelRunner, SamplingParams, generate
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 TEXT = "Sing, goddess, the anger of Peleus' son Achilles and its devastation, which put pains thousandfold upon the"
 
@@ -73,7 +74,7 @@ def any_request(chance):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_answer_does_not_depend_on_the_others(new_engine, seed):
+def test_answers_match_answers_alone(new_engine, seed):
     chance = random.Random(seed)
     engine = new_engine(max_running=5, step_rows=chance.choice([5, 40, 300]), cache_positions=64 * 14)
     requests = [any_request(chance) for _ in range(24)]
@@ -91,7 +92,7 @@ def test_an_answer_does_not_depend_on_the_others(new_engine, seed):
         ]
 
 
-def test_an_answer_is_what_the_runner_generates(new_engine, byte_runner):
+def test_greedy_answer_matches_runner(new_engine, byte_runner):
     prompt = ids_of(TEXT)
     wanted = list(generate(byte_runner, prompt, max_new_tokens=20, temperature=0))
     events = answer(new_engine(), prompt, SamplingParams(max_tokens=20, temperature=0))
@@ -103,7 +104,7 @@ def test_an_answer_is_what_the_runner_generates(new_engine, byte_runner):
 
 
 @pytest.mark.parametrize("step_rows", [16, 40, 500])
-def test_a_scored_prompt_is_what_the_model_finds_likely(new_engine, byte_runner, step_rows):
+def test_prompt_logprobs_match_model(new_engine, byte_runner, step_rows):
     prompt = ids_of(TEXT[:100])
     engine = new_engine(step_rows=step_rows)
     answer(engine, prompt, SamplingParams(max_tokens=1))  # its pages are there, and not taken
@@ -119,7 +120,7 @@ def test_a_scored_prompt_is_what_the_model_finds_likely(new_engine, byte_runner,
     assert events[-1].usage.reused_tokens == 0
 
 
-def test_a_conversation_goes_on_from_its_pages(new_engine):
+def test_next_turn_reuses_pages(new_engine):
     engine, params = new_engine(), SamplingParams(max_tokens=60, temperature=0)
     first = answer(engine, ids_of(TEXT), params)
     assert first[-1].usage.reused_tokens == 0
@@ -131,7 +132,7 @@ def test_a_conversation_goes_on_from_its_pages(new_engine):
     assert answer(engine, prompt[:128], params)[-1].usage.reused_tokens == 64, "the last token has to be read"
 
 
-def test_one_that_waits_for_pages_shares_those_that_are_filled_meanwhile(new_engine):
+def test_waiting_request_reuses_pages_filled_meanwhile(new_engine):
     """It is asked before every step what it could share, and the answer changes."""
     engine = new_engine(cache_positions=192)
     told: tuple[list[Any], list[Any]] = ([], [])
@@ -144,7 +145,7 @@ def test_one_that_waits_for_pages_shares_those_that_are_filled_meanwhile(new_eng
     assert tokens_of(told[0]) == tokens_of(told[1])
 
 
-def test_nothing_is_left_of_random_requests(new_engine):
+def test_random_requests_release_all_pages(new_engine):
     chance, clock = random.Random(5), Clock()
     engine = new_engine(max_running=3, max_waiting=6, step_rows=64, cache_positions=64 * 9, clock=clock)
     held: list[Any] = []
@@ -176,7 +177,7 @@ def test_nothing_is_left_of_random_requests(new_engine):
     assert metrics.first_token_s.count + metrics.token_s.count == metrics.answer_tokens
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(new_engine):
+def test_full_queue_raises_with_retry_time(new_engine):
     clock = Clock()
     engine = new_engine(max_running=1, max_waiting=2, clock=clock, step_rows=8)
     params = SamplingParams(max_tokens=4)
@@ -194,7 +195,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(new_engine):
     assert engine.metrics.refused == 2
 
 
-def test_requests_start_in_their_order_even_if_a_later_one_fits(new_engine):
+def test_requests_start_in_order_of_arrival(new_engine):
     engine, order = new_engine(max_running=3, cache_positions=64 * 3, step_rows=8), []
     for name, length in (("two pages", 100), ("two more", 101), ("one", 3)):
         engine.submit(
@@ -206,7 +207,7 @@ def test_requests_start_in_their_order_even_if_a_later_one_fits(new_engine):
     assert list(dict.fromkeys(order)) == ["two pages", "two more", "one"]
 
 
-def test_a_request_that_starts_is_never_out_of_sight(new_engine):
+def test_starting_request_is_always_counted_in_load(new_engine):
     """Whoever looks between its leaving the queue and its coming into the batch sees it."""
     engine, seen = new_engine(), []
     looking = threading.Thread(target=lambda: seen.append(engine.load))
@@ -226,7 +227,7 @@ def test_a_request_that_starts_is_never_out_of_sight(new_engine):
     run(engine)
 
 
-def test_a_deadline_ends_what_runs_and_what_waits(new_engine):
+def test_deadline_ends_running_and_waiting_requests(new_engine):
     clock = Clock()
     told: list[Any] = [[], []]
     engine = new_engine(max_running=1, step_rows=16, clock=clock)
@@ -252,7 +253,7 @@ def test_all_can_be_cancelled_at_once(new_engine):
     assert engine.load.pages_used == 0
 
 
-def test_the_model_s_last_token_ends_an_answer_and_is_not_told(new_engine):
+def test_end_token_ends_the_answer_without_an_event(new_engine):
     params: dict[str, Any] = {"max_tokens": 9, "temperature": 0.0}
     prompt = ids_of(TEXT)
     whole = tokens_of(answer(new_engine(), prompt, SamplingParams(**params)))
@@ -277,16 +278,8 @@ def test_a_stop_text_ends_an_answer_before_it(new_engine, byte_tokenizer):
     assert cut[-1].finish is FinishReason.STOP
 
 
-def test_one_whose_logits_are_not_finite_ends_alone(byte_tokenizer):
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        max_positions=64,
-    )
+def test_request_with_nonfinite_logits_ends_alone(byte_tokenizer):
+    config = tiny_llama_config(vocab_size=256, num_layers=1, num_heads=2, num_kv_heads=1)
     model = Llama(config)
     model.model.embed_tokens.weight.data[9] = torch.nan
     told: list[Any] = [[], []]
@@ -325,7 +318,7 @@ def test_requests_that_cannot_be_answered_are_refused_at_once(new_engine, prompt
     assert engine.load.waiting == 0
 
 
-def test_a_closed_engine_answers_what_it_took(new_engine):
+def test_closed_engine_finishes_accepted_requests(new_engine):
     events: list[Any] = []
     engine = new_engine()
     engine.submit([1], SamplingParams(max_tokens=3), events.append)

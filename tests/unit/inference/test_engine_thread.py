@@ -26,7 +26,7 @@ async def tokens_of(thread, prompt, **params):
         return [event.token async for event in events if event.token is not None]
 
 
-def test_answers_stream_side_by_side(thread):
+def test_answers_stream_concurrently(thread):
     async def ask():
         asked = [tokens_of(thread, [n, 2, 3], max_tokens=8, seed=n) for n in range(4)]
         together = await asyncio.gather(*asked)
@@ -51,7 +51,7 @@ def test_leaving_the_block_cancels(thread):
     assert thread.engine.load.pages_used == 0
 
 
-def test_a_loop_that_is_gone_cancels(thread):
+def test_closed_event_loop_cancels(thread):
     async def ask():
         return thread.answer([1], SamplingParams(max_tokens=320))
 
@@ -61,7 +61,7 @@ def test_a_loop_that_is_gone_cancels(thread):
     assert sum(thread.engine.metrics.finished.values()) == 1
 
 
-def test_a_full_queue_and_a_closed_engine_are_told_at_once(thread):
+def test_full_queue_and_closed_engine_raise_at_once(thread):
     async def ask():
         def ask_many():
             for _ in range(300):
@@ -76,7 +76,7 @@ def test_a_full_queue_and_a_closed_engine_are_told_at_once(thread):
     asyncio.run(ask())
 
 
-def test_a_loop_is_woken_once_for_all_that_a_step_told(monkeypatch, byte_runner, byte_tokenizer):
+def test_loop_is_woken_once_per_step(monkeypatch, byte_runner, byte_tokenizer):
     engine, calls = Engine(byte_runner, byte_tokenizer), []
     begin, own_step = threading.Event(), engine.step
     monkeypatch.setattr(engine, "step", lambda: begin.wait(60) and own_step())
@@ -120,7 +120,7 @@ print("the end")
 """
 
 
-def test_a_process_may_end_in_the_middle_of_an_answer():
+def test_process_can_exit_during_an_answer():
     for _ in range(3):
         command = [sys.executable, "-c", ENDS_EARLY]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
@@ -128,7 +128,7 @@ def test_a_process_may_end_in_the_middle_of_an_answer():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_broken_engine_says_so_to_everybody(byte_runner, byte_tokenizer, monkeypatch):
+def test_failed_engine_ends_all_answers(byte_runner, byte_tokenizer, monkeypatch):
     engine = Engine(byte_runner, byte_tokenizer)
 
     def broken(chunks):
@@ -148,7 +148,7 @@ def test_a_broken_engine_says_so_to_everybody(byte_runner, byte_tokenizer, monke
     assert engine.load.pages_used == 0
 
 
-def test_threads_are_given_back_by_who_made_it_and_when_it_has_nothing_to_do(monkeypatch, byte_runner, byte_tokenizer):
+def test_threads_are_released_by_creator_and_when_idle(monkeypatch, byte_runner, byte_tokenizer):
     callers = []
     monkeypatch.setattr(engine_thread, "release_threads", lambda: callers.append(threading.current_thread().name))
     made = EngineThread(Engine(byte_runner, byte_tokenizer))
@@ -158,7 +158,7 @@ def test_threads_are_given_back_by_who_made_it_and_when_it_has_nothing_to_do(mon
     assert callers[1:] == ["octavo-engine"]
 
 
-def test_it_works_with_as_many_threads_as_who_made_it(monkeypatch, byte_runner, byte_tokenizer):
+def test_engine_uses_the_creators_thread_count(monkeypatch, byte_runner, byte_tokenizer):
     threads, seen = torch.get_num_threads(), []
     engine = Engine(byte_runner, byte_tokenizer)
     own_step = engine.step

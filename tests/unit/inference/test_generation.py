@@ -8,31 +8,24 @@ import torch
 from octavo.errors import ConfigError
 from octavo.inference import ModelRunner, generate
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 
 @pytest.fixture(scope="module")
 def runner():
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=48,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=80,
-    )
+    config = tiny_llama_config(vocab_size=100, hidden_size=48, intermediate_size=96, max_positions=80)
     return ModelRunner(Llama(config, seed=3))
 
 
-def test_each_token_is_the_likeliest_after_all_before_it(runner):
+def test_greedy_tokens_match_argmax(runner):
     prompt = [5, 17, 3]
     new = list(generate(runner, prompt, max_new_tokens=20, temperature=0))
     logits = runner(torch.tensor(prompt + new), runner.new_cache(), every=True)
     assert new == logits[2:-1].argmax(dim=-1).tolist()
 
 
-def test_the_generator_alone_decides(runner):
+def test_sampling_depends_only_on_the_generator(runner):
     def sampled(seed):
         generator = torch.Generator().manual_seed(seed)
         return list(generate(runner, [1], max_new_tokens=30, temperature=2.0, generator=generator))
@@ -41,7 +34,7 @@ def test_the_generator_alone_decides(runner):
     assert sampled(7) != sampled(8)
 
 
-def test_it_ends_where_it_should(runner):
+def test_generation_ends_at_stop_id_or_limit(runner):
     greedy: dict[str, Any] = {"temperature": 0.0}
     all_of_it = list(generate(runner, [9], max_new_tokens=12, **greedy))
     stop = all_of_it[7]

@@ -35,16 +35,16 @@ def test_high_precision_is_rounded_once(fmt):
         assert torch.equal(stored, vectors.to(fmt.torch_dtype).float())
 
 
-def test_positions_follow_each_other_until_the_pages_are_full():
+def test_room_is_checked_against_whole_pages():
     cache = PagedKVCache(1, 1, 8, max_positions=65)
     assert cache.capacity == 128
-    assert cache.next_positions(3).tolist() == [0, 1, 2]
+    cache.check_room(128)
     cache.advance(126)
-    assert cache.next_positions(2).tolist() == [126, 127]
+    cache.check_room(2)
     with pytest.raises(ConfigError, match="room for 128 positions, and 129 are needed"):
-        cache.next_positions(3)
+        cache.check_room(3)
     cache.length = 100
-    assert cache.next_positions(1).tolist() == [100]
+    cache.check_room(28)
     for length in (-1, 101):
         with pytest.raises(ConfigError, match="100 positions are filled"):
             cache.length = length

@@ -11,14 +11,14 @@ from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner, PagedKVCache
 from octavo.inference.native_decoder import CacheTensors, NativeDecoder
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 
 
 def model(*, tie=True, heads=6, kv_heads=2):
-    config = LlamaConfig(
-        vocab_size=300,
+    config = tiny_llama_config(
         hidden_size=72,
         intermediate_size=200,
         num_layers=3,
@@ -64,7 +64,7 @@ def with_decoded_head(made):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (9, 1)])
-def test_logits_are_those_of_the_model(level, tie, heads, kv_heads):
+def test_logits_match_model(level, tie, heads, kv_heads):
     made = model(tie=tie, heads=heads, kv_heads=kv_heads)
     runner = ModelRunner(made, level=level)
     tokens = torch.randint(0, 300, (100,))
@@ -84,7 +84,7 @@ def test_logits_are_those_of_the_model(level, tie, heads, kv_heads):
 
 @pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("fmt", [E4M3, BF16], ids=str)
-def test_native_layers_follow_their_definition(level, fmt):
+def test_native_kernels_match_reference(level, fmt):
     made = model()
     tokens = torch.randint(0, 300, (150,))
     logits = []
@@ -96,7 +96,7 @@ def test_native_layers_follow_their_definition(level, fmt):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_forgotten_has_no_trace(level):
+def test_discarded_positions_have_no_effect(level):
     runner, tokens = ModelRunner(model(), level=level), torch.randint(0, 300, (80,))
     cache = runner.new_cache()
     first = runner(tokens, cache)
@@ -113,7 +113,7 @@ def test_bytes_count_every_weight_once():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_codes_that_are_held_are_read_as_they_are(recipe):
+def test_stored_codes_are_not_quantized_again(recipe):
     made, tokens = model(tie=False), torch.arange(20)
     made.requires_grad_(False)
     octavo.convert(made, recipe=recipe, frozen="fp8")
@@ -142,7 +142,7 @@ def test_codes_in_blocks_are_refused():
 
 
 @pytest.mark.parametrize("level", native_bindings.levels())
-def test_the_first_layers_codes_are_those_of_the_definition(level):
+def test_first_layer_codes_match_reference(level):
     """Keys of layer 0 differ by the order of sums alone; those that are all zero, and their scales, not at all."""
     made, tokens = model(), torch.randint(0, 300, (70,))
     made.model.layers[0].self_attn.v_proj.weight.data[:4] *= 1e-30
@@ -164,7 +164,7 @@ def test_the_first_layers_codes_are_those_of_the_definition(level):
 
 @pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (9, 1)])
-def test_a_level_stores_the_bits_of_the_definition(level, heads, kv_heads):
+def test_cache_bits_match_reference_at_every_level(level, heads, kv_heads):
     """Of the keys and values that it makes itself, which an FP32 cache shows, in the first layer."""
     made, tokens = model(heads=heads, kv_heads=kv_heads), torch.randint(0, 300, (100,))
     attention = made.model.layers[0].self_attn
@@ -183,7 +183,7 @@ def test_a_level_stores_the_bits_of_the_definition(level, heads, kv_heads):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_keys_are_kept_less_their_mean_and_logits_are_the_same(level):
+def test_key_means_do_not_change_logits(level):
     made, tokens = model(), torch.randint(0, 300, (100,))
     plain, centred = (ModelRunner(made, level=level, key_means=given) for given in (None, means(made)))
     caches = plain.new_cache(fmt=FP32), centred.new_cache(fmt=FP32)
@@ -208,7 +208,7 @@ def test_means_of_another_model_are_refused(change, words):
 
 
 @pytest.mark.parametrize("level", native_bindings.levels())
-def test_tiny_keys_and_values_are_stored_as_they_are(level):
+def test_tiny_keys_and_values_are_stored_exactly(level):
     """Of about 1e-30 and 1e-38, below what other casts tell from zero; scales down to FP32's smallest normal number."""
     made, tokens = model(), torch.randint(0, 300, (64,))
     for layer, size in zip(made.model.layers, (1e-30, 1e-38, 1e-12), strict=True):
@@ -230,7 +230,7 @@ def test_tiny_keys_and_values_are_stored_as_they_are(level):
 
 
 @pytest.mark.parametrize("level", native_bindings.levels())
-def test_infinite_keys_and_values_are_no_numbers(level):
+def test_infinite_keys_and_values_become_nan(level):
     """E4M3 has no infinity: what leaves FP32 is NaN in the cache, as in the definition, and not the maximum."""
     made, tokens = model(), torch.randint(0, 300, (70,))
     attention = made.model.layers[0]
@@ -253,7 +253,7 @@ def test_infinite_keys_and_values_are_no_numbers(level):
 
 
 @pytest.mark.parametrize("level", native_bindings.levels())
-def test_sequences_share_a_call_and_nothing_else(level):
+def test_step_matches_each_sequence_alone(level):
     """Rows of two sequences in turn, in pages of one cache, are what each sequence gives alone."""
     runner, tokens = ModelRunner(model(), level=level), torch.randint(0, 300, (2, 70))
     alone = torch.stack([runner(own, runner.new_cache(128), every=True) for own in tokens])
@@ -304,7 +304,7 @@ def test_rows_of_another_model_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_tokens_of_any_integer_dtype_are_the_same_tokens(dtype):
+def test_integer_dtypes_of_tokens_are_equivalent(dtype):
     runner, tokens = ModelRunner(model()), torch.ones(72, dtype=torch.int64)
     wanted = runner(tokens, runner.new_cache())
     assert torch.equal(runner(tokens.to(dtype), runner.new_cache()), wanted)
@@ -312,7 +312,7 @@ def test_tokens_of_any_integer_dtype_are_the_same_tokens(dtype):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tie", [True, False])
-def test_the_model_may_change_afterwards(level, tie):
+def test_runner_copies_the_weights(level, tie):
     made = model(tie=tie)
     runner = ModelRunner(made, level=level)
     before = runner(torch.arange(9), runner.new_cache())
@@ -323,7 +323,7 @@ def test_the_model_may_change_afterwards(level, tie):
     assert torch.equal(runner(torch.arange(9), runner.new_cache()), before)
 
 
-def test_gates_as_far_as_exp_reaches():
+def test_gates_within_the_range_of_exp():
     """silu of -21 to -86, times what makes it visible: about as large as the gates themselves."""
     made = model(tie=False)
     made.model.embed_tokens.weight.data.fill_(1.0)
@@ -346,14 +346,14 @@ def assert_all_levels_agree(made):
         torch.testing.assert_close(found, logits[0], rtol=1e-3, atol=1e-3)
 
 
-def test_gates_beyond_what_exp_reaches():
+def test_gates_beyond_the_range_of_exp():
     """silu of a number far below zero is zero, and not what is left of it over the largest power of e."""
     made = model()
     made.model.layers[0].mlp.gate_proj.weight.data *= 1e4
     assert_all_levels_agree(made)
 
 
-def test_bad_input_is_refused_and_the_cache_stays():
+def test_bad_input_raises_and_keeps_the_cache():
     runner = ModelRunner(model())
     cache = runner.new_cache(max_positions=64)
     runner(torch.arange(60), cache)

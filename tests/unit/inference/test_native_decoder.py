@@ -1,21 +1,14 @@
-"""What a decoder's tensors must be, before a kernel gets their addresses."""
-
-import math
+"""Checks of a decoder's tensors before a kernel gets their addresses."""
 
 import pytest
 
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3
 from octavo.inference import PagedKVCache
-from octavo.inference.native_decoder import PAGE, CacheTensors, DecoderShape
+from octavo.inference.native_decoder import PAGE, CacheTensors
 
 
-def test_scores_are_divided_by_the_root_of_the_width():
-    shape = DecoderShape(hidden_size=8, intermediate_size=8, heads=2, kv_heads=1, head_dim=64, norm_eps=1e-5)
-    assert shape.attention_scale == 1 / math.sqrt(64)
-
-
-def test_a_layer_has_its_own_memory():
+def test_cache_layers_have_separate_memory():
     t = PagedKVCache(3, 2, 16, max_positions=PAGE + 1).tensors
     first, second = t.addresses(0), t.addresses(1)
     per_layer = [x[0].nbytes for x in (t.keys, t.key_scale, t.values, t.value_scale) if x is not None]
@@ -24,7 +17,7 @@ def test_a_layer_has_its_own_memory():
     assert plain.addresses(2)[1] == plain.addresses(2)[3] == 0
 
 
-def test_a_cache_knows_its_model():
+def test_cache_of_another_model_is_refused():
     t = PagedKVCache(3, 2, 16, max_positions=1).tensors
     t.check_made_for(3, 2, 16)
     for other in ((2, 2, 16), (3, 1, 16), (3, 2, 8)):

@@ -11,7 +11,8 @@ from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner, ServingRecipe
 from octavo.kernels import native_bindings, native_gemm
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 LENGTHS = (1, 64, 70, 97, 30)
@@ -19,15 +20,7 @@ LENGTHS = (1, 64, 70, 97, 30)
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(
-        vocab_size=75,
-        hidden_size=48,
-        intermediate_size=80,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=128,
-    )
+    config = tiny_llama_config(vocab_size=75, hidden_size=48, intermediate_size=80, max_positions=128)
     return Llama(config, seed=3)
 
 
@@ -73,7 +66,7 @@ CASES = [("fp8", E4M3), ("fp8", BF16), ("fp8", FP32), *((recipe, E4M3) for recip
 
 @pytest.mark.parametrize(("recipe", "fmt"), CASES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_row_is_the_same_in_every_company(model, level, recipe, fmt):
+def test_row_bits_do_not_depend_on_other_rows(model, level, recipe, fmt):
     own = calibrated(model) if recipe == "fp8-static" else model
     runner, generator = ModelRunner(own, recipe=recipe, level=level), torch.Generator().manual_seed(7)
     lengths = (3, 65) if level == "torch" else LENGTHS
@@ -90,7 +83,7 @@ def test_a_row_is_the_same_in_every_company(model, level, recipe, fmt):
 
 @pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("k", [1, 31, 32, 100, 577, 9001, 33000])
-def test_a_product_of_many_rows_has_the_bits_of_one(level, k):
+def test_many_row_gemm_matches_single_rows_bitwise(level, k):
     """Sums of few rows and of many, with codes and rows that are summed in the plain way among them."""
     generator = torch.Generator().manual_seed(k)
     weight = torch.randn(70, k, generator=generator).to(E4M3.torch_dtype)
@@ -115,7 +108,7 @@ def test_a_product_of_many_rows_has_the_bits_of_one(level, k):
 
 @pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("count", [2, 5, 16])
-def test_a_scale_that_reaches_far_leaves_other_rows_as_they_are(level, count):
+def test_extreme_scale_does_not_change_other_rows(level, count):
     generator = torch.Generator().manual_seed(count)
     weight = torch.randn(70, 96, generator=generator).to(E4M3.torch_dtype)
     x = torch.randn(count, 96, generator=generator).to(E4M3.torch_dtype)
@@ -134,7 +127,7 @@ def test_a_scale_that_reaches_far_leaves_other_rows_as_they_are(level, count):
         assert torch.equal(together[row], product(slice(row, row + 1))[0])
 
 
-def test_rows_that_get_logits_are_some_of_them(model):
+def test_logits_of_last_rows_match_all_rows(model):
     runner = ModelRunner(model)
     tensors = cache_of(runner, E4M3, torch.Generator().manual_seed(0))
     rows = {"sequence": torch.zeros(2, dtype=torch.int64), "position": torch.arange(2)}

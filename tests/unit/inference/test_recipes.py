@@ -13,9 +13,10 @@ from octavo.inference import ModelRunner, ServingRecipe
 from octavo.inference.decoder_weights import DecoderWeight, InputCast
 from octavo.inference.recipes import decoder_weight
 from octavo.kernels import native_bindings
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.numerics import saturation_fraction
 from octavo.numerics.integers import Int8Rows, quantize_int8
+from tests.tiny_llama import tiny_llama_config
 
 LEVELS = ("torch", *native_bindings.levels())
 TOKENS = torch.arange(90) * 7 % 300
@@ -24,13 +25,10 @@ ROWS = octavo.PerRow()
 
 def model(**options):
     """Biases everywhere but the head, and none of them zero."""
-    config = LlamaConfig(
-        vocab_size=300,
+    config = tiny_llama_config(
         hidden_size=72,
         intermediate_size=200,
-        num_layers=2,
         num_heads=6,
-        num_kv_heads=2,
         max_positions=96,
         qkv_bias=True,
         out_bias=True,
@@ -75,7 +73,7 @@ def by_hand(made, recipe):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("recipe", BY_HAND)
-def test_logits_are_those_of_the_model_with_the_same_rounding(level, tie, recipe):
+def test_logits_match_model_with_the_same_rounding(level, tie, recipe):
     made = model(tie_embeddings=tie)
     found, wanted = read(ModelRunner(made, recipe=recipe, level=level)), by_hand(made, recipe)
     if BY_HAND[recipe][1](torch.tensor([1.03]))[0] == torch.tensor(1.03):
@@ -85,7 +83,7 @@ def test_logits_are_those_of_the_model_with_the_same_rounding(level, tie, recipe
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_static_scales_are_the_calibrations_and_clipping_is_counted(level):
+def test_static_scales_match_calibration_and_saturation_is_counted(level):
     """Of a model calibrated on a few tokens, so that others are clipped; the head has no scale."""
     made = model()
     octavo.calibrate(made, [TOKENS[None, :3]]).apply(made, hold_weights=True)
@@ -111,7 +109,7 @@ def test_static_scales_are_the_calibrations_and_clipping_is_counted(level):
 
 @pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("recipe", ServingRecipe)
-def test_native_layers_follow_their_definition(level, recipe):
+def test_native_kernels_match_reference(level, recipe):
     made = model()
     if recipe == "fp8-static":
         octavo.calibrate(made, [TOKENS[None]]).apply(made, hold_weights=True)
@@ -138,7 +136,7 @@ def test_an_embedding_of_bf16_numbers_is_kept_in_bf16():
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("recipe", ["int8", "fp8-dynamic"])
-def test_what_is_not_finite_stays_so(level, recipe):
+def test_nan_and_inf_propagate(level, recipe):
     made = model()
     made.model.embed_tokens.weight[5, 0] = torch.inf
     runner = ModelRunner(made, recipe=recipe, level=level)
@@ -147,7 +145,7 @@ def test_what_is_not_finite_stays_so(level, recipe):
     assert bool(runner(torch.tensor([5]), cache).isnan().all())
 
 
-def test_codes_are_not_rounded_once_more():
+def test_stored_codes_are_not_quantized_again():
     made = model()
     octavo.convert(made, recipe="rowwise", frozen="fp8")
     for recipe in ("bf16", "int8"):
@@ -155,7 +153,7 @@ def test_codes_are_not_rounded_once_more():
             ModelRunner(made, recipe=recipe)
 
 
-def test_layers_that_read_the_same_need_one_scale():
+def test_layers_with_one_input_need_one_static_scale():
     first, second = (octavo.nn.Linear(8, 8, recipe="static") for _ in range(2))
     first.input_scale.fill_(0.5)
     second.input_scale.fill_(0.25)
@@ -163,7 +161,7 @@ def test_layers_that_read_the_same_need_one_scale():
         decoder_weight(ServingRecipe.FP8_STATIC, first, second)
 
 
-def test_weights_and_casts_that_do_not_go_together_are_refused():
+def test_mismatched_weights_and_casts_raise():
     numbers, integers = torch.randn(4, 8), quantize_int8(torch.randn(4, 8))
     for given, words in (
         ({"rows": numbers}, "cast nothing, not NONE"),
@@ -185,7 +183,7 @@ def test_weights_and_casts_that_do_not_go_together_are_refused():
 def test_integers_are_summed_exactly(level, k):
     """A head of one layer's decoder, whose logits are a product of integers times two scales."""
     generator = torch.Generator().manual_seed(k)
-    config = LlamaConfig(
+    config = tiny_llama_config(
         vocab_size=70,
         hidden_size=2 * k,
         intermediate_size=4,

@@ -12,7 +12,7 @@ from octavo.numerics.integers import quantize_int8
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_attention_is_torchs_with_a_mask_by_position(heads, kv_heads):
+def test_attention_matches_torch(heads, kv_heads):
     length, dim = 9, 16
     keys, values = torch.randn(2, length, kv_heads, dim)
     position = torch.tensor([0, 3, 8, 3])
@@ -23,7 +23,7 @@ def test_attention_is_torchs_with_a_mask_by_position(heads, kv_heads):
     torch.testing.assert_close(reference.attend(queries, keys, values, position, 0.3), wanted.transpose(0, 1).float())
 
 
-def test_a_linear_multiplies_what_the_codes_decode_to():
+def test_linear_matches_dequantized_weights():
     weight = octavo.quantize(torch.randn(5, 12), E4M3, granularity=octavo.PerRow())
     x, bias = torch.randn(3, 12), torch.randn(5)
     wanted = x.double() @ (weight.data.double() * weight.scale.double()).t()
@@ -33,7 +33,7 @@ def test_a_linear_multiplies_what_the_codes_decode_to():
     torch.testing.assert_close(found, (wanted + bias).float())
 
 
-def test_a_linear_of_integers_is_their_product():
+def test_int8_linear_matches_integer_product():
     rows, x = quantize_int8(torch.randn(5, 12)), torch.randn(3, 12)
     own = quantize_int8(x)
     exact = (own.data.long() @ rows.data.long().t()).double() * own.scale.double() * rows.scale.double().t()
@@ -41,7 +41,7 @@ def test_a_linear_of_integers_is_their_product():
     torch.testing.assert_close(reference.linear(x, weight, Saturation()), exact.float())
 
 
-def test_a_static_scale_clips_and_says_how_much():
+def test_static_scale_counts_saturation():
     weight = octavo.quantize(torch.randn(5, 8), E4M3, granularity=octavo.PerRow())
     x = torch.tensor([[1.0, 231.0, -233.0, 300.0, torch.inf, 0.0, 224.0, -1.0]])  # 464 · 0.5 = 232 is clipped from on
     static = DecoderWeight(rows=weight, input=InputCast.E4M3_STATIC, input_scale=torch.tensor(0.5))

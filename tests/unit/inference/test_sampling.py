@@ -47,7 +47,7 @@ def kept_by_transformers(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_
     ],
     ids=str,
 )
-def test_probabilities_are_transformers(settings):
+def test_probabilities_match_transformers(settings):
     for seed in range(20):
         size = 50 if seed < 10 else 5000
         logits = LOGITS if seed == 0 else torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 3
@@ -55,14 +55,14 @@ def test_probabilities_are_transformers(settings):
         torch.testing.assert_close((kept / kept.sum()).float(), kept_by_transformers(logits, **settings))
 
 
-def test_tokens_come_as_often_as_they_are_likely():
+def test_sample_frequencies_match_probabilities():
     wanted, chooser = LOGITS.softmax(0), Sampler(SamplingParams(seed=1))
     drawn = Counter(chooser.choose(LOGITS).token for _ in range(1000))
     for token, probability in enumerate(wanted.tolist()):
         assert abs(drawn[token] / 1000 - probability) <= 4 * math.sqrt(probability * (1 - probability) / 1000)
 
 
-def test_what_is_not_kept_never_comes():
+def test_excluded_tokens_are_never_sampled():
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     asked: dict[str, Any] = {"temperature": 5.0, "top_k": 40, "top_p": 0.5}
     kept = {*probabilities(logits, **asked).nonzero()[:, 0].tolist()}
@@ -71,7 +71,7 @@ def test_what_is_not_kept_never_comes():
     assert len(kept) < 40
 
 
-def test_the_largest_number_that_can_be_drawn_takes_a_token_that_is_kept(monkeypatch):
+def test_largest_draw_selects_an_included_token(monkeypatch):
     """Half an ulp below a total of this size is the total again."""
     monkeypatch.setattr(
         generation, "probabilities", lambda *_, **__: torch.tensor([0.5 + 2**-52, 0.0], dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_the_largest_number_that_can_be_drawn_takes_a_token_that_is_kept(monkeyp
     assert sample(LOGITS, temperature=1.0) == 0
 
 
-def test_a_seed_gives_the_same_tokens_and_torch_s_own_generator_stays():
+def test_seed_is_reproducible_and_global_generator_unchanged():
     state = torch.get_rng_state()
     first, second, other = (Sampler(SamplingParams(seed=seed)) for seed in (5, 5, 6))
     tokens = [[chooser.choose(LOGITS).token for _ in range(50)] for chooser in (first, second, other)]
@@ -89,7 +89,7 @@ def test_a_seed_gives_the_same_tokens_and_torch_s_own_generator_stays():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_logprobs_are_the_model_s_whatever_the_temperature():
+def test_logprobs_do_not_depend_on_temperature():
     chosen = Sampler(SamplingParams(temperature=0, logprobs=3)).choose(LOGITS)
     wanted = LOGITS.log_softmax(0)
     assert chosen.token == 0
@@ -100,7 +100,7 @@ def test_logprobs_are_the_model_s_whatever_the_temperature():
     assert Sampler(SamplingParams(temperature=0)).choose(LOGITS).logprob is None
 
 
-def test_of_equally_likely_tokens_a_small_top_p_keeps_one():
+def test_small_top_p_keeps_one_of_equal_tokens():
     assert {sample(torch.zeros(9), temperature=1.0, top_p=1e-9) for _ in range(20)} == {0}
 
 
@@ -124,6 +124,6 @@ def test_of_equally_likely_tokens_a_small_top_p_keeps_one():
     ],
     ids=str,
 )
-def test_what_may_not_be_asked_for(setting, says):
+def test_invalid_params_raise(setting, says):
     with pytest.raises(ConfigError, match=says):
         SamplingParams(**setting)

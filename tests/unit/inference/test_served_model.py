@@ -11,19 +11,11 @@ from octavo.export import save_quantized
 from octavo.formats import FP32
 from octavo.inference import Engine, EngineConfig, Event, SamplingParams, load_served_model
 from octavo.language_model import LanguageModel, load_language_model
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.test_language_model import hugging_face_folder
 
-SHAPE = LlamaConfig(
-    vocab_size=300,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=32,
-    rope_theta=5000.0,
-)
+SHAPE = tiny_llama_config(max_positions=32, rope_theta=5000.0)
 TOKENS = torch.arange(20) * 7 % 300
 
 
@@ -37,7 +29,7 @@ def change(path, **settings):
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def test_a_hugging_face_folder_is_octavo_s_llama(folder):
+def test_hugging_face_folder_matches_llama(folder):
     from transformers import LlamaForCausalLM
 
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
@@ -64,20 +56,20 @@ def test_a_hugging_face_folder_is_octavo_s_llama(folder):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_models_that_are_no_llama_are_refused(folder, settings, says):
+def test_other_architectures_are_refused(folder, settings, says):
     change(folder / "config.json", **settings)
     with pytest.raises(CheckpointError, match=says):
         load_served_model(folder)
 
 
-def test_a_template_may_name_tokens_however_they_are_written(folder):
+def test_template_tokens_are_read_from_strings_and_records(folder):
     record = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
     change(folder / "tokenizer_config.json", bos_token=record, eos_token="</s>")
     assert load_served_model(folder).template_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @pytest.mark.parametrize(("given", "ends"), [(5, (5,)), ([5, 7], (5, 7)), (None, ())])
-def test_a_folder_in_fp8_ends_and_chats_as_its_files_say(tmp_path, byte_tokenizer, given, ends):
+def test_fp8_folder_has_end_tokens_and_chat_template(tmp_path, byte_tokenizer, given, ends):
     made = LanguageModel(model=Llama(SHAPE, seed=3), tokenizer=byte_tokenizer, context=32, source="made")
     octavo.convert(made.model, "rowwise")
     save_quantized(made, tmp_path, verify_folder=False)
@@ -96,7 +88,7 @@ def test_a_chat_template_that_is_not_utf8_is_refused(tmp_path, byte_tokenizer):
         load_served_model(tmp_path)
 
 
-def test_an_end_that_is_no_token_is_refused(folder):
+def test_invalid_eos_token_id_is_refused(folder):
     change(folder / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(CheckpointError, match="eos_token_id"):
         load_served_model(folder)
@@ -173,7 +165,7 @@ def test_calibrations_that_are_missing_or_too_many_are_refused(folder, tmp_path)
         load_served_model(folder, recipe="int4")
 
 
-def test_a_gguf_file(tmp_path):
+def test_gguf_file_is_served(tmp_path):
     from benchmarks import smollm2
 
     path = smollm2.cached()

@@ -23,7 +23,7 @@ def pieces_of(tokenizer, text, stop=()):
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab stop\n öß€😀\ufffd"), st.lists(st.sampled_from(STOPS), max_size=3))
-def test_the_text_is_what_was_encoded_up_to_the_first_stop(byte_tokenizer, text, stop):
+def test_text_matches_encoded_text_up_to_stop(byte_tokenizer, text, stop):
     text = text.rstrip("\ufffd")
     pieces = pieces_of(byte_tokenizer, text, tuple(stop))
     ends = [end for s in stop if (at := text.find(s)) >= 0 for end in [(at + len(s), at)]]
@@ -33,7 +33,7 @@ def test_the_text_is_what_was_encoded_up_to_the_first_stop(byte_tokenizer, text,
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
 
 
-def test_half_a_character_is_held_back_and_never_said(byte_tokenizer):
+def test_incomplete_character_is_held_back(byte_tokenizer):
     ids = byte_tokenizer.encode("a€b").ids
     stream = TextStream(byte_tokenizer)
     assert [stream.add(token) for token in ids] == ["a", "", "", "€", "b"]
@@ -42,7 +42,7 @@ def test_half_a_character_is_held_back_and_never_said(byte_tokenizer):
     assert stream.finish() == ""
 
 
-def test_what_may_begin_a_stop_text_waits_for_it(byte_tokenizer):
+def test_possible_stop_text_is_held_back(byte_tokenizer):
     assert pieces_of(byte_tokenizer, "xaaab!", ("aab",)) == ["x", "", "", "a", ""]
     assert pieces_of(byte_tokenizer, "xaa", ("aab",)) == ["x", "", "", "aa"]
     assert pieces_of(byte_tokenizer, "aac", ("aab",)) == ["", "", "aac", ""]
@@ -88,7 +88,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_the_text_is_that_of_all_tokens_at_once(name, data):
+def test_incremental_text_matches_decoding_at_once(name, data):
     """Also of special tokens, of tokens that a tokenizer has not, and of those that are empty only at the beginning."""
     tokenizer = specials_added(TOKENIZERS[name]())
     size = tokenizer.get_vocab_size()
@@ -110,7 +110,7 @@ class Counting:
         return self.tokenizer.decode(ids, **settings)
 
 
-def test_tokens_without_text_are_not_decoded_again_and_again():
+def test_tokens_without_text_are_decoded_once():
     tokenizer = specials_added(byte_level())
     special, unknown, first_byte = tokenizer.token_to_id("<end>"), 9999, tokenizer.token_to_id("Ã")
     counting: Any = Counting(tokenizer)
@@ -121,7 +121,7 @@ def test_tokens_without_text_are_not_decoded_again_and_again():
     assert stream.add(tokenizer.token_to_id("©")) == "é"
 
 
-def test_bytes_that_end_no_character_are_said_after_a_while():
+def test_invalid_bytes_are_released_after_patience():
     tokenizer = byte_level()
     counting: Any = Counting(tokenizer)
     stream = TextStream(counting)

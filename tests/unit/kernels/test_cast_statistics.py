@@ -22,7 +22,7 @@ def cast(*shape, fmt=E4M3):
 
 
 @built
-def test_it_sums_what_it_casts():
+def test_cast_statistics_sum_the_cast_elements():
     x, made = cast(4, 6)
     assert cast_statistics.sums(x, made)
     assert not cast_statistics.sums(*cast(4, 6, fmt=E4M3_FNUZ))
@@ -61,7 +61,7 @@ def test_codes_may_lie_in_any_order():
 
 
 @built
-def test_what_does_not_go_together_is_refused():
+def test_conflicting_options_are_refused():
     x, made = cast(4, 6)
     with pytest.raises(BackendError, match=r"have one shape, not \(4, 5\) and \(4, 6\)"):
         cast_statistics.cast_sums(x[:, :5], made, ALL)

@@ -47,7 +47,7 @@ def test_every_option():
 
 
 @every_granularity
-def test_what_is_measured_comes_along(granularity):
+def test_measurement_is_returned_with_the_cast(granularity):
     x = torch.randn(6, 9)
     spec = CastSpec(format=E4M3, granularity=granularity, amax_floor=1e-12)
     for bad in (None, float("inf"), float("nan")):

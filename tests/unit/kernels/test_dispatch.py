@@ -14,12 +14,12 @@ from octavo.kernels.backends import torch_cuda
 from octavo.kernels.dispatch import BACKENDS, CAST_BACKENDS, cast_selections
 from octavo.numerics import (
     Accumulate,
+    AmaxRecord,
     CastSpec,
     PerBlock,
     PerRow,
     PerTensor,
     QuantizedTensor,
-    Record,
     Rounding,
     measure,
 )
@@ -28,16 +28,16 @@ NAMES = [backend.name for backend in BACKENDS]
 
 
 @pytest.fixture
-def _fresh_record(monkeypatch):
-    monkeypatch.setattr(dispatch, "_record", {})
-    monkeypatch.setattr(dispatch, "_casts", {})
+def _no_choices(monkeypatch):
+    monkeypatch.setattr(dispatch, "_gemm_choices", {})
+    monkeypatch.setattr(dispatch, "_cast_choices", {})
 
 
 def _quantized(rows: int, columns: int, **options) -> QuantizedTensor:
     return octavo.quantize(torch.randn(rows, columns), octavo.E4M3, **options)
 
 
-@pytest.mark.usefixtures("_fresh_record")
+@pytest.mark.usefixtures("_no_choices")
 def test_auto_records_its_choice_with_reasons_once_a_problem():
     a, b = _quantized(4, 8), _quantized(3, 8)
     for _ in range(3):
@@ -52,7 +52,7 @@ def test_auto_records_its_choice_with_reasons_once_a_problem():
     assert explain(first.problem) == first
 
 
-@pytest.mark.usefixtures("_fresh_record")
+@pytest.mark.usefixtures("_no_choices")
 def test_blocks_that_do_not_meet_go_to_the_reference_with_every_reason():
     a, b = (_quantized(4, 8, granularity=PerBlock(1, columns)) for columns in (4, 8))
     scaled_mm(a, b)
@@ -62,15 +62,15 @@ def test_blocks_that_do_not_meet_go_to_the_reference_with_every_reason():
     assert dict(selection.rejected)["torch_cpu"] == "its blocks of K are as wide in both operands, not 4 and 8"
 
 
-@pytest.mark.usefixtures("_fresh_record")
+@pytest.mark.usefixtures("_no_choices")
 def test_the_record_is_bounded(monkeypatch):
-    monkeypatch.setattr(dispatch, "_RECORD_SIZE", 2)
+    monkeypatch.setattr(dispatch, "_MOST_CHOICES", 2)
     for rows in (1, 2, 3, 4):
         scaled_mm(_quantized(rows, 4), _quantized(2, 4))
     assert [selection.problem.m for selection in selections()] == [1, 2]
 
 
-@pytest.mark.usefixtures("_fresh_record")
+@pytest.mark.usefixtures("_no_choices")
 def test_a_named_backend_runs_or_refuses():
     a = _quantized(4, 8)
     blocks, others = (_quantized(4, 8, granularity=PerBlock(1, columns)) for columns in (4, 8))
@@ -207,7 +207,7 @@ def test_tensors_whose_numbers_are_not_in_memory():
     ],
     ids=str,
 )
-def test_what_went_well_before_vouches_for_no_other_call(wrong):
+def test_earlier_success_does_not_skip_later_checks(wrong):
     a = octavo.quantize(torch.ones(2, 4), octavo.E4M3)
     for _ in range(2):
         scaled_mm(a, a, bias=torch.zeros(2), accumulate=Accumulate.FP32)
@@ -220,7 +220,7 @@ def test_what_went_well_before_vouches_for_no_other_call(wrong):
         scaled_mm(a, matrix)
 
 
-@pytest.mark.usefixtures("_fresh_record")
+@pytest.mark.usefixtures("_no_choices")
 def test_a_cast_records_its_selection_with_reasons_once_a_problem():
     x, spec = torch.randn(4, 8), CastSpec(format=octavo.E4M3)
     for _ in range(3):
@@ -259,13 +259,15 @@ def test_the_native_cast_says_why_it_cannot_run(problem, reason):
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 2)], ids=str)
-def test_every_cast_backend_returns_and_records_the_same(granularity):
+def test_every_cast_backend_returns_and_records_the_same(granularity, monkeypatch):
     x, spec = torch.randn(6, 4), CastSpec(format=octavo.E4M3, granularity=granularity)
     x[2, 3] = float("inf")
     for backend in CAST_BACKENDS:
         if backend.unsupported_reason(CastProblem.of(x, spec.format, granularity)) is not None:
             continue
-        result = backend.cast(x, spec, transpose=True)
+        monkeypatch.setattr(dispatch, "CAST_BACKENDS", (backend,))
+        monkeypatch.setattr(dispatch, "_cast_choices", {})
+        result = cast(x, spec, transpose=True)
         for found, source in ((result.output, x), (result.transposed, x.t())):
             assert found is not None
             wanted = octavo.quantize(source, octavo.E4M3, granularity=granularity)
@@ -278,10 +280,10 @@ def test_every_cast_backend_returns_and_records_the_same(granularity):
 
 def test_a_cast_records_into_what_it_is_given():
     x = torch.tensor([[1.0, -3.0], [float("nan"), 2.0]])
-    record = Record(torch.tensor(-1.0), torch.tensor(False), torch.tensor(4))
-    cast(x, CastSpec(format=octavo.E4M3), transpose=True, into=record)
+    record = AmaxRecord(torch.tensor(-1.0), torch.tensor(False), torch.tensor(4))
+    cast(x, CastSpec(format=octavo.E4M3), transpose=True, record=record)
     assert record.amax == 3.0
     assert record.overflowed
     assert record.nonfinite == 5
-    cast(x[:0], CastSpec(format=octavo.E4M3), into=record)
+    cast(x[:0], CastSpec(format=octavo.E4M3), record=record)
     assert record.nonfinite == 5

@@ -6,23 +6,11 @@ import pytest
 import torch
 
 import octavo
-from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.hopper_model import HopperModelBackend
-from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, hopper_sums
+from octavo.numerics import Accumulate, PerBlock, PerRow, hopper_sums
+from tests.unit.kernels.matmul_problem import PROBLEM
 
-FAST = MatmulProblem(
-    m=2,
-    n=3,
-    k=8,
-    device="cpu",
-    a_dtype=torch.float8_e4m3fn,
-    b_dtype=torch.float8_e5m2,
-    a_granularity=PerTensor(),
-    b_granularity=PerTensor(),
-    out_dtype=torch.float32,
-    bias=False,
-    accumulate=Accumulate.HOPPER_FAST,
-)
+FAST = replace(PROBLEM, accumulate=Accumulate.HOPPER_FAST)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +25,7 @@ FAST = MatmulProblem(
     ],
     ids=str,
 )
-def test_it_objects_in_words(changes, words):
+def test_unsupported_problems_give_a_reason(changes, words):
     reason = HopperModelBackend().unsupported_reason(replace(FAST, **changes))
     assert reason is None if words is None else words in str(reason)
 

@@ -24,7 +24,7 @@ built = pytest.mark.skipif(native.why_absent() is not None, reason=f"no native k
 
 
 @built
-def test_it_casts_on_a_cpu_what_has_elements_and_a_known_format():
+def test_nonempty_cpu_tensors_of_known_formats_are_cast():
     x = torch.randn(3, 4)
     assert native.supports(x, E4M3, PerTensor())
     assert native.supports(x, E5M2)
@@ -78,7 +78,7 @@ sys.meta_path.insert(0, Finder())
         (NOT_LOADED, "octavo's CPU kernels are here and cannot be loaded: undefined symbol: PyNothing"),
     ],
 )
-def test_it_says_why_there_is_no_extension_and_what_to_do(before, words):
+def test_missing_extension_gives_reason_and_remedy(before, words):
     code = f"{before}\nfrom octavo.kernels import native_bindings\nprint(native_bindings.why_absent())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
@@ -259,6 +259,6 @@ def _decoded_into(out):
     (lambda x: torch.ops.octavo.cast(x.int(), *CAST), "not int32 (4, 8) PerTensor() to E4M3"),
     (lambda x: torch.ops.octavo.cast(x[:0], *CAST), "not float32 (0, 8) PerTensor() to E4M3"),
 ])  # fmt: skip
-def test_what_the_kernels_do_not_read_or_write_is_refused(call, words):
+def test_dtypes_the_kernels_do_not_support_are_refused(call, words):
     with pytest.raises(BackendError, match=re.escape(words)):
         call(torch.randn(4, 8))

@@ -32,7 +32,7 @@ def test_temperature_zero_takes_the_likeliest():
     assert list(generate(Table(CYCLE), [0], max_new_tokens=5, temperature=0, context=8)) == [1, 2, 0, 1, 2]
 
 
-def test_sees_no_more_than_the_context():
+def test_model_reads_at_most_context_tokens():
     model = Table(CYCLE)
     list(generate(model, [0, 1, 2, 0], max_new_tokens=3, temperature=0, context=5))
     assert model.lengths == [4, 5, 5]
@@ -52,14 +52,14 @@ def test_frequencies_follow_the_softmax():
     torch.testing.assert_close(torch.bincount(draws, minlength=3) / 4000, expected, atol=0.02, rtol=0)
 
 
-def test_top_k_leaves_out_the_rest():
+def test_top_k_excludes_all_other_tokens():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([5.0, 0.0, 4.9, 4.8])
     draws = {sample(logits, temperature=5.0, top_k=2, generator=generator) for _ in range(200)}
     assert draws == {0, 2}
 
 
-def test_same_generator_same_text():
+def test_same_generator_gives_the_same_text():
     def text(seed):
         generator = torch.Generator().manual_seed(seed)
         return list(generate(Table(CYCLE), [0], max_new_tokens=30, temperature=8.0, generator=generator, context=4))
@@ -68,7 +68,7 @@ def test_same_generator_same_text():
     assert text(1) != text(2)
 
 
-def test_training_mode_comes_back():
+def test_training_mode_is_restored():
     model = Table(CYCLE).train()
     modes = []
     model.register_forward_hook(lambda module, *_: modes.append(module.training))
@@ -121,19 +121,19 @@ def test_refuses(changes, words):
 
 
 @pytest.mark.parametrize("prompt", [torch.tensor([1, 2]), "12", 5])
-def test_a_prompt_that_is_no_list_is_named(prompt):
+def test_prompt_of_another_type_is_refused(prompt):
     with pytest.raises(TypeError, match=f"a list of token ids, not {type(prompt).__name__}"):
         generate(Table(CYCLE), prompt, max_new_tokens=1, context=4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[1.0, math.nan, 2.0], [math.inf, 1.0], [-math.inf, -math.inf]])
-def test_logits_of_a_broken_model_are_named(temperature, logits):
+def test_nonfinite_logits_are_refused(temperature, logits):
     with pytest.raises(ConfigError, match="no token can be sampled; check for NaN"):
         sample(torch.tensor(logits), temperature=temperature)
 
 
-def test_a_token_that_is_ruled_out_is_never_taken():
+def test_excluded_token_is_never_sampled():
     assert sample(torch.tensor([-math.inf, 1.0]), temperature=1.0) == 1
 
 

@@ -45,7 +45,7 @@ def test_parameters_take_the_dtype_and_positions_stay_fp32(tmp_path):
         assert low(torch.zeros(1, 4, dtype=torch.long)).dtype == torch.bfloat16
 
 
-def test_what_the_file_says_beside_the_model(tmp_path):
+def test_token_ids_and_chat_template_are_read(tmp_path):
     found = load_gguf(write(tmp_path / "model.gguf"))
     assert (found.bos_id, found.eos_id, found.chat_template) == (0, 1, "{{ messages }}")
     assert (found.model.config.max_positions, found.model.config.rope_theta) == (32, 100.0)
@@ -84,14 +84,14 @@ def test_text_is_split_and_joined_as_the_file_says(tmp_path):
     [(("bos",), [BOS, "a"]), (("eos",), ["a", EOS]), (("bos", "eos"), [BOS, "a", EOS])],
     ids=str,
 )
-def test_tokens_at_the_ends_where_the_file_asks_for_them(tmp_path, asked, tokens):
+def test_begin_and_end_tokens_are_added_if_the_file_says_so(tmp_path, asked, tokens):
     settings = {f"tokenizer.ggml.add_{end}_token": True for end in asked}
     tokenizer = load_gguf(write(tmp_path / "model.gguf", settings=settings)).tokenizer
     assert tokenizer.encode("a").tokens == tokens
     assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
 
 
-def test_no_tensor_is_held_twice(tmp_path, monkeypatch):
+def test_tensors_are_loaded_one_at_a_time(tmp_path, monkeypatch):
     tensors = weights()
     path = write(tmp_path / "model.gguf", tensors, encoding="Q8_0")
     monkeypatch.setattr("octavo.models.gguf_file.DECODED_AT_ONCE", 1024)
@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_octavo_has_no_model_for_is_refused(tmp_path, what):
+def test_unsupported_models_are_refused(tmp_path, what):
     wrong, message = REFUSED[what]
     settings = {name: value for name, value in wrong.items() if "." in name}
     path = write(

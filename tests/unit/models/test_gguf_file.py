@@ -169,13 +169,13 @@ def test_a_value_of_an_unknown_type_is_refused(tmp_path):
         GGUFFile(path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     for path in (tmp_path / "none.gguf", tmp_path):
         with pytest.raises(CheckpointError, match="cannot read '"):
             GGUFFile(path)
 
 
-def test_without_the_library_it_says_what_to_install(path, monkeypatch):
+def test_missing_library_names_the_package_to_install(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r"pip install 'octavo\[hf\]'"):
         GGUFFile(path)

@@ -107,7 +107,7 @@ def test_parameter_names_are_those_of_hugging_face():
     assert set(Llama(config()).state_dict()) == expected
 
 
-def test_no_position_sees_what_follows():
+def test_attention_is_causal():
     model = spread_out(Llama(config()))
     tokens = torch.randint(0, 50, (1, 12))
     changed = tokens.clone()

@@ -10,28 +10,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from octavo.errors import ConfigError
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import config_record, read_llama, shape_from_record, write_llama, write_tokenizer
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_model import tiny_language_model
 
-SHAPE = LlamaConfig(
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=64,
-    rope_theta=5e5,
-    tie_embeddings=True,
-)
+SHAPE = tiny_llama_config(hidden_size=64, intermediate_size=96, rope_theta=5e5, tie_embeddings=True)
 RECORD = config_record(SHAPE, torch.bfloat16)
 
 
-def test_a_record_of_octavos_comes_back():
+def test_config_record_round_trips():
     assert shape_from_record(RECORD) == SHAPE
     assert RECORD["dtype"] == "bfloat16"
 
 
-def test_what_older_records_leave_out():
+def test_missing_keys_of_older_records_have_defaults():
     older = {key: value for key, value in RECORD.items() if key not in ("rope_parameters", "tie_word_embeddings")}
     assert shape_from_record(older | {"num_key_value_heads": None, "tie_word_embeddings": True}) == LlamaConfig(
         **{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"num_kv_heads": 4}
@@ -55,7 +46,7 @@ def test_what_older_records_leave_out():
         {"vocab_size": "many"},
     ],
 )
-def test_what_octavos_llama_is_not(other):
+def test_unsupported_configs_give_no_shape(other):
     assert shape_from_record(RECORD | other) is None
 
 

@@ -15,16 +15,16 @@ def made(folder, *names):
 
 
 @pytest.mark.parametrize("name", ["config.toml", "tokenizer.json", "metrics.jsonl", "checkpoints/latest"])
-def test_any_file_of_a_run_makes_a_run(tmp_path, name):
+def test_any_file_of_a_run_identifies_a_run(tmp_path, name):
     assert kind_of(made(tmp_path, name)) is SourceKind.RUN
 
 
-def test_config_json_decides_beside_files_named_as_a_runs(tmp_path):
+def test_config_json_takes_precedence_over_files_of_a_run(tmp_path):
     folder = made(tmp_path, "config.json", "config.toml", "tokenizer.json", "checkpoints/latest")
     assert kind_of(folder) is SourceKind.HUGGING_FACE
 
 
-def test_ending_decides_for_gguf_files_missing_ones_too(tmp_path):
+def test_gguf_is_recognized_by_suffix_even_if_missing(tmp_path):
     assert kind_of(tmp_path / "missing.GGUF") is SourceKind.GGUF
     assert is_gguf("a/b.gguf")
     assert not is_gguf("a/b.gguf/c")
@@ -36,6 +36,6 @@ def test_a_study_is_refused_with_its_runs(tmp_path):
 
 
 @pytest.mark.parametrize("names", [(), ("model.safetensors",)])
-def test_a_folder_of_other_files_is_no_model(tmp_path, names):
+def test_folder_of_other_files_is_refused(tmp_path, names):
     with pytest.raises(CheckpointError, match="is not a model; give a run's folder"):
         kind_of(made(tmp_path, *names))

@@ -10,7 +10,7 @@ def test_sizes_are_whole_and_positive(value):
         check_sizes(width=value)
 
 
-def test_what_is_allowed_passes():
+def test_allowed_options_are_accepted():
     check_sizes(width=1, unset=None)
     check_whole("window", 0, least=0)
     check_choice("kind", "b", ("a", "b"))

@@ -286,7 +286,7 @@ def test_one_graph(recipe: str) -> None:
         torch.testing.assert_close(got, exact)
 
 
-def test_nobody_reads_the_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholder_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, up = _mlp(), _x(6), torch.randn(6, 48, device=DEVICE)
     wanted = _train(layer, x, up)
     poisoned = []

@@ -5,7 +5,7 @@ from octavo.errors import ConfigError
 from octavo.nn import KVCache
 
 
-def test_it_gives_back_what_was_stored_in_order():
+def test_stored_values_are_returned_in_order():
     cache, parts = KVCache(2, 7, 3, 4), [torch.randn(2, n, 3, 4) for n in (3, 1, 0, 2)]
     for part in parts:
         keys, values = cache.append(part, -part)
@@ -23,7 +23,7 @@ def test_a_smaller_position_forgets():
     assert keys.flatten().tolist() == [1, 1, 5, 5]
 
 
-def test_it_keeps_its_own_dtype():
+def test_cache_keeps_its_own_dtype():
     cache = KVCache(1, 4, 1, 2, dtype=torch.bfloat16)
     keys, _ = cache.append(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     assert keys.dtype is torch.bfloat16
@@ -39,7 +39,7 @@ def test_it_keeps_its_own_dtype():
         (torch.zeros(2, 1, 3, 4, requires_grad=True), r"keeps no gradients; run the model under torch.no_grad\(\)"),
     ],
 )
-def test_what_is_refused_changes_nothing(keys, words):
+def test_refused_calls_change_nothing(keys, words):
     cache = KVCache(2, 6, 3, 4)
     cache.append(torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4))
     before = cache.keys.clone()

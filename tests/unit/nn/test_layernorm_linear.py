@@ -30,7 +30,7 @@ def test_output_and_gradients(kind, bias, zero_centered):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("layernorm", LayerNorm), ("rmsnorm", RMSNorm)])
-def test_its_children_are_the_norm_and_the_linear_layer(kind, expected):
+def test_children_are_the_norm_and_the_linear_layer(kind, expected):
     layer = LayerNormLinear(8, 4, normalization=kind, eps=1e-3, recipe="rowwise", dtype=torch.bfloat16)
     assert isinstance(layer.norm, expected)
     assert layer.norm.eps == 1e-3
@@ -40,7 +40,7 @@ def test_its_children_are_the_norm_and_the_linear_layer(kind, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_norms_output_comes_along_if_asked(kind):
+def test_norm_output_is_returned_on_request(kind):
     layer = LayerNormLinear(8, 4, normalization=kind, return_norm_output=True)
     x = torch.randn(3, 8)
     y, normed = layer(x)

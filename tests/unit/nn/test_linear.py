@@ -5,14 +5,14 @@ from torch.nn import functional as F
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_codes
+from octavo.nn.fp8_weight import store_codes
 from octavo.scaling import AmaxHistory, ScaleUpdates
 from tests.contract.gemm_oracle import assert_product, recorded_products
 
 RECIPES = tuple(name for name in octavo.recipes.names() if not octavo.recipes.get(name).has_static_input)
 
 
-def test_it_is_built_like_torchs():
+def test_constructor_matches_torch():
     torch.manual_seed(0)
     ours = Linear(12, 5, recipe="rowwise", dtype=torch.bfloat16, device="cpu")
     torch.manual_seed(0)
@@ -138,10 +138,10 @@ def test_finished_codes_are_held_untouched():
     codes = octavo.quantize(weight, octavo.E4M3, granularity=octavo.PerRow())
     layer = octavo.nn.Linear(16, 8, recipe="weight_only")
     layer.weight.requires_grad_(False)
-    hold_codes(layer, codes)
+    store_codes(layer, codes)
     assert layer.weight_codes.data_ptr() == codes.data.data_ptr()
     assert torch.equal(layer.state_dict()["weight_scale"], codes.scale)
     x = torch.randn(3, 16)
     torch.testing.assert_close(layer(x), x @ codes.dequantize().T + layer.bias)
     with pytest.raises(ConfigError, match=r"is \[16, 8\], and these codes are \[8, 16\]"):
-        hold_codes(octavo.nn.Linear(8, 16), codes)
+        store_codes(octavo.nn.Linear(8, 16), codes)

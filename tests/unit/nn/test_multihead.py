@@ -49,7 +49,7 @@ def test_output_and_gradients(changes, qk_norm, norm):
 
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_equals_torchs(bias, cross):
+def test_output_equals_torch(bias, cross):
     """Rows of torch's in_proj_weight stand in our order."""
     theirs = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True)
     spread_out(theirs)
@@ -77,7 +77,7 @@ def test_cross_attention_normalises_x_and_not_the_encoders_output():
     assert {name.split(".")[0] for name in layer.state_dict()} == {"q", "kv", "q_norm", "k_norm", "out"}
 
 
-def test_one_product_makes_queries_keys_and_values():
+def test_one_gemm_computes_queries_keys_and_values():
     with recorded_products() as products:
         _layer(recipe="tensorwise", num_kv_heads=2, input_layernorm=True)(torch.randn(2, 3, 24))
     assert [tuple(product.b.shape) for product in products] == [(48, 24), (24, 24)]

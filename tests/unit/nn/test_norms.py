@@ -27,7 +27,7 @@ def _spread(norm):
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_is_computed_in_fp32_and_rounded_once(kind, dtype, zero_centered):
+def test_result_is_computed_in_fp32_and_rounded_once(kind, dtype, zero_centered):
     """Half an ulp of the result's dtype from the exact value; in a 16-bit dtype's own arithmetic it would be more."""
     norm = _spread(kind(37, eps=1e-3, zero_centered=zero_centered, dtype=dtype))
     x = (3 * torch.randn(50, 37) + 1).to(dtype)

@@ -51,7 +51,7 @@ def _assert_same(plain, projected, *inputs, **options):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_it_computes_what_torchs_attention_does(mask, need_weights, batch_first):
+def test_output_matches_torch_attention(mask, need_weights, batch_first):
     plain, projected = _pair(batch_first=batch_first, bias=batch_first)
     x = torch.randn(2, 5, 16) if batch_first else torch.randn(5, 2, 16)
     _assert_same(plain, projected, x, x, x, need_weights=need_weights, **MASKS[mask])
@@ -60,7 +60,7 @@ def test_it_computes_what_torchs_attention_does(mask, need_weights, batch_first)
     _assert_same(plain, projected, x, y, x, need_weights=need_weights, average_attn_weights=False, **MASKS[mask])
 
 
-def test_it_takes_one_sequence_without_a_batch():
+def test_sequence_without_batch_dimension_is_accepted():
     plain, projected = _pair()
     x = torch.randn(5, 16)
     _assert_same(plain, projected, x, x, x, key_padding_mask=PADDING[1], attn_mask=CAUSAL.isinf())

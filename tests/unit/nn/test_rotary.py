@@ -26,7 +26,7 @@ def test_scores_depend_on_the_distance_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_heads_are_turned_in_fp32_and_rounded_once(dtype):
+def test_16_bit_heads_are_rotated_in_fp32_and_rounded_once(dtype):
     x = torch.randn(2, 9, 3, 8).to(dtype)
     cos, sin = rotary_table(8, 9)
     exact = turn(x.double(), 10000.0)

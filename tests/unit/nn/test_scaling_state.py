@@ -51,7 +51,7 @@ def test_keys_shapes_and_dtypes():
     assert state["0.input.amax"].shape == state["0.input.steps"].shape == ()
 
 
-def test_it_is_empty_unless_delayed_and_apart_from_the_state_dict():
+def test_scaling_state_is_empty_unless_delayed_and_not_in_the_state_dict():
     model = _model()
     keys = list(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).state_dict())
     assert list(model.state_dict()) == keys

@@ -238,7 +238,7 @@ def _delayed() -> Branches:
     return model
 
 
-def test_who_casts_for_itself():
+def test_layers_cast_separately_where_inputs_cannot_be_shared():
     """Layers with scales of their own; and where nothing says that an input is unchanged."""
     assert _distinct_inputs(_branches(), _input()) == 1
     assert _distinct_inputs(_delayed(), _input()) == 3

@@ -36,7 +36,7 @@ def test_exact_values_never_move(fmt):
 @pytest.mark.parametrize(
     ("fmt", "wanted"), [(E4M3, [0x7F, 0xFF, 0x7F, 0xFF]), (E5M2, [0x7C, 0xFC, 0x7F, 0xFF])], ids=str
 )
-def test_what_is_not_finite_keeps_its_sign(fmt, wanted):
+def test_nonfinite_elements_keep_their_sign(fmt, wanted):
     x = torch.tensor([math.inf, -math.inf, math.nan, math.copysign(math.nan, -1)])
     random = torch.zeros(4, dtype=torch.int32)
     assert cast.round_stochastic_by_torch(x, random, fmt.torch_dtype).view(torch.uint8).tolist() == wanted

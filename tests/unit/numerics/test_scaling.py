@@ -162,13 +162,16 @@ def test_power_of_two_floor_of_random_values():
 
 
 @every_dtype
-@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 3)], ids=str)
-def test_amax_is_exact_whatever_the_dtype(granularity, dtype):
+@pytest.mark.parametrize(
+    ("granularity", "rows", "columns"), [(PerTensor(), 5, 7), (PerRow(), 1, 7), (PerBlock(2, 3), 2, 3)], ids=str
+)
+def test_amax_is_exact_in_every_dtype(granularity, rows, columns, dtype):
     x = torch.randn(5, 7).mul(100).to(dtype)
-    expected = granularity.reduce_max(x.double().abs())
+    groups = [strip.split(columns, dim=1) for strip in x.double().split(rows)]
+    expected = [[max(map(abs, group.flatten().tolist())) for group in strip] for strip in groups]
     measured = amax(x, granularity)
     assert measured.dtype is torch.float32
-    assert torch.equal(measured.double(), expected)
+    assert measured.tolist() == (expected if measured.ndim else expected[0][0])
 
 
 @every_dtype
@@ -275,12 +278,14 @@ def test_e8m0_bytes_of_the_three_rules(amax, rceil, floor, even):
     assert [_byte(amax, E4M3, rule) for rule in ("rceil", "floor", "even")] == [rceil, floor, even]
 
 
-def test_e8m0_bytes_decode_to_powers_of_two_and_one_nan():
+@pytest.mark.parametrize("compiling", [False, True])
+def test_e8m0_bytes_decode_to_powers_of_two_and_one_nan(monkeypatch, compiling):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)  # another formula then
     codes = torch.arange(256, dtype=torch.uint8)
     powers = torch.tensor([2.0**exponent for exponent in range(-127, 128)])
-    for decoded in (scale_from_e8m0(codes), codes.view(E8M0.torch_dtype).float()):
-        assert torch.equal(decoded[:255], powers)
-        assert decoded[255].isnan()
+    decoded = scale_from_e8m0(codes)
+    assert torch.equal(decoded[:255], powers)
+    assert decoded[255].isnan()
     assert torch.equal(e8m0_from_scale(powers), codes[:255])
 
 
@@ -294,8 +299,7 @@ def test_e8m0_bytes_decode_to_powers_of_two_and_one_nan():
     ],
 )
 def test_a_block_at_float32s_maximum(rounding, scale, largest):
-    x = torch.full((1, 32), FLOAT32_MAX)
-    x[0, 1:] = FLOAT32_MAX / 3
+    x = (FLOAT32_MAX / torch.arange(1.0, 33)).view(1, 32)  # quotients on both sides of the middle of two codes
     q = quantize(x, E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding(rounding))
     assert q.scale.item() == scale
     assert q.data.float()[0, 0].item() == largest

@@ -44,7 +44,7 @@ def without_a_mask(monkeypatch):
     monkeypatch.setattr(decoder_module, "exported_attention", seeing_all)
 
 
-def test_a_layer_that_is_another_is_found():
+def test_wrong_layer_is_detected():
     model, made = mlp()
     run = lambda: model(made.inputs[0])  # noqa: E731 (what layer_errors calls)
     assert max(layer_errors(model, made, run).values()) < 1e-6
@@ -55,7 +55,7 @@ def test_a_layer_that_is_another_is_found():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_what_stands_between_layers_is_found():
+def test_errors_between_layers_are_detected():
     model, made = mlp()
     run, run_graph = lambda: model(made.inputs[0]), lambda: made.module(made.inputs[0])
     errors = lockstep_errors(model, made, run, run_graph)
@@ -71,7 +71,7 @@ def test_what_stands_between_layers_is_found():
         assert not any(each._forward_hooks for each in module.modules())
 
 
-def test_a_layer_that_is_called_more_or_less_often_is_found():
+def test_different_number_of_calls_is_detected():
     model, made = mlp()
     run, run_graph = lambda: model(made.inputs[0]), lambda: made.module(made.inputs[0])
     once_more = lambda: (made.module[0](made.inputs[0]), run_graph())[1]  # noqa: E731
@@ -81,13 +81,13 @@ def test_a_layer_that_is_called_more_or_less_often_is_found():
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
-def test_a_decoder_between_its_layers(source, dtype, most):
+def test_decoder_agrees_between_its_layers(source, dtype, most):
     errors = between(source, decoder(source, dtype, attention=windows()))
     assert len(errors) == LINEARS + 1
     assert max(errors.values()) < most  # though attention is in FP8
 
 
-def test_a_decoder_without_its_mask(source, monkeypatch):
+def test_decoder_without_its_mask_is_detected(source, monkeypatch):
     without_a_mask(monkeypatch)
     made = decoder(source)
     assert max(layer_errors(source.model, made, lambda: source.logits(windows())).values()) < 1e-5
@@ -96,7 +96,7 @@ def test_a_decoder_without_its_mask(source, monkeypatch):
     assert {f"model.layers.{index}.self_attn.o_proj" for index in range(2)} == wrong
 
 
-def test_a_decoder_without_its_mask_is_not_exported(source, monkeypatch):
+def test_decoder_without_its_mask_is_not_exported(source, monkeypatch):
     without_a_mask(monkeypatch)
     made = decoder(source)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_a_decoder_without_its_mask_is_not_exported(source, monkeypatch):
         module_under_test._worst_lockstep(source, made, (windows(),), torch.float32)
 
 
-def test_a_layer_that_is_never_called_is_not_passed_over():
+def test_uncalled_layer_is_an_error():
     class Spare(nn.Sequential):
         def forward(self, x):
             return self[0](x)

@@ -29,25 +29,25 @@ def casts(word):
         ("", "", []),
     ],
 )
-def test_each_cast_has_its_node(own, graph, places):
+def test_casts_are_matched_with_nodes(own, graph, places):
     assert match_nodes(casts(own), casts(graph)) == places
 
 
 @pytest.mark.parametrize(("own", "graph", "different"), [("ab", "a", 2), ("a", "ab", 1), ("aa", "aaa", 1)])
-def test_a_cast_too_many_or_too_few(own, graph, different):
+def test_different_number_of_casts_is_an_error(own, graph, different):
     words = f"the graph has {len(graph)} casts to FP8, the model {different} distinct ones"
     with pytest.raises(CheckpointError, match=words):
         match_nodes(casts(own), casts(graph))
 
 
-def test_another_scale_or_shape_is_another_cast():
+def test_casts_with_other_scale_or_shape_differ():
     one = RecordedCast(torch.ones(2, 3), torch.tensor(1.0))
     assert one.repeats(RecordedCast(torch.ones(2, 3), torch.tensor(1.0)))
     assert not one.repeats(RecordedCast(torch.ones(2, 3), torch.tensor(2.0)))
     assert not one.repeats(RecordedCast(torch.ones(3, 2), torch.tensor(1.0)))
 
 
-def test_codes_are_given_one_after_the_other():
+def test_codes_are_replayed_in_order():
     x, encode = torch.ones(2), torch.tensor(2.0)
     with ReplayCodes([torch.tensor([4.0, 8.0]), torch.tensor([16.0, 32.0])]):
         first, second = (to_codes(each, encode) for each in (x, x))
@@ -56,7 +56,7 @@ def test_codes_are_given_one_after_the_other():
     assert to_codes(x, encode).float().tolist() == [2.0, 2.0]
 
 
-class WritesIntoItsInput(nn.Module):
+class CastsThenWrites(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -68,8 +68,8 @@ class WritesIntoItsInput(nn.Module):
         return y + self.two(h)
 
 
-def test_a_cast_is_noted_as_it_was():
-    model = WritesIntoItsInput()
+def test_recorded_cast_is_a_copy():
+    model = CastsThenWrites()
     octavo.convert(model, "tensorwise")
     x = torch.randn(2, 8)
     graph = graph_of_module(model, (x,), torch.float32)

@@ -10,7 +10,7 @@ from octavo.onnx.checks import EngineCheck, sample_inputs
 from octavo.onnx.graph import BATCH, SEQUENCE, graph_of_module
 
 
-def test_what_passes():
+def test_check_passes_only_without_errors():
     good = EngineCheck(engine="e", casts=1, codes=9, error=1e-5, allowed=1e-4, free_error=0.5)
     assert good.passed
     assert "0 of 9 codes and 0 scales are not octavo's" in str(good)
@@ -56,7 +56,7 @@ def test_an_input_whose_shape_does_not_vary_keeps_it():
         (lambda self, x, shift: {"y": self.linear(x) + shift}, "returns a dict"),
     ],
 )
-def test_modules_that_a_graph_cannot_name(monkeypatch, forward, message):
+def test_forward_without_named_parameters_is_refused(monkeypatch, forward, message):
     monkeypatch.setattr(Shifted, "forward", forward)
     model = Shifted()
     octavo.convert(model, "tensorwise")
@@ -78,7 +78,7 @@ def test_modules_that_a_graph_cannot_name(monkeypatch, forward, message):
     ],
     ids=lambda each: f"{len(each.shape)}, {each.dtype}" if isinstance(each, torch.Tensor) else "",
 )
-def test_what_varies_by_rank(given, wanted):
+def test_default_dynamic_dimensions_by_rank(given, wanted):
     model = Shifted()
     octavo.convert(model, "tensorwise")
     model.forward = lambda x, more: model.linear(x)  # type: ignore[method-assign]
@@ -86,7 +86,7 @@ def test_what_varies_by_rank(given, wanted):
     assert made.shapes[1] == wanted
 
 
-def test_what_varies_may_be_said():
+def test_dynamic_dimensions_can_be_set():
     model = Shifted()
     octavo.convert(model, "tensorwise")
     inputs = (torch.randn(2, 5, 8), torch.randn(5, 4))
@@ -103,14 +103,14 @@ def test_what_varies_may_be_said():
 
 
 @pytest.mark.parametrize("inputs", [(), torch.randn(2, 8), [torch.randn(2, 8)], (torch.randn(2, 8), 3), None])
-def test_inputs_that_are_no_call(inputs):
+def test_invalid_inputs_are_refused(inputs):
     model = Shifted()
     octavo.convert(model, "tensorwise")
     with pytest.raises(ConfigError, match=r"needs the tensors of one call; give inputs=\(tensor, …\)"):
         graph_of_module(model, inputs, torch.float32)
 
 
-def test_empty_inputs():
+def test_empty_inputs_are_refused():
     model = Shifted()
     octavo.convert(model, "tensorwise")
     with pytest.raises(ConfigError, match=r"an input is \[0, 8\], which is empty"):

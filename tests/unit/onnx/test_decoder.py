@@ -26,12 +26,12 @@ def graph(source, **options):
 
 
 @torch.no_grad()
-def test_it_computes_what_the_model_does(source):
+def test_graph_decoder_matches_the_model(source):
     assert relative_error(graph(source).module(windows()), source.logits(windows())) < 1e-6
 
 
 @torch.no_grad()
-def test_a_cache_continues(source):
+def test_cache_continues_a_sequence(source):
     tokens, module = windows(), graph(source, has_cache=True).module
     logits, *past = module(tokens[:, :7], *EMPTY)
     pieces = [logits]
@@ -42,7 +42,7 @@ def test_a_cache_continues(source):
     assert [each.shape for each in past] == [(3, HEADS, 24, HEAD_DIM)] * (2 * SHAPE.num_layers)
 
 
-def test_names_go_layer_by_layer():
+def test_cache_names_are_ordered_by_layer():
     assert [*CacheNames.past(1), *CacheNames.present(2)] == [
         "past_key_values.0.key", "past_key_values.0.value",
         "present.0.key", "present.0.value", "present.1.key", "present.1.value",
@@ -50,7 +50,7 @@ def test_names_go_layer_by_layer():
 
 
 @torch.no_grad()
-def test_attention_in_fp8_has_the_scales_of_what_it_saw(source):
+def test_fp8_attention_scales_come_from_observed_amaxes(source):
     made = graph(source, attention=windows())
     plain = graph(source)
     casts = made.module.attention_casts
@@ -67,7 +67,7 @@ def test_attention_in_fp8_has_the_scales_of_what_it_saw(source):
     assert plain.module.attention_casts is None
 
 
-def test_the_model_is_left_as_it_was(source):
+def test_model_is_not_changed(source):
     before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
     classes = [type(module) for module in source.model.modules()]
     graph_of_decoder(source, torch.bfloat16, has_cache=True, attention=windows())
@@ -75,7 +75,7 @@ def test_the_model_is_left_as_it_was(source):
     assert all(torch.equal(tensor, before[name]) for name, tensor in source.model.state_dict().items())
 
 
-def test_measuring_puts_nothing_in_its_place(source):
+def test_calibration_leaves_no_recorder(source):
     decoder = graph(source).module
     attention_casts(decoder, windows(), torch.float32)
     assert decoder.attention_casts is None
@@ -123,7 +123,7 @@ def test_attention_in_fp8_is_what_numpy_computes():
 
 
 @torch.no_grad()
-def test_attentions_scales_are_those_of_what_is_cast(source):
+def test_fp8_attention_scales_fit_the_cast_operands(source):
     """Queries with 1 / sqrt(D) in them and with their rotary positions, keys and values as they are cached."""
     decoder = graph(source, has_cache=True).module
     found = attention_casts(decoder, windows(), torch.float32)[0]

@@ -14,10 +14,11 @@ import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export.lockstep import relative_error
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.onnx import OnnxOptions, export_onnx
 from octavo.onnx import export as module_under_test
 from octavo.onnx.graph import write_graph
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, VOCABULARY, language_model, windows
 
 onnx = pytest.importorskip("onnx")
@@ -71,14 +72,12 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
-    shape = LlamaConfig(
+    shape = tiny_llama_config(
         vocab_size=VOCABULARY,
         hidden_size=4 * HEAD_DIM,
         intermediate_size=96,
         num_layers=1,
-        num_heads=4,
         num_kv_heads=HEADS,
-        max_positions=64,
         tie_embeddings=True,
     )
     model = Llama(shape, seed=3).eval()
@@ -88,7 +87,7 @@ def decoder(tmp_path_factory):
     return source, export_onnx(source, tmp_path_factory.mktemp("decoder") / "onnx", options=options)
 
 
-def test_every_layer_is_accounted_for(exported):
+def test_report_has_a_note_for_every_layer(exported):
     _, report = exported
     notes = {note.path: (note.input, note.weight) for note in report.layers}
     assert notes == {
@@ -102,7 +101,7 @@ def test_every_layer_is_accounted_for(exported):
     assert "8: input high precision, weight high precision: recipe bf16" in str(report)
 
 
-def test_two_engines_gave_octavos_codes(exported):
+def test_both_engines_give_octavos_codes(exported):
     _, report = exported
     assert len(report.engines) == 2
     for each in report.engines:
@@ -115,7 +114,7 @@ def test_two_engines_gave_octavos_codes(exported):
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3)])
 @torch.no_grad()
-def test_other_shapes(exported, shape):
+def test_exported_graph_runs_at_other_shapes(exported, shape):
     model, report = exported
     x = torch.randn(*shape, K)
     (y,) = session(report.folder / "model.onnx").run(None, {"input": x.numpy()})
@@ -123,7 +122,7 @@ def test_other_shapes(exported, shape):
 
 
 @torch.no_grad()
-def test_zeros(exported):
+def test_exported_graph_of_zero_input(exported):
     model, report = exported
     x = torch.zeros(2, 3, K)
     (y,) = session(report.folder / "model.onnx").run(None, {"input": x.numpy()})
@@ -157,7 +156,7 @@ def test_the_report_is_written(exported):
     assert 0 < record["bytes"]["fp8_share"] < 1
 
 
-def test_a_decoder_with_everything(decoder):
+def test_decoder_with_cache_and_fp8_attention(decoder):
     _, report = decoder
     assert report.files == (
         "benchmark.sh", "build.sh", "build_engine.py", "model.onnx", "model.onnx.data", "tokenizer.json", "report.json",
@@ -172,7 +171,7 @@ def test_a_decoder_with_everything(decoder):
 
 
 @torch.no_grad()
-def test_its_cache_continues(decoder):
+def test_exported_cache_continues_a_sequence(decoder):
     source, report = decoder
     run = session(report.folder / "model.onnx")
     names = [each.name for each in run.get_inputs()]
@@ -201,7 +200,7 @@ def test_sixteen_bits_without_an_engine(tmp_path):
     assert (reference.casts, reference.wrong_codes, reference.wrong_scales) == (1, 0, 0)
 
 
-def test_a_graph_that_computes_something_else_leaves_no_folder(tmp_path, monkeypatch):
+def test_wrong_graph_leaves_no_folder(tmp_path, monkeypatch):
     def wrong(loaded):
         scale = next(each for each in loaded.graph.initializer if each.name.endswith(".scale"))
         scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
@@ -214,7 +213,7 @@ def test_a_graph_that_computes_something_else_leaves_no_folder(tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_one_weight_that_was_folded_back_leaves_no_folder(tmp_path, monkeypatch):
+def test_one_folded_weight_leaves_no_folder(tmp_path, monkeypatch):
     model = mlp()
     folded_back = model.get_parameter("2.weight")
     weight = octavo.quantize(folded_back, octavo.E4M3, granularity=octavo.PerRow()).dequantize()
@@ -238,7 +237,7 @@ def two_static_layers():
     return model
 
 
-def test_encode_scales_of_two_layers_that_are_swapped(tmp_path, monkeypatch):
+def test_swapped_encode_scales_are_detected(tmp_path, monkeypatch):
     def swap(loaded):
         first, second = (each for each in loaded.graph.initializer if each.name.endswith("encode_scale"))
         first.raw_data, second.raw_data = second.raw_data, first.raw_data
@@ -248,7 +247,7 @@ def test_encode_scales_of_two_layers_that_are_swapped(tmp_path, monkeypatch):
         export_onnx(two_static_layers(), tmp_path / "a", inputs=(torch.randn(2, K),))
 
 
-def test_a_cast_that_is_not_there(tmp_path, monkeypatch):
+def test_missing_cast_is_detected(tmp_path, monkeypatch):
     def drop(loaded):
         nodes = loaded.graph.node
         quantize = next(each for each in nodes if each.op_type == "QuantizeLinear")
@@ -263,14 +262,14 @@ def test_a_cast_that_is_not_there(tmp_path, monkeypatch):
         export_onnx(two_static_layers(), tmp_path / "a", inputs=(torch.randn(2, K),))
 
 
-def test_a_folder_that_is_not_empty(tmp_path):
+def test_nonempty_folder_is_refused(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="not empty"):
         export_onnx(mlp(), tmp_path, inputs=(torch.randn(2, K),))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_missing_package(tmp_path, monkeypatch):
+def test_missing_package_is_refused(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest):
@@ -283,7 +282,7 @@ def test_a_missing_package(tmp_path, monkeypatch):
         export_onnx(mlp(), tmp_path / "a", inputs=(torch.randn(2, K),))
 
 
-def test_words_that_are_refused(tmp_path):
+def test_invalid_options_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="opset must be one of 21, 23, not 22"):
         OnnxOptions(opset=22)
     with pytest.raises(ConfigError, match="dtype must be one of fp32, fp16, bf16, not 'fp8'"):
@@ -380,7 +379,7 @@ def test_a_convolutional_net(tmp_path, dtype):
     assert relative_error(torch.from_numpy(y), model(images)) < (1e-5 if dtype is torch.float32 else 0.1)
 
 
-def test_an_operator_that_the_opset_has_not_in_this_dtype(tmp_path):
+def test_operator_missing_from_the_opset_is_refused(tmp_path):
     model = Convolutions().eval()
     octavo.convert(model, "tensorwise")
     with pytest.raises(CheckpointError, match=r"not valid ONNX, opset 21, bf16: .*Conv"):
@@ -390,7 +389,7 @@ def test_an_operator_that_the_opset_has_not_in_this_dtype(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_channels_that_are_no_sequence_are_named(tmp_path):
+def test_static_channels_are_set_with_varying(tmp_path):
     """[B, C, L] looks like [B, T, K]: torch refuses, and the sentence says what to do."""
     model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 7, N))
     octavo.convert(model, "tensorwise")
@@ -415,7 +414,7 @@ def test_a_module_in_sixteen_bits_is_compared_by_what_it_computes_in(tmp_path, i
     assert report.fp8_layers == 2
 
 
-def test_a_module_in_full_precision_is_held_to_full_precision(exported, tmp_path):
+def test_fp32_module_is_compared_with_fp32_tolerance(exported, tmp_path):
     assert exported[1].compared_in == "float32"
     model = nn.Sequential(nn.Linear(64, 8))
     octavo.calibrate(model, [torch.randn(8, 64)]).apply(model, hold_weights=True)
@@ -423,7 +422,7 @@ def test_a_module_in_full_precision_is_held_to_full_precision(exported, tmp_path
     assert export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, 64),)).compared_in == "float32"
 
 
-def test_a_context_that_is_too_short_to_check(tmp_path):
+def test_context_too_short_to_verify_is_refused(tmp_path):
     source = language_model()
     octavo.convert(source.model, "tensorwise")
     for options, context, least in ((OnnxOptions(), 6, 7), (OnnxOptions(kv_cache=True), 11, 12)):

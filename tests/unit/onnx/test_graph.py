@@ -50,7 +50,7 @@ def test_a_progress_bar_goes_on_while_the_exporter_is_silent(capsys):
     assert capsys.readouterr().err == "tracing …\n"
 
 
-def test_a_language_model_is_called_what_its_user_calls_it():
+def test_graph_has_the_name_of_the_language_model():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))

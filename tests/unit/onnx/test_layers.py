@@ -8,7 +8,7 @@ from octavo.errors import ConfigError
 from octavo.export.lockstep import relative_error
 from octavo.formats import E4M3
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.onnx.layers import graph_linear, narrowed_scale, unit_scale
 from tests.recorded_state import end_step
 
@@ -34,7 +34,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @torch.no_grad()
-def test_it_computes_what_the_layer_does(recipe):
+def test_graph_layer_matches_the_layer(recipe):
     source, x = layer(recipe), torch.randn(3, 5, K)
     made, note = graph_linear(source, torch.float32, "a.b")
     assert relative_error(made(x), source(x)) < 1e-6
@@ -44,7 +44,7 @@ def test_it_computes_what_the_layer_does(recipe):
 
 
 @torch.no_grad()
-def test_a_delayed_layer_with_a_past_has_its_scale():
+def test_delayed_layer_uses_the_scale_of_its_history():
     source = layer("delayed").train()
     with torch.enable_grad():
         source(torch.randn(4, K)).sum().backward()
@@ -56,9 +56,9 @@ def test_a_delayed_layer_with_a_past_has_its_scale():
     assert relative_error(made(x), source(x)) < 1e-6
 
 
-def test_the_weight_is_held_codes_untouched():
+def test_stored_codes_are_unchanged():
     source = layer("static", weight_granularity="row").requires_grad_(False)
-    hold_weight_as_codes(source, scale=torch.rand(N, 1) + 0.01)
+    store_weight_as_codes(source, scale=torch.rand(N, 1) + 0.01)
     made, _ = graph_linear(source, torch.float32, "a")
     assert torch.equal(made.codes.t().view(torch.uint8), source.weight_codes.view(torch.uint8))
     assert torch.equal(made.scale, source.weight_scale.flatten())
@@ -77,26 +77,26 @@ def test_an_all_zero_channel_has_scale_1():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @torch.no_grad()
-def test_zeros_give_the_bias(recipe):
+def test_zero_input_gives_the_bias(recipe):
     source = layer(recipe)
     made, _ = graph_linear(source, torch.float32, "a")
     assert torch.equal(made(torch.zeros(2, K)), source.bias.expand(2, N))
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_blocks_have_no_form(recipe):
+def test_blockwise_recipes_are_refused(recipe):
     with pytest.raises(ConfigError, match=r"layer 'a\.b' has a weight in E4M3, PerBlock"):
         graph_linear(layer(recipe), torch.float32, "a.b")
 
 
-def test_a_static_layer_needs_its_scale():
+def test_static_layer_without_a_scale_is_refused():
     source = layer("static")
     source.input_scale.zero_()
     with pytest.raises(ConfigError, match="'a' has no scale for its static input"):
         graph_linear(source, torch.float32, "a")
 
 
-def test_scales_that_a_dtype_cannot_hold_are_refused():
+def test_scales_outside_the_dtypes_range_are_refused():
     small = torch.tensor([0.5, 1e-7])
     assert torch.equal(narrowed_scale(small, torch.float32, "x"), small)
     assert narrowed_scale(small, torch.bfloat16, "x").dtype is torch.bfloat16
@@ -106,7 +106,7 @@ def test_scales_that_a_dtype_cannot_hold_are_refused():
         narrowed_scale(torch.tensor(1e-9), torch.float16, "x")
 
 
-def test_the_unit_brings_the_maximum_below_1():
+def test_unit_scale_maps_the_maximum_below_1():
     assert 0.5 <= E4M3.max * unit_scale().item() < 1
 
 
@@ -120,7 +120,7 @@ def test_sixteen_bits_do_not_overflow():
     assert torch.equal(y, torch.full((1, 8), 61440.0, dtype=torch.float16) + made.bias)
 
 
-def test_scales_in_float16_by_every_number_that_it_has():
+def test_every_float16_scale():
     """Each value, each tie between two and FP32's neighbours of both, against exact arithmetic in float64."""
     values = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)  # positive, ascending
     ties = (values[:-1].astype(np.float64) + values[1:]) / 2
@@ -141,6 +141,6 @@ def test_scales_in_float16_by_every_number_that_it_has():
 
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0, 65520.0])
-def test_scales_that_are_none(scale):
+def test_invalid_scales_are_refused(scale):
     with pytest.raises(ConfigError, match="outside the range of float16"):
         narrowed_scale(torch.tensor(scale), torch.float16, "x")

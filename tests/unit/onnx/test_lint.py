@@ -51,39 +51,39 @@ def rules(model):
 
 
 @pytest.mark.parametrize("kind", [FLOAT, HALF])
-def test_a_good_graph(kind):
+def test_valid_graph_has_no_fault(kind):
     assert rules(fp8_graph(scale_kind=kind)) == []
 
 
-def test_e5m2():
+def test_e5m2_is_a_fault():
     found = lint(fp8_graph(fp8=E5M2))
     assert {fault.rule for fault in found} == {"format"}
     assert "E5M2; TensorRT reads E4M3" in str(found[0])
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_scale_that_is_no_scale(scale):
+def test_invalid_scale_is_a_fault(scale):
     found = lint(fp8_graph(scale=scale))
     assert [(fault.rule, fault.node) for fault in found] == [("scale", "dq_x"), ("scale", "dq_w")]
     assert str(scale) in found[0].message
 
 
-def test_a_scale_that_is_computed():
+def test_computed_scale_is_a_fault():
     assert [str(fault) for fault in lint(fp8_graph(computed=True))] == [
         "scale: q: is computed in the graph; TensorRT takes constants"
     ]
 
 
-def test_a_zero_point():
+def test_nonzero_zero_point_is_a_fault():
     assert rules(fp8_graph(zero=1.0)) == ["zero point"]
 
 
-def test_a_cast_to_fp8():
+def test_cast_to_fp8_is_a_fault():
     cast = helper.make_node("Cast", ["x"], ["more"], to=E4M3, name="cast")
     assert [(f.rule, f.node) for f in lint(fp8_graph(between=[cast]))] == [("cast", "cast")]
 
 
-def test_a_scale_of_another_dtype():
+def test_scale_of_another_dtype_is_a_fault():
     model = fp8_graph()
     wide = helper.make_node("QuantizeLinear", ["h", "unit", "zero"], ["more"], name="mixed")
     model.graph.node.insert(0, wide)
@@ -91,12 +91,12 @@ def test_a_scale_of_another_dtype():
     assert [str(fault) for fault in lint(model)] == ["dtype: mixed: has a scale in FLOAT and a tensor in FLOAT16"]
 
 
-def test_weights_that_were_folded_back():
+def test_folded_weights_are_a_fault():
     found = lint(fp8_graph(weight_kind=FLOAT))
     assert [str(fault) for fault in found] == ["fp8 share: the graph: no product has a weight in FP8"]
 
 
-def test_the_weight_of_each_layer_is_looked_for():
+def test_missing_weight_of_a_layer_is_a_fault():
     own, other = (torch.full((4, 2), value).to(torch.float8_e4m3fn) for value in (1.0, 2.0))
     assert lint(fp8_graph(), weights={"0": own}) == ()
     found = lint(fp8_graph(), weights={"0": own, "2": other, "4": own.reshape(2, 4)})
@@ -109,12 +109,12 @@ def test_the_weight_of_each_layer_is_looked_for():
     assert len(lint(unread, weights={"2": other})) == 1
 
 
-def test_codes_that_are_read_as_they_are():
+def test_codes_read_without_decoding_are_a_fault():
     read = helper.make_node("Transpose", ["weight"], ["turned"], name="turn")
     assert [(f.rule, f.node) for f in lint(fp8_graph(between=[read]))] == [("weight", "turn")]
 
 
-def test_bytes_are_those_of_the_constants():
+def test_graph_bytes_counts_constants():
     found = graph_bytes(fp8_graph())
     assert (found.codes, found.total) == (1 + 8, 4 + 4 + 1 + 8)
     assert found.fp8_share == 9 / 17

@@ -86,7 +86,7 @@ def test_the_largest_shapes_are_bounded_unless_asked(cached):
         shape_ranges(cached, context=64, max_length=65)
 
 
-def test_the_commands():
+def test_trtexec_commands():
     assert build_command(RANGES, version=10) == f"trtexec {TEN}"
     assert build_command(RANGES, version=11) == f"trtexec {ELEVEN}"
     assert benchmark_command(RANGES) == (
@@ -96,7 +96,7 @@ def test_the_commands():
 
 
 @pytest.mark.parametrize(("version", "wanted"), [(10, TEN), (11, ELEVEN)])
-def test_build_asks_the_version(tmp_path, version, wanted):
+def test_build_script_passes_strongly_typed_only_to_versions_that_have_it(tmp_path, version, wanted):
     for name, text in tensorrt_files(RANGES).items():
         (tmp_path / name).write_text(text)
     help_text = "--stronglyTyped --onnx" if version == 10 else "--onnx"
@@ -120,14 +120,14 @@ def run_script(folder, **choices):
 
 
 @pytest.mark.parametrize(("version", "flags"), [("10.13.3", 2), ("11.0.0", 0)])
-def test_the_script_builds(tmp_path, version, flags):
+def test_build_engine_script_builds(tmp_path, version, flags):
     done = run_script(tmp_path, version=version)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model.engine").read_bytes() == b"engine"
     assert (tmp_path / "said.json").read_text() == f'[{flags}, "model.onnx"]'
 
 
-def test_the_script_says_what_is_wrong(tmp_path):
+def test_build_engine_script_reports_parser_errors(tmp_path):
     done = run_script(tmp_path, parsed=False)
     assert (done.returncode, done.stderr.strip()) == (1, "this operator is unknown")
     done = run_script(tmp_path, engine=None)

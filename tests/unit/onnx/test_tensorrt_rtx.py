@@ -66,7 +66,7 @@ def test_skipped_without_the_bindings_or_their_libraries(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("version", ["1.8.0.7", "1.7.10.1"])
 @pytest.mark.parametrize("other", ["bindings", "libs"])
-def test_another_version_is_not_called(tmp_path, monkeypatch, version, other):
+def test_other_versions_are_skipped(tmp_path, monkeypatch, version, other):
     with_packages(monkeypatch, **{"bindings": "1.7.1.116", "libs": "1.7.1.116", other: version})
     wanted = (
         f"this check reads engines of version 1.7.1, and tensorrt-rtx-cu13-{other} is version {version}; "
@@ -75,7 +75,7 @@ def test_another_version_is_not_called(tmp_path, monkeypatch, version, other):
     assert why_skipped() == check_build(tmp_path / "model.onnx", RANGES).skipped == wanted
 
 
-def test_what_it_is_asked(tmp_path, monkeypatch):
+def test_child_process_receives_path_and_ranges(tmp_path, monkeypatch):
     with_program(monkeypatch, tmp_path, f"""echo "$@" > {tmp_path}/asked; cat >> {tmp_path}/asked
         echo '{{"engine_bytes": 3000000, "fp8_products": 14, "fp8_bytes": 98304}}'""")  # fmt: skip
     found = check_build(tmp_path / "model.onnx", RANGES)
@@ -91,7 +91,7 @@ def test_what_it_is_asked(tmp_path, monkeypatch):
 def test_a_crash_is_a_failed_check(tmp_path, monkeypatch):
     with_program(monkeypatch, tmp_path, "kill -SEGV $$")
     problem = check_build(tmp_path / "model.onnx", RANGES).problem
-    assert problem == "its process ended by SIGSEGV: it said nothing"
+    assert problem == "its process ended by SIGSEGV: no message"
 
 
 def test_bindings_that_do_not_load_are_a_failed_check(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_refused_graph_leaves_no_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engines_listing():
+def test_fp8_products_and_bytes_are_counted_from_the_listing():
     """Two products of x, FP8, by a weight in FP8; one weight in FP8 that a product in high precision decodes."""
     assert module_under_test._fp8_in(STEPS.encode()) == {"fp8_products": 2, "fp8_bytes": 8192 + 4096}
 
@@ -144,7 +144,7 @@ GRAPHS = {  # the lint's rule, TensorRT's words; both empty where they accept
 
 @installed
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_lint_refuses_what_tensorrt_refuses(name, tmp_path):
+def test_lint_rejects_graphs_that_tensorrt_rejects(name, tmp_path):
     model, rule, words = GRAPHS[name]
     assert {fault.rule for fault in lint(model)} == ({rule} if rule else set())
     onnx.save(model, tmp_path / "model.onnx")
@@ -156,14 +156,14 @@ def test_the_lint_refuses_what_tensorrt_refuses(name, tmp_path):
 
 
 @installed
-def test_shapes_that_the_graph_does_not_take(tmp_path):
+def test_invalid_shapes_are_a_failed_check(tmp_path):
     onnx.save(fp8_graph(), tmp_path / "model.onnx")
     other = ShapeRange(name="x", min=(3, 5), opt=(3, 5), max=(3, 5))
     assert check_build(tmp_path / "model.onnx", (other,)).problem
 
 
 @installed
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_a_failed_check(tmp_path):
     assert "Input file cannot be found" in check_build(tmp_path / "model.onnx", RANGES).problem
 
 

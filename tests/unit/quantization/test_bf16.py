@@ -11,9 +11,9 @@ from octavo.language_model import logits_of
 from octavo.nn.fp8_weight import FP8WeightLinear
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.variants import RECIPES, from_recipe, high_precision
-from octavo.quantization.sensitivity import Mix, units_of
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
-from octavo.quantization.sensitivity.units import mixed
+from octavo.quantization.sensitivity.mix import Mix
+from octavo.quantization.sensitivity.units import mixed, units_of
 from tests.unit.quantization.tiny_models import language_model, windows
 
 TOKENS = windows(2)

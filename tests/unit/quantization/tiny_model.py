@@ -4,23 +4,15 @@ import torch
 from torch import Tensor
 
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_llama_config
 
 VOCABULARY, CONTEXT = 300, 32
 
 
 def tiny_language_model(*, seed: int = 0, tie: bool = False) -> LanguageModel:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=CONTEXT,
-        tie_embeddings=tie,
-    )
+    config = tiny_llama_config(vocab_size=VOCABULARY, intermediate_size=48, max_positions=CONTEXT, tie_embeddings=tie)
     tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=VOCABULARY)
     return LanguageModel(model=Llama(config, seed=seed).eval(), tokenizer=tokenizer, context=CONTEXT, source="a test")
 

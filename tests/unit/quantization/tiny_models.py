@@ -1,19 +1,20 @@
 """A decoder of two layers as a language model, and text that it knows nothing of."""
 
+from dataclasses import replace
+
 import torch
 
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.text.tokenizer import train_tokenizer
+from tests.tiny_llama import tiny_llama_config
 
 VOCABULARY, CONTEXT, HEADS, HEAD_DIM = 300, 64, 2, 16
 LINEARS = 14  # of two layers
-SHAPE = LlamaConfig(
+SHAPE = tiny_llama_config(
     vocab_size=VOCABULARY,
     hidden_size=4 * HEAD_DIM,
     intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
     num_kv_heads=HEADS,
     max_positions=CONTEXT,
     tie_embeddings=True,
@@ -22,12 +23,7 @@ SHAPE = LlamaConfig(
 
 def language_model(*, tied: bool = True) -> LanguageModel:
     """Weights large enough that formats differ."""
-    shape = (
-        SHAPE
-        if tied
-        else LlamaConfig(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"tie_embeddings": False})
-    )
-    model = Llama(shape, seed=3).eval()
+    model = Llama(replace(SHAPE, tie_embeddings=tied), seed=3).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -38,13 +38,13 @@ def test_the_worst_finding_is_the_headline_and_findings_follow_worst_first(page)
     text = text_of(page)
     assert "<h1>Small gradients become zero in layers.1.mlp.down (grad_output), steps 330 to 590.</h1>" in text
     assert re.findall(r'class="finding (\w+)"', text) == ["fail", "warn", "warn", "note"]
-    assert "FP8 layers (delayed): 21, looked at 60 times from step 1 to 590. 1 failure, 2 warnings, 1 note." in text
+    assert "FP8 layers (delayed): 21, sampled 60 times from step 1 to 590. 1 failure, 2 warnings, 1 note." in text
 
 
 def test_a_run_that_has_not_cast_yet_is_not_healthy():
     before = Sample(step=1, casts={}, products={}, parameters={})
     text = text_of(doctor_page(series_of([], [before, before]), [], title="t"))
-    assert "<h1>Nothing to judge yet: no layer has cast to FP8 at 2 looks.</h1>" in text
+    assert "<h1>Nothing to judge yet: no layer has cast to FP8 in 2 samples.</h1>" in text
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_numbers_no_json_has_still_make_a_page():
 
 def test_a_healthy_run_and_one_that_was_not_measured_differ():
     healthy = text_of(doctor_page(run(faulty=False, looks=5), [], title="t"))
-    assert "<h1>Healthy: 5 looks at 21 layers found nothing.</h1>" in healthy
+    assert "<h1>Healthy: 5 samples of 21 layers found nothing.</h1>" in healthy
     empty = text_of(doctor_page(series_of(steps(5)), [], title="t"))
     assert "<h1>Nothing was measured in this run.</h1>" in empty
     assert "lies on many grids, and one in BF16 on none of FP8's." in empty

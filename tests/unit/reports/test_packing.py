@@ -8,7 +8,7 @@ import pytest
 from octavo.doctor.findings import CAUSES
 from octavo.doctor.series import CastKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS
-from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, Kind, PageStatistic, Worst, all_statistics
+from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, PageStatistic, StatisticKind, Worst, all_statistics
 from octavo.doctor.thresholds import Thresholds
 from octavo.reports.packing import MOST_COLUMNS, columns_of, encode, layers_of, sheets
 from tests.unit.reports.synthetic_run import paths, run
@@ -48,10 +48,10 @@ def test_every_look_is_in_one_column(looks):
 
 
 @pytest.mark.parametrize("worst", list(Worst))
-@pytest.mark.parametrize("kind", [Kind.SIGNED, Kind.RATIO])
+@pytest.mark.parametrize("kind", [StatisticKind.SIGNED, StatisticKind.RATIO])
 def test_a_column_keeps_its_worst_look(worst, kind):
     rng = np.random.default_rng(0)
-    values = np.exp(rng.normal(size=(1003, 5))) if kind is Kind.RATIO else rng.normal(size=(1003, 5))
+    values = np.exp(rng.normal(size=(1003, 5))) if kind is StatisticKind.RATIO else rng.normal(size=(1003, 5))
     values[rng.random(values.shape) < 0.3] = np.nan
     values[:3, 4] = np.nan
     one = PageStatistic(table="casts", field="amax", title="", kind=kind, meaning="", worst=worst)
@@ -59,7 +59,7 @@ def test_a_column_keeps_its_worst_look(worst, kind):
     how_bad = {
         Worst.LARGEST: lambda x: x,
         Worst.SMALLEST: lambda x: -x,
-        Worst.FARTHEST: lambda x: abs(np.log(x)) if kind is Kind.RATIO else abs(x),
+        Worst.FARTHEST: lambda x: abs(np.log(x)) if kind is StatisticKind.RATIO else abs(x),
     }[worst]
     for column, start in enumerate(range(0, 1003, 3)):
         for place in range(5):

@@ -88,7 +88,7 @@ def _record(history: AmaxHistory, role: int, amax: float, overflowed: bool) -> N
 
 
 @given(specifications, events)
-def test_it_follows_the_plain_model(spec, sequence):
+def test_history_follows_the_plain_model(spec, sequence):
     history, roles = AmaxHistory(spec), [PlainRole(spec) for _ in ROLES]
     for event in sequence:
         if event == "close":
@@ -109,7 +109,7 @@ def test_a_step_that_is_not_to_be_closed_stays_open(spec, sequence):
         if event != "close":
             _record(history, *event)
     before = {name: buffer.clone() for name, buffer in history.named_buffers()}
-    history.close(where=torch.tensor(False))
+    history.close(condition=torch.tensor(False))
     assert all(torch.equal(buffer, before[name]) for name, buffer in history.named_buffers())
 
 
@@ -210,7 +210,7 @@ def test_rescaling_one_role_is_having_seen_it_scaled(spec, sequence, exponent):
             assert torch.equal(one, other), name
 
 
-def test_it_stays_float32_and_out_of_the_state_dict():
+def test_history_stays_float32_and_out_of_the_state_dict():
     history = _closed(History(length=2), 3.0)
     history.to(torch.bfloat16).half().double()
     assert {buffer.dtype for buffer in (history.window, history.amax, history.pending)} == {torch.float32}

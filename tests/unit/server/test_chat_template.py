@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.server import ChatTemplate
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 
 TALK = [
     {"role": "system", "content": "Be brief, <b>Ann</b>."},
@@ -83,7 +83,7 @@ def template():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_templates_write_what_transformers_writes(template, byte_tokenizer, form):
+def test_rendering_matches_transformers(template, byte_tokenizer, form):
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer, **TOKENS)
@@ -100,22 +100,22 @@ def test_templates_write_what_transformers_writes(template, byte_tokenizer, form
     ],
     ids=["time", "memory in one piece", "memory of a filter"],
 )
-def test_a_template_that_does_not_end_is_stopped_and_the_next_one_is_written(template, source, says):
+def test_endless_template_is_stopped_and_the_next_renders(template, source, says):
     hostile = template("{% if messages[0].content == 'x' %}" + source + "{% else %}fine{% endif %}", seconds=0.3)
-    with pytest.raises(Refusal, match=says) as refused:
+    with pytest.raises(ResponseError, match=says) as refused:
         hostile.render([{"role": "user", "content": "x"}])
     assert refused.value.status == 500
     assert hostile.render(TALK) == "fine"
 
 
-def test_of_a_text_that_is_too_long_no_more_is_written_than_shows_it(template):
+def test_rendering_stops_one_character_beyond_the_limit(template):
     endless = template("{% for a in range(99999) %}{% for b in range(99999) %}abc{% endfor %}{% endfor %}")
     assert endless.render(TALK, most=1000) == ("abc" * 400)[:1001]
     assert template("{{ 'a' * 10**6 }}").render(TALK, most=10) == "a" * 11
     assert template("abc").render(TALK, most=3) == "abc"
 
 
-def test_a_process_that_was_killed_is_started_again(template):
+def test_killed_process_is_restarted(template):
     own = template("{{ messages[0].role }}")
     before = own._process.pid
     os.kill(before, signal.SIGKILL)
@@ -124,12 +124,12 @@ def test_a_process_that_was_killed_is_started_again(template):
     assert own._process.pid != before
 
 
-def test_a_template_that_is_being_rendered_can_be_closed(template):
+def test_close_ends_a_running_render(template):
     """As a server that is told to end does: nothing waits for the template."""
     own, refused = template(LONG, seconds=20), []
 
     def render():
-        with pytest.raises(Refusal, match="ended with status -9") as error:
+        with pytest.raises(ResponseError, match="ended with status -9") as error:
             own.render(TALK)
         refused.append(error.value.status)
 
@@ -142,7 +142,7 @@ def test_a_template_that_is_being_rendered_can_be_closed(template):
     assert refused == [500]
 
 
-def test_a_damaged_template_is_refused_whatever_it_does_when_it_is_read():
+def test_damaged_templates_are_checkpoint_errors():
     with pytest.raises(CheckpointError, match="chat template is damaged"):
         ChatTemplate("{% for %}")
     with pytest.raises(CheckpointError, match="chat template"):
@@ -151,7 +151,7 @@ def test_a_damaged_template_is_refused_whatever_it_does_when_it_is_read():
         ChatTemplate("{{ 9**9999999 }}" * 50, seconds=0.2)
 
 
-def test_a_template_cannot_reach_the_machine(template):
+def test_sandbox_blocks_access_to_the_machine(template):
     for source in (
         "{{ '\\ud800' }}",
         "{{ messages.__class__.__mro__ }}",

@@ -20,7 +20,7 @@ def ask(client, **fields):
     return response.json()
 
 
-def test_a_chat_is_a_completion_of_what_the_template_writes(client):
+def test_chat_matches_completion_of_rendered_template(client):
     found = ask(client, seed=3)
     plain = {"model": "tiny", "prompt": WRITTEN, "seed": 3, "max_tokens": 12}
     wanted = client.post("/v1/completions", json=plain).json()
@@ -30,7 +30,7 @@ def test_a_chat_is_a_completion_of_what_the_template_writes(client):
     assert found["usage"]["prompt_tokens"] == len(WRITTEN)
 
 
-def test_parts_of_a_message_are_one_text(client):
+def test_message_parts_are_joined(client):
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     messages = [TALK[0], {"role": "user", "content": parts}]
     assert ask(client, seed=3, messages=messages)["choices"] == ask(client, seed=3)["choices"]
@@ -47,11 +47,11 @@ NEUTRAL: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("extra", NEUTRAL, ids=str)
-def test_fields_that_ask_for_nothing_change_nothing(client, extra):
+def test_neutral_fields_have_no_effect(client, extra):
     assert ask(client, seed=3, **extra)["choices"] == ask(client, seed=3)["choices"]
 
 
-def test_a_message_may_be_the_one_that_openai_s_client_was_answered(client):
+def test_answer_of_openai_client_is_valid_as_message(client):
     empty: dict[str, Any] = {
         "refusal": None,
         "annotations": [],
@@ -64,7 +64,7 @@ def test_a_message_may_be_the_one_that_openai_s_client_was_answered(client):
     assert ask(client, seed=3, messages=again)["choices"] == ask(client, seed=3, messages=before)["choices"]
 
 
-def test_a_name_is_written_by_templates_that_know_one(new_service):
+def test_name_is_passed_to_the_template(new_service):
     template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
     named = [TALK[0], {**TALK[1], "name": "Ann"}]
     with TestClient(create_app(new_service(template=template)), base_url=PLACE) as client:
@@ -72,7 +72,7 @@ def test_a_name_is_written_by_templates_that_know_one(new_service):
     assert found["usage"]["prompt_tokens"] == len("system: Be brief.\nAnn: Hi\n")
 
 
-def test_a_stream_says_who_speaks_and_then_what_the_whole_answer_says(client):
+def test_stream_sends_role_then_matches_whole_response(client):
     whole = ask(client, seed=3, n=2, logprobs=True, top_logprobs=2)
     body = {"model": "tiny", "max_tokens": 12, "messages": TALK, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
     chunks = [chunk["choices"][0] for chunk in events(client.post(PATH, json=body | {"stream": True}))]
@@ -86,7 +86,7 @@ def test_a_stream_says_who_speaks_and_then_what_the_whole_answer_says(client):
         assert all(len(own["top_logprobs"]) == 2 for own in scored)
 
 
-def test_without_a_number_an_answer_is_as_long_as_there_is_room(client):
+def test_default_max_tokens_fits_the_cache(client):
     talk = [{"role": "user", "content": "x" * 200}]
     response = client.post(PATH, json={"model": "tiny", "messages": talk})
     used = response.json()["usage"]
@@ -113,27 +113,27 @@ def test_without_a_number_an_answer_is_as_long_as_there_is_room(client):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_answered_is_refused(client, fields, says):
+def test_invalid_requests_get_400(client, fields, says):
     response = client.post(PATH, json={"model": "tiny", "messages": TALK, **fields})
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
 
 
-def test_a_conversation_too_long_is_about_its_messages(client):
+def test_too_long_conversation_names_messages(client):
     for talk, most in (("x" * 400, 1), ("x" * 200, 200)):
         body = {"model": "tiny", "messages": [{"role": "user", "content": talk}], "max_tokens": most}
         error = client.post(PATH, json=body).json()["error"]
         assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
-def test_a_model_without_a_template_says_so(new_service):
+def test_chat_without_template_gets_400(new_service):
     with TestClient(create_app(new_service(template=None)), base_url=PLACE) as client:
         response = client.post(PATH, json={"model": "tiny", "messages": TALK})
     assert response.status_code == 400
     assert "has no chat template" in response.json()["error"]["message"]
 
 
-def test_what_a_template_refuses_is_the_asker_s_to_mend(new_service):
+def test_messages_rejected_by_template_get_400(new_service):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}x"
     with TestClient(create_app(new_service(template=template)), base_url=PLACE) as client:
         response = client.post(PATH, json={"model": "tiny", "messages": TALK})

@@ -36,7 +36,7 @@ def told(byte_runner, byte_tokenizer, prompt, **params):
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 4}, {"seed": 4, "top_k": 9, "top_p": 0.5}], ids=str)
-def test_the_text_is_the_engine_s(client, byte_runner, byte_tokenizer, settings):
+def test_text_matches_engine(client, byte_runner, byte_tokenizer, settings):
     found = ask(client, prompt="Sing, goddess", **settings)
     text, usage = told(byte_runner, byte_tokenizer, "Sing, goddess", max_tokens=12, **settings)
     (choice,) = found["choices"]
@@ -45,7 +45,7 @@ def test_the_text_is_the_engine_s(client, byte_runner, byte_tokenizer, settings)
     assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (13, usage.answer_tokens)
 
 
-def test_tokens_are_a_prompt_too_and_several_prompts_are_answered_in_order(client, byte_tokenizer):
+def test_prompts_as_tokens_or_lists_are_answered_in_order(client, byte_tokenizer):
     ids = {text: byte_tokenizer.encode(text).ids for text in ("one", "another")}
     alone = {text: ask(client, prompt=text, seed=1)["choices"][0]["text"] for text in ids}
     assert ask(client, prompt=ids["one"], seed=1)["choices"][0]["text"] == alone["one"]
@@ -56,7 +56,7 @@ def test_tokens_are_a_prompt_too_and_several_prompts_are_answered_in_order(clien
         assert found["usage"]["prompt_tokens"] == 10
 
 
-def test_each_of_n_answers_has_a_seed_of_its_own_and_the_prompt_counts_once(client):
+def test_n_answers_have_different_seeds_and_count_the_prompt_once(client):
     found = ask(client, prompt="one", n=3, seed=5)
     alone = [ask(client, prompt="one", seed=5 + i)["choices"][0]["text"] for i in range(3)]
     assert [own["text"] for own in found["choices"]] == alone
@@ -66,7 +66,7 @@ def test_each_of_n_answers_has_a_seed_of_its_own_and_the_prompt_counts_once(clie
 
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}], ids=str)
-def test_a_stream_says_what_the_whole_answer_says(client, extra):
+def test_stream_matches_whole_response(client, extra):
     asked = {"prompt": ["one", "two"], "n": 2, "seed": 9, "temperature": 2, **extra}
     whole = ask(client, **asked)
     body = {"model": "tiny", "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}, **asked}
@@ -83,7 +83,7 @@ def test_a_stream_says_what_the_whole_answer_says(client, extra):
             assert [token for tokens in lists for token in tokens] == wanted["logprobs"]["tokens"]
 
 
-def test_fields_that_ask_for_nothing_change_nothing(client):
+def test_neutral_fields_have_no_effect(client):
     plain = ask(client, prompt="one", seed=2)["choices"]
     neutral: list[dict[str, Any]] = [
         {"logit_bias": {}},
@@ -119,7 +119,7 @@ def test_echo_with_logprobs_scores_the_prompt(client, byte_runner, byte_tokenize
 
 
 @pytest.mark.parametrize("prompt", ["a€b", "ö😀😀 x", "plain"])
-def test_a_token_s_offset_is_where_its_character_begins(client, byte_tokenizer, prompt):
+def test_text_offset_is_the_start_of_the_character(client, byte_tokenizer, prompt):
     told = ask(client, prompt=prompt, echo=True, logprobs=0, max_tokens=1, temperature=0)["choices"][0]
     wanted = [at for at, character in enumerate(prompt) for _ in character.encode()]
     assert told["logprobs"]["text_offset"] == [*wanted, len(prompt)]
@@ -146,7 +146,7 @@ def test_a_token_s_offset_is_where_its_character_begins(client, byte_tokenizer, 
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_cannot_be_answered_is_refused_as_openai_does(client, fields, status, says):
+def test_invalid_requests_get_openai_errors(client, fields, status, says):
     response = client.post(PATH, json={"model": "tiny", "prompt": "x", **fields})
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -157,7 +157,7 @@ def test_what_cannot_be_answered_is_refused_as_openai_does(client, fields, statu
 
 @pytest.mark.parametrize("token", [-1, 256, 1e300, True, 1.5])
 @pytest.mark.parametrize("prompt", [lambda token: [token], lambda token: [[1, token]]], ids=["one", "several"])
-def test_tokens_are_refused_as_tokens(client, token, prompt):
+def test_errors_of_token_prompts_name_tokens(client, token, prompt):
     response = client.post(PATH, json={"model": "tiny", "prompt": prompt(token)})
     assert response.status_code == 400
     error = response.json()["error"]
@@ -178,11 +178,11 @@ def test_tokens_are_refused_as_tokens(client, token, prompt):
     ],
     ids=str,
 )
-def test_a_prompt_is_refused_as_what_it_was_meant_to_be(client, prompt, says):
+def test_prompt_errors_follow_the_best_fitting_type(client, prompt, says):
     assert says in client.post(PATH, json={"model": "tiny", "prompt": prompt}).json()["error"]["message"]
 
 
-def test_too_many_tokens_are_said_in_one_way(client):
+def test_too_long_prompts_have_one_message(client):
     """Whether they come as text, as themselves, or in a list of prompts; and those of an answer with the same code."""
     told = [
         client.post(PATH, json={"model": "tiny", "prompt": prompt}).json()["error"]
@@ -210,7 +210,7 @@ def test_too_many_tokens_are_said_in_one_way(client):
     ],
     ids=lambda value: str(value[:40]),
 )
-def test_bodies_that_are_none_are_refused(client, body, says):
+def test_invalid_bodies_get_400(client, body, says):
     response = client.post(PATH, content=body)
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]

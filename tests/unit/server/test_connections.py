@@ -62,7 +62,7 @@ def rest(connection):
     return told
 
 
-def test_a_head_that_does_not_arrive_is_given_up(start, connect):
+def test_slow_head_gets_408(start, connect):
     port = start(head_s=0.2)
     idle, slow = connect(port), connect(port, HEALTH)
     assert rest(idle) == b""
@@ -72,7 +72,7 @@ def test_a_head_that_does_not_arrive_is_given_up(start, connect):
     assert json.loads(body)["error"]["message"] == sentence
 
 
-def test_a_second_head_has_the_same_time_and_so_has_a_body_that_is_not_wanted(start, connect):
+def test_time_limit_holds_for_second_head_and_unwanted_body(start, connect):
     port = start(head_s=0.2)
     for first, second in ((HEALTH + b"\r\n", HEALTH), (HEALTH + b"Content-Length: 999\r\n\r\n", b"x")):
         connection = connect(port, first)
@@ -82,7 +82,7 @@ def test_a_second_head_has_the_same_time_and_so_has_a_body_that_is_not_wanted(st
         assert (b"408" in rest(connection)) is (second == HEALTH)
 
 
-def test_idle_connections_make_room_for_who_asks(start, connect):
+def test_idle_connections_are_closed_for_new_ones(start, connect):
     port = start(connections=20)
     first, *others = [connect(port, HEALTH[: i % 9]) for i in range(60)]
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_idle_connections_make_room_for_who_asks(start, connect):
     assert rest(others[-1]).startswith(b"HTTP/1.1 200 ")
 
 
-def test_where_all_are_being_answered_another_is_refused(start, connect):
+def test_connection_beyond_busy_limit_gets_503(start, connect):
     port = start(connections=1)
     asking = connect(
         port, b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 9\r\nExpect: 100-continue\r\n\r\n"
@@ -108,7 +108,7 @@ def test_where_all_are_being_answered_another_is_refused(start, connect):
     ("soft", "hard", "wanted", "raised"),
     [(10**6, 10**6, 1024, None), (256, 4096, 1024, True), (256, 256, 1024, None), (96, 96, 1024, None)],
 )
-def test_there_are_no_more_connections_than_descriptors(monkeypatch, soft, hard, wanted, raised):
+def test_connections_are_limited_by_file_descriptors(monkeypatch, soft, hard, wanted, raised):
     given = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
@@ -121,14 +121,14 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, soft, hard,
     assert room.connections == wanted or hard < wanted
 
 
-def test_a_process_that_may_open_next_to_nothing_is_told(monkeypatch):
+def test_too_few_file_descriptors_are_a_config_error(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
     monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
     with pytest.raises(ConfigError, match=r"may open 40 files and 20 are open, too few to serve; raise ulimit -n"):
         capacity_for(Limits())
 
 
-def test_a_loop_without_descriptors_says_so_once(caplog):
+def test_accept_errors_are_logged_once(caplog):
     loop = asyncio.new_event_loop()
     limit_log(loop)
     with caplog.at_level(logging.ERROR):
@@ -140,7 +140,7 @@ def test_a_loop_without_descriptors_says_so_once(caplog):
     assert told == ["no connection can be accepted: [Errno 24] Too many open files", "something else"]
 
 
-def test_a_server_that_loads_its_model_lives_and_is_not_ready(connect):
+def test_loading_server_is_live_but_not_ready(connect):
     with Address(port=0).bind() as listening:
         port = listening.getsockname()[1]
         with answer_not_ready(listening, limits=Limits()):
@@ -166,7 +166,7 @@ def test_a_server_that_loads_its_model_lives_and_is_not_ready(connect):
     ],
     ids=["a line", "a header", "a chunk", "a long line"],
 )
-def test_what_is_no_request_is_refused_with_an_error_object(start, connect, data):
+def test_invalid_http_gets_an_error_object(start, connect, data):
     head, _, body = rest(connect(start(), data)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"Content-Type: application/json" in head

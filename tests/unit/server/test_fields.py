@@ -33,7 +33,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), VALUES, max_size=4))
-def test_what_is_read_is_what_the_schema_allows(body):
+def test_read_accepts_what_the_schema_allows(body):
     allowed = validator_for(BODY.schema()).is_valid(body)
     try:
         found = BODY.read(body)
@@ -70,14 +70,14 @@ def test_what_is_read_is_what_the_schema_allows(body):
     ],
     ids=repr,
 )
-def test_a_refusal_names_the_field_and_what_is_allowed(body, field, says):
+def test_errors_name_the_field_and_the_range(body, field, says):
     with pytest.raises(FieldError, match=says) as caught:
         BODY.read(body)
     assert caught.value.field == field
     assert str(caught.value).isascii()
 
 
-def test_the_description_says_what_is_left_out():
+def test_schema_marks_optional_fields():
     schema = json.loads(json.dumps(BODY.schema()))
     assert schema["required"] == ["a"]
     assert schema["properties"]["b"]["default"] == 1

@@ -27,7 +27,7 @@ KEY = "a key of some length"
     ],
     ids=repr,
 )
-def test_the_key_is_asked_for(service, headers, status):
+def test_key_is_required(service, headers, status):
     with TestClient(create_app(service, key=KEY), base_url=PLACE) as client:
         response = client.post("/v1/completions", json=BODY, headers=headers)
         assert response.status_code == status
@@ -39,7 +39,7 @@ def test_the_key_is_asked_for(service, headers, status):
             assert client.get("/v2/models/tiny", headers=headers).json()["error"].startswith("this server needs")
 
 
-def test_bodies_are_bounded_whether_they_say_their_size_or_not(new_service):
+def test_body_size_is_limited_with_and_without_length(new_service):
     with TestClient(create_app(new_service(limits=Limits(body_bytes=100))), base_url=PLACE) as client:
         large = json.dumps(BODY | {"prompt": "x" * 100}).encode()
         for content in (large, iter([large[:60], large[60:]])):
@@ -90,7 +90,7 @@ def sent(more=False, **fields):
     return {"type": "http.request", "body": json.dumps(BODY | fields).encode(), "more_body": more}
 
 
-def test_a_body_that_does_not_arrive_is_given_up_and_others_are_answered(new_service):
+def test_slow_body_gets_408_while_others_are_answered(new_service):
     app = create_app(new_service(limits=Limits(body_s=0.2)))
     slow, quick = Peer(sent(more=True)), Peer(sent())
 
@@ -102,7 +102,7 @@ def test_a_body_that_does_not_arrive_is_given_up_and_others_are_answered(new_ser
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_goes_away_is_answered_no_longer(service, stream):
+def test_disconnection_cancels_the_answer(service, stream):
     app, peer, other = create_app(service), Peer(sent(max_tokens=300, stream=stream)), Peer(sent())
 
     async def ask():
@@ -121,7 +121,7 @@ def test_who_goes_away_is_answered_no_longer(service, stream):
     assert other.status == 200
 
 
-def test_who_goes_away_before_the_body_is_there_is_not_answered(service):
+def test_disconnection_before_the_body_ends_the_request(service):
     app, peer = create_app(service), Peer(sent(more=True), {"type": "http.disconnect"})
     asyncio.run(app(scope(), peer.receive, peer.send))
     assert peer.told == []
@@ -130,7 +130,7 @@ def test_who_goes_away_before_the_body_is_there_is_not_answered(service):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stuck", ["http.response.start", "http.response.body"])
-def test_who_reads_nothing_is_given_up_and_others_are_answered(new_service, stream, stuck):
+def test_stalled_client_is_dropped_while_others_are_answered(new_service, stream, stuck):
     service = new_service(limits=Limits(requests=1, max_tokens=300, send_s=0.05))
     app = create_app(service)
 
@@ -159,7 +159,7 @@ async def begun(service, app, peer):
     return task
 
 
-def test_too_many_at_once_are_told_to_come_back(new_service):
+def test_too_many_requests_get_429(new_service):
     service = new_service(limits=Limits(requests=1, max_tokens=300))
     app, first, second = create_app(service), Peer(sent(max_tokens=300)), Peer(sent())
 
@@ -174,7 +174,7 @@ def test_too_many_at_once_are_told_to_come_back(new_service):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_has_an_answer_may_ask_again_at_once(new_service, stream):
+def test_slot_is_free_when_the_answer_is_complete(new_service, stream):
     app, again = create_app(new_service(limits=Limits(requests=1, max_tokens=300))), Peer(sent())
 
     class Quick(Peer):
@@ -195,7 +195,7 @@ def test_who_has_an_answer_may_ask_again_at_once(new_service, stream):
     assert (first.status, again.status, third.status) == (200, 200, 200)
 
 
-def test_a_slot_is_given_back_once(new_service):
+def test_slot_is_released_once(new_service):
     """Or more than may would be taken when the first is over."""
     service = new_service(limits=Limits(requests=1, max_tokens=300))
     app, first, second, third = create_app(service), Peer(sent()), Peer(sent(max_tokens=300)), Peer(sent())
@@ -210,7 +210,7 @@ def test_a_slot_is_given_back_once(new_service):
     assert (first.status, second.status, third.status) == (200, 200, 429)
 
 
-def test_a_full_queue_says_when_to_come_back(new_service):
+def test_full_queue_sends_retry_after(new_service):
     service = new_service(max_running=1, max_waiting=2, limits=Limits(max_tokens=300, choices=2))
     with TestClient(create_app(service), base_url=PLACE) as client:
         response = client.post("/v1/completions", json=BODY | {"n": 3})
@@ -228,7 +228,7 @@ def test_a_full_queue_says_when_to_come_back(new_service):
     assert json.loads(refused.told[1]["body"])["error"]["type"] == "rate_limit_error"
 
 
-def test_what_is_not_there_and_what_is_not_meant_are_refused(client):
+def test_unknown_paths_and_methods_are_refused(client):
     for path in ("/nowhere", "/v1/models/other", "/v1/completions/"):
         response = client.get(path, follow_redirects=False)
         assert response.status_code in {307, 404}, path
@@ -238,7 +238,7 @@ def test_what_is_not_there_and_what_is_not_meant_are_refused(client):
     assert client.delete("/v2/models/tiny").json() == {"error": "method not allowed"}
 
 
-def test_a_closed_engine_is_seen(service):
+def test_closed_engine_is_draining(service):
     with TestClient(create_app(service), base_url=PLACE) as client:
         assert client.get("/health").json() == {"status": "ready"}
         service.thread.engine.close()
@@ -249,7 +249,7 @@ def test_a_closed_engine_is_seen(service):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_broken_engine_is_seen_and_shows_no_traceback(service, monkeypatch):
+def test_failed_engine_is_broken_without_traceback(service, monkeypatch):
     def broken(chunks):
         raise ArithmeticError("the model is gone")
 
@@ -263,7 +263,7 @@ def test_a_broken_engine_is_seen_and_shows_no_traceback(service, monkeypatch):
         assert client.get("/health").json() == {"status": "broken"}
 
 
-def test_a_mistake_of_the_server_s_own_shows_nothing_of_itself(service, monkeypatch):
+def test_internal_error_hides_details(service, monkeypatch):
     def mistaken(*_):
         raise ArithmeticError("a secret")
 

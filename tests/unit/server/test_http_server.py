@@ -44,7 +44,7 @@ def client_of(port):
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
 
 
-def test_the_openai_client_as_it_comes(start):
+def test_openai_client_works_unmodified(start):
     _, _, port, _ = start()
     with client_of(port) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -65,7 +65,7 @@ def test_the_openai_client_as_it_comes(start):
         openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="another", max_retries=0).models.list()
 
 
-def test_sixteen_at_once_get_what_each_gets_alone(start):
+def test_concurrent_answers_match_answers_alone(start):
     _, _, port, _ = start()
     with client_of(port) as client:
 
@@ -78,7 +78,7 @@ def test_sixteen_at_once_get_what_each_gets_alone(start):
         assert together == [ask(seed) for seed in range(16)]
 
 
-def test_who_closes_a_stream_is_answered_no_longer(start):
+def test_closing_a_stream_cancels_the_answer(start):
     service, _, port, _ = start()
     with client_of(port) as client:
         stream = client.completions.create(model="tiny", prompt="Hi", max_tokens=300, stream=True)
@@ -89,7 +89,7 @@ def test_who_closes_a_stream_is_answered_no_longer(start):
     assert service.thread.engine.metrics.answer_tokens < 300
 
 
-def test_a_slow_body_is_given_up_while_others_are_answered(start):
+def test_slow_body_times_out_while_others_are_answered(start):
     _, _, port, _ = start(limits=Limits(body_s=0.3))
     with socket.create_connection(("127.0.0.1", port), timeout=60) as slow, client_of(port) as client:
         head = (
@@ -105,7 +105,7 @@ def test_a_slow_body_is_given_up_while_others_are_answered(start):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
-def test_who_reads_nothing_loses_the_connection(start):
+def test_client_that_reads_nothing_is_disconnected(start):
     """More pages are asked for than the buffers of both sides hold, and none is read."""
     _, server, port, _ = start(limits=Limits(send_s=0.3))
     with socket.socket() as idle:
@@ -118,7 +118,7 @@ def test_who_reads_nothing_loses_the_connection(start):
             time.sleep(0.01)
 
 
-def test_the_first_signal_drains(start):
+def test_first_signal_drains(start):
     _, server, port, thread = start()
     with client_of(port) as client:
         stream = client.completions.create(model="tiny", prompt="Hi", max_tokens=300, seed=1, stream=True)
@@ -157,7 +157,7 @@ def refused_by(port):
     return caught.value.status_code, caught.value.body
 
 
-def test_a_request_that_is_tokenised_when_a_drain_begins_is_refused_as_others_are(start, tokenising, capfd):
+def test_request_being_tokenized_at_drain_gets_503(start, tokenising, capfd):
     begun, go = tokenising
     _, server, port, thread = start()
     with ThreadPoolExecutor(1) as pool:
@@ -175,7 +175,7 @@ def test_a_request_that_is_tokenised_when_a_drain_begins_is_refused_as_others_ar
 
 
 @pytest.mark.parametrize("limits", [Limits(drain_s=0.01), Limits()], ids=["the time is over", "a second signal"])
-def test_a_request_that_is_tokenised_when_the_server_ends_is_refused_as_others_are(start, tokenising, capfd, limits):
+def test_request_being_tokenized_at_exit_gets_503(start, tokenising, capfd, limits):
     begun, go = tokenising
     _, server, port, thread = start(limits=limits)
     with ThreadPoolExecutor(1) as pool:
@@ -192,7 +192,7 @@ def test_a_request_that_is_tokenised_when_the_server_ends_is_refused_as_others_a
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_drain_waits_for_a_request_that_is_about_to_start(new_service, monkeypatch):
+def test_drain_waits_for_a_request_about_to_start(new_service, monkeypatch):
     """It waits when it is looked at first, and runs when it is looked at again."""
     loads = iter([{"waiting": 1, "running": 0}, {"waiting": 0, "running": 1}])
     pages = dict.fromkeys(("pages", "pages_used", "pages_idle"), 0)
@@ -205,7 +205,7 @@ def test_a_drain_waits_for_a_request_that_is_about_to_start(new_service, monkeyp
 
 
 @pytest.mark.parametrize("limits", [Limits(drain_s=0.01), Limits()], ids=["the time is over", "a second signal"])
-def test_what_does_not_end_in_time_is_ended(start, byte_runner, monkeypatch, limits):
+def test_drain_cancels_answers_after_its_time_limit(start, byte_runner, monkeypatch, limits):
     """The engine stands still, so that no answer ends by itself."""
     service, server, _, thread = start(limits=limits)
     stop = threading.Event()
@@ -221,7 +221,7 @@ def test_what_does_not_end_in_time_is_ended(start, byte_runner, monkeypatch, lim
     stop.set()
 
 
-def test_a_port_that_is_taken_and_an_address_that_is_none_are_refused():
+def test_port_in_use_and_unknown_address_are_config_errors():
     with Address(port=0).bind() as taken, pytest.raises(ConfigError, match=r"cannot listen at 127.0.0.1 port"):
         Address(port=taken.getsockname()[1]).bind()
     with pytest.raises(ConfigError, match=r"cannot listen at no.such.host.invalid port 1"):
@@ -241,7 +241,7 @@ def test_a_port_that_is_taken_and_an_address_that_is_none_are_refused():
         ("example.org", False),
     ],
 )
-def test_others_may_ask_with_a_key_or_where_that_is_wanted(host, loopback):
+def test_other_machines_need_a_key_or_insecure(host, loopback):
     address = Address(host=host)
     assert address.is_loopback is loopback
     address.check_secure(key=KEY, insecure=False)

@@ -34,7 +34,7 @@ def test_the_model_names_its_tensors(client):
     assert "binary_tensor_data" in client.get("/v2").json()["extensions"]
 
 
-def test_generate_and_its_stream_are_a_completion(client):
+def test_generate_and_stream_match_completion(client):
     body = {"text_input": "one", "max_tokens": 8, "seed": 3, "temperature": 1.5}
     wanted = completion(client, "one", seed=3, temperature=1.5)
     assert client.post(f"{MODEL}/generate", json=body).json() == {
@@ -46,7 +46,7 @@ def test_generate_and_its_stream_are_a_completion(client):
     assert "".join(json.loads(block.removeprefix("data: "))["text_output"] for block in blocks) == wanted
 
 
-def test_tensors_in_json(client):
+def test_infer_with_json_tensors(client):
     inputs = [
         tensor("text_input", "BYTES", "one", "two"),
         tensor("max_tokens", "INT32", 8),
@@ -59,7 +59,7 @@ def test_tensors_in_json(client):
     assert found["id"] == "7"
 
 
-def test_tensors_as_bytes(client):
+def test_infer_with_binary_tensors(client):
     texts = b"".join(struct.pack("<I", len(text)) + text for text in (b"one", b"two"))
     numbers = np.array([8], "<i4").tobytes()
     inputs = [
@@ -112,7 +112,7 @@ BINARY = {"name": "text_input", "datatype": "BYTES", "shape": [1], "parameters":
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_tensors_that_are_none_are_refused_in_kserve_s_words(client, body, behind, says):
+def test_invalid_tensors_get_kserve_errors(client, body, behind, says):
     head = json.dumps(body).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
     response = client.post(f"{MODEL}/infer", content=head + behind, headers=headers)
@@ -121,14 +121,14 @@ def test_tensors_that_are_none_are_refused_in_kserve_s_words(client, body, behin
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "99999999999999999999", "٣", ""])
-def test_a_length_that_is_none_is_refused(client, length):
+def test_invalid_header_length_is_refused(client, length):
     headers = {"Inference-Header-Content-Length": length.encode()}
     response = client.post(f"{MODEL}/infer", json={"inputs": [TEXT]}, headers=headers)
     assert response.status_code == 400
     assert "Inference-Header-Content-Length" in response.json()["error"]
 
 
-def test_triton_s_client(service, client):
+def test_tritonclient_works_unmodified(service, client):
     """As it comes, which sends and asks for bytes."""
     http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
     listening = Address(port=0).bind()

@@ -9,8 +9,9 @@ from starlette.testclient import TestClient
 
 import octavo
 from octavo.inference import Engine, EngineThread, ModelRunner
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.server import Limits, Service, create_app
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.server.conftest import PLACE
 
 
@@ -21,7 +22,7 @@ def samples(client):
     return {(own.name, *sorted(own.labels.items())): own.value for family in families for own in family.samples}
 
 
-def test_counters_are_the_engine_s_and_count_once(client, service):
+def test_metrics_match_engine_counters(client, service):
     before = samples(client)
     assert before[("octavo_requests_submitted_total",)] == 0
     body = {"model": "tiny", "prompt": "x" * 70, "max_tokens": 5, "n": 2, "seed": 1}
@@ -47,17 +48,9 @@ def test_counters_are_the_engine_s_and_count_once(client, service):
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-static"])
-def test_what_static_scales_clip_is_counted(byte_tokenizer, recipe):
+def test_saturated_elements_are_counted(byte_tokenizer, recipe):
     """A model calibrated on one token clips others; 4 inputs of a layer are cast, for every token once."""
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=64,
-    )
+    config = tiny_llama_config(vocab_size=256)
     model = Llama(config, seed=3).requires_grad_(False)
     octavo.calibrate(model, [torch.tensor([[7]])]).apply(model, hold_weights=True)
     engine = Engine(ModelRunner(model, recipe=recipe), byte_tokenizer)

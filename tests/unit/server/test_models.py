@@ -8,7 +8,7 @@ def test_the_one_model_is_listed(client):
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_tokens_are_the_tokenizer_s(client, byte_tokenizer):
+def test_tokenize_matches_tokenizer(client, byte_tokenizer):
     found = client.post("/tokenize", json={"prompt": "Grüße"}).json()
     assert found == {"tokens": byte_tokenizer.encode("Grüße").ids, "count": 7, "max_model_len": 320}
     assert client.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404

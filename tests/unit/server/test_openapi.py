@@ -26,7 +26,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_no_request_makes_a_mistake_of_the_server(service, mode):
+def test_no_request_causes_a_server_error(service, mode):
     statuses: list[int] = []
     app = create_app(service, host="0.0.0.0")  # schemathesis asks for the host "testserver"
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)

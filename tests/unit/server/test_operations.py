@@ -12,12 +12,12 @@ BODIES = [("/v1/completions", COMPLETION), ("/v2/models/tiny/infer", INFERENCE)]
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_a_compressed_body_is_refused_as_one(client, path, body):
+def test_compressed_body_gets_415(client, path, body):
     response = client.post(path, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
     assert response.status_code == 415
     assert "the content coding 'gzip' is not supported; send the body uncompressed" in response.text
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_a_body_that_says_it_is_not_compressed_is_read(client, path, body):
+def test_identity_encoding_is_read(client, path, body):
     assert client.post(path, content=body, headers={"Content-Encoding": "Identity"}).status_code == 200

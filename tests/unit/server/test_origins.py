@@ -31,7 +31,7 @@ def statuses(app, headers):
     ],
     ids=str,
 )
-def test_programs_and_the_server_s_own_page_are_answered(service, headers):
+def test_programs_and_own_page_are_accepted(service, headers):
     assert statuses(create_app(service), headers) == {200, 404}
 
 
@@ -57,7 +57,7 @@ def test_programs_and_the_server_s_own_page_are_answered(service, headers):
     ],
     ids=str,
 )
-def test_pages_of_others_and_names_of_others_are_refused(service, headers, says):
+def test_other_origins_and_host_names_are_refused(service, headers, says):
     app = create_app(service)
     assert statuses(app, headers) == {403}
     with TestClient(app, base_url=PLACE) as client:
@@ -68,12 +68,12 @@ def test_pages_of_others_and_names_of_others_are_refused(service, headers, says)
     assert service.thread.engine.metrics.submitted == 0
 
 
-def test_with_a_key_it_is_the_key_that_counts(service):
+def test_with_a_key_origin_and_host_are_not_checked(service):
     headers = {"Authorization": "Bearer a key", "Host": "mine.example", "Origin": "http://other.example"}
     assert statuses(create_app(service, key="a key"), headers) == {200, 404}
 
 
-def test_where_all_may_ask_the_server_does_not_know_its_names_but_its_own_page(service):
+def test_insecure_server_accepts_any_host_but_only_its_own_origin(service):
     app = create_app(service, host="0.0.0.0")
     assert statuses(app, {"Host": "mine.example"}) == {200, 404}
     assert statuses(app, {"Host": "mine.example", "Origin": "http://mine.example"}) == {200, 404}
@@ -81,5 +81,5 @@ def test_where_all_may_ask_the_server_does_not_know_its_names_but_its_own_page(s
 
 
 @pytest.mark.parametrize("host", ["", "127.1", "2130706433", "localhost.", "::ffff:192.168.0.1", "[::1]", "\u0661"])
-def test_what_is_no_loopback_name(host):
+def test_other_names_are_not_loopback(host):
     assert not is_loopback(host)

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from octavo.inference import EngineConfig, ServedModel
 from octavo.server import Limits, Service, create_app
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from tests.unit.server.conftest import PLACE
 
 
-def test_others_go_on_while_a_long_prompt_is_encoded(service, byte_tokenizer):
+def test_requests_continue_while_a_long_prompt_is_tokenized(service, byte_tokenizer):
     """With a token of 10,000 bytes the text is no longer than 320 tokens may be, so its tokens have to be counted."""
     letters = byte_tokenizer.get_vocab()
     coarse = Tokenizer(models.BPE(vocab=letters | {"y" * 10_000: 256}, merges=[]))
@@ -28,14 +28,14 @@ def test_others_go_on_while_a_long_prompt_is_encoded(service, byte_tokenizer):
 
     thread = threading.Thread(target=tick)
     thread.start()
-    with pytest.raises(Refusal, match="the prompt has 3000000 tokens, and at most 320 are accepted"):
+    with pytest.raises(ResponseError, match="the prompt has 3000000 tokens, and at most 320 are accepted"):
         service.encode("x" * 3_000_000, field="prompt")
     over.set()
     thread.join()
     assert len(ticks) > 20  # with Python's lock held there are 1 or 2
 
 
-def test_tokens_are_those_of_the_tokenizer(service, byte_tokenizer):
+def test_encode_matches_tokenizer(service, byte_tokenizer):
     assert service.encode("Öffne, Sesam", field="prompt") == byte_tokenizer.encode("Öffne, Sesam").ids
 
 
@@ -43,7 +43,7 @@ def test_tokens_are_those_of_the_tokenizer(service, byte_tokenizer):
     ("source", "says"),
     [("{% if %}", "is damaged: Expected an expression"), ("{{" + "(" * 10**5, "is damaged: maximum")],
 )
-def test_a_model_whose_template_is_damaged_is_served_without_conversations(byte_runner, byte_tokenizer, source, says):
+def test_damaged_template_disables_chats_with_a_warning(byte_runner, byte_tokenizer, source, says):
     served = ServedModel(
         runner=byte_runner, tokenizer=byte_tokenizer, end_ids=(), chat_template=source, template_tokens={}
     )

@@ -21,7 +21,7 @@ def depth(value):
 
 
 @given(NESTED)
-def test_values_are_those_of_all_lists_in_order(data):
+def test_nested_lists_are_flattened_in_order(data):
     if depth(data) <= MOST_DIMENSIONS:
         assert TensorValues().read(data, "data") == flat(data)
     else:
@@ -29,11 +29,11 @@ def test_values_are_those_of_all_lists_in_order(data):
             TensorValues().read(data, "data")
 
 
-def test_as_many_values_as_may_be_are_read():
+def test_largest_allowed_number_of_values_is_read():
     assert len(TensorValues().read([[0] * (MOST_VALUES - 1), 0], "data")) == MOST_VALUES
 
 
-def test_nothing_behind_the_first_value_too_many_is_looked_at():
+def test_reading_stops_at_the_first_excess_value():
     class Counted(list):
         looked_at = 0
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from octavo.server import ChatTemplate, Limits, Service, create_app, thread_pools
-from octavo.server.error_responses import Refusal
+from octavo.server.error_responses import ResponseError
 from tests.unit.server.conftest import PLACE
 from tests.unit.server.test_guard import BODY, Peer, scope, sent
 
@@ -42,7 +42,7 @@ def encoding(monkeypatch):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_fit_is_refused_before_it_is_tokenised(client, encoding, path, fields):
+def test_too_long_text_is_refused_before_tokenizing(client, encoding, path, fields):
     body = {name: value for name, value in (BODY | fields).items() if value is not None}
     response = client.post(path, json=body)
     assert response.status_code == 400
@@ -50,7 +50,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(client, encoding, pat
     assert all(len(prompt) < 10 for prompt in encoding[0])
 
 
-def test_who_hangs_up_keeps_the_place_until_tokenising_ends(new_service, encoding):
+def test_disconnected_request_counts_until_tokenized(new_service, encoding):
     begun, go = encoding
     app = create_app(new_service(limits=Limits(requests=1)))
     gone, early, late = Peer(sent(prompt=LONG)), Peer(sent()), Peer(sent())
@@ -91,7 +91,7 @@ def test_short_prompts_do_not_wait_for_long_ones(new_service, encoding, monkeypa
 
 
 @pytest.mark.parametrize(("setting", "status"), [(("WAITING", 400), 429), (("WAIT_S", 0.05), 503)])
-def test_what_waits_is_bounded(new_service, encoding, monkeypatch, setting, status):
+def test_waiting_text_is_bounded(new_service, encoding, monkeypatch, setting, status):
     monkeypatch.setattr(thread_pools, *setting)
     monkeypatch.setattr(thread_pools, "SHORT", 100)
     _, go = encoding
@@ -110,7 +110,7 @@ def test_what_waits_is_bounded(new_service, encoding, monkeypatch, setting, stat
     assert (b"retry-after", b"1") in second.told[0]["headers"]
 
 
-def test_health_says_that_tokenising_is_stuck(new_service, encoding, monkeypatch):
+def test_health_reports_stuck_tokenizing(new_service, encoding, monkeypatch):
     begun, go = encoding
     service, asker = new_service(), Peer(sent(prompt=LONG))
     monkeypatch.setattr(thread_pools, "STUCK_S", 0.0)
@@ -129,7 +129,7 @@ def test_health_says_that_tokenising_is_stuck(new_service, encoding, monkeypatch
     assert service.state == "ready"
 
 
-def test_a_template_that_does_not_end_ends_its_request_and_others_are_answered(new_service):
+def test_endless_template_fails_only_its_request(new_service):
     source = (
         "{% if messages[0].content == 'x' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
         "{% endfor %}{% endif %}{{ messages[0].content }}"
@@ -144,9 +144,9 @@ def test_a_template_that_does_not_end_ends_its_request_and_others_are_answered(n
         assert client.get("/health").json() == {"status": "ready"}
 
 
-def test_an_error_of_the_work_is_the_request_s():
+def test_errors_are_raised_to_the_request():
     def fail():
-        raise Refusal(400, "no")
+        raise ResponseError(400, "no")
 
-    with pytest.raises(Refusal, match="no"):
-        asyncio.run(thread_pools.Lane("work", 1).run(fail, size=1))
+    with pytest.raises(ResponseError, match="no"):
+        asyncio.run(thread_pools.BoundedThreadPool("work", 1).run(fail, size=1))

@@ -26,7 +26,7 @@ def whole_bytes(**settings):
     return made
 
 
-def test_no_token_stands_for_more(tokenizer):
+def test_no_token_exceeds_the_bound(tokenizer):
     chance = random.Random(1)
     most = bytes_per_token(tokenizer)
     assert most is not None
@@ -41,7 +41,7 @@ def test_no_token_stands_for_more(tokenizer):
             assert len(text.encode()) <= bound * len(tokenizer.encode(text).ids)
 
 
-def test_nfc_shortens_no_text_by_more():
+def test_nfc_shortens_at_most_by_its_factor():
     """Every character by itself, and every composed one from its parts, which is all that NFC does."""
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
 
@@ -54,7 +54,7 @@ def test_nfc_shortens_no_text_by_more():
     assert replaced * composed <= NFC_SHRINKS
 
 
-def test_steps_that_may_leave_text_out_have_no_bound():
+def test_lossy_tokenizers_have_no_bound():
     assert bytes_per_token(whole_bytes()) == 2  # of the alphabet's letters, as UTF-8
     for normalizer in (normalizers.Strip(), normalizers.Replace("a", ""), normalizers.NFKC()):
         made = whole_bytes()
@@ -74,7 +74,7 @@ def test_steps_that_may_leave_text_out_have_no_bound():
     assert bytes_per_token(Tokenizer(models.WordPiece(vocab={"[UNK]": 0}, unk_token="[UNK]"))) is None
 
 
-def test_an_added_token_counts_with_its_whole_text():
+def test_added_tokens_count_toward_the_bound():
     made = whole_bytes()
     made.add_tokens(["x" * 50])
     assert bytes_per_token(made) == 50

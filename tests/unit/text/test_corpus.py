@@ -26,7 +26,7 @@ def test_holds_megabytes_of_sources_and_the_reference(documents):
     assert len([path for path in by_path if path.startswith("pydoc_data")]) == len(pydoc_data.topics.topics)
 
 
-def test_leaves_out_what_nobody_wrote_or_not_all_have(documents):
+def test_corpus_excludes_generated_and_optional_files(documents):
     parts = Counter(part for document in documents for part in Path(document.path).parts)
     for name in ("test", "tests", "site-packages", "idlelib", "tkinter", "turtle.py", "topics.py", "__pycache__"):
         assert parts[name] == 0, name
@@ -70,7 +70,7 @@ def test_summary_adds_up(documents):
     assert "PSF" in summary.licence
 
 
-def test_hash_sees_paths_texts_and_their_borders():
+def test_hash_depends_on_paths_texts_and_their_borders():
     one = content_hash([Document("a", "bc")])
     assert len({one, content_hash([Document("ab", "c")]), content_hash([Document("a", "bd")])}) == 3
 

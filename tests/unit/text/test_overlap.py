@@ -17,7 +17,7 @@ def own(tmp_path):
     return path
 
 
-def test_a_path_written_otherwise_is_the_same_source(own, monkeypatch):
+def test_equivalent_paths_are_the_same_source(own, monkeypatch):
     monkeypatch.chdir(own.parent)
     (own.parent / "link.txt").symlink_to(own)
     for name in ("./own.txt", "link.txt", str(own)):
@@ -26,7 +26,7 @@ def test_a_path_written_otherwise_is_the_same_source(own, monkeypatch):
         assert shared_share(("own.txt", "train"), (name, "test")) == 0
 
 
-def test_a_copy_is_found_by_its_text(own):
+def test_copy_is_detected_by_its_text(own):
     """Its splits may be other ones, since they follow from the name: all of one in a part of the other is counted."""
     copy = own.with_name("copy.txt")
     shutil.copy(own, copy)

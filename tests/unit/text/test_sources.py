@@ -87,14 +87,14 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, sourc
 
 
 @pytest.mark.parametrize("source", ["/dev/zero", "pipe", "link.txt"])
-def test_what_is_no_regular_file_is_refused_unread(tmp_path, monkeypatch, source):
+def test_special_file_is_refused_unread(tmp_path, monkeypatch, source):
     def read(self):
         raise AssertionError(f"{self} was read")
 
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link.txt").symlink_to("/dev/zero")
     monkeypatch.setattr(Path, "read_bytes", read)
-    with pytest.raises(DataError, match="is no regular file; copy what it gives to a file"):
+    with pytest.raises(DataError, match="is not a regular file; copy its content to a file"):
         load_documents(tmp_path / source)
 
 
@@ -118,7 +118,7 @@ def test_an_empty_folder(tmp_path):
 
 def test_a_data_set_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"'wikitext-103-raw-v1' is no existing path.*octavo\[hf\]"):
+    with pytest.raises(DataError, match=r"'wikitext-103-raw-v1' is not an existing path.*octavo\[hf\]"):
         load_documents("wikitext-103-raw-v1")
 
 
@@ -148,16 +148,16 @@ def test_a_data_set_keeps_its_splits(monkeypatch):
     }  # fmt: skip
 
 
-def test_an_unreachable_hub_is_one_sentence(monkeypatch):
+def test_unreachable_hub_is_reported_in_one_sentence(monkeypatch):
     def load(*name):
         raise ConnectionError("no route to host\nand more lines")
 
     fake_hub(monkeypatch, load)
-    with pytest.raises(DataError, match=r"the hub did not give it: no route to host$"):
+    with pytest.raises(DataError, match=r"the hub could not load it: no route to host$"):
         load_documents("someone/something")
 
 
-def test_pieces_hold_the_whole_text_once():
+def test_pieces_partition_the_text():
     text = "".join(f"line {i} of a text that is long enough to be cut\n" for i in range(2000))
     splits = divide([Document("novel.txt", text)], by_file=False)
     pieces = {d.path: d.text for held in splits.values() for d in held}
@@ -187,7 +187,7 @@ def test_every_character_but_a_line_end_may_stand_in_a_row(tmp_path):
     assert [document.text for document in load_documents(tmp_path / "x.jsonl")] == [text]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_removed(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
     assert load_documents(tmp_path / "x.jsonl") == [Document("x.jsonl:1", "a")]
 
@@ -206,7 +206,7 @@ def test_an_empty_source_is_not_the_current_folder():
         load_documents("")
 
 
-def test_what_a_model_has_not_read(tmp_path, monkeypatch):
+def test_unseen_split_of_known_sources(tmp_path, monkeypatch):
     (tmp_path / "own.txt").write_text("x")
     (tmp_path / "other.txt").write_text("y")
     monkeypatch.chdir(tmp_path)

@@ -25,13 +25,13 @@ def test_vocabulary_is_full_and_ids_are_dense():
     assert end_of_text_id(TOKENIZER) == TOKENIZER.get_vocab()[END_OF_TEXT]
 
 
-def test_frequent_words_became_tokens():
+def test_frequent_words_become_tokens():
     text = some_text()
     assert len(TOKENIZER.encode(text).ids) < 0.6 * len(text.encode())
     assert "Ġself" in train_tokenizer([some_text()], vocab_size=1000).get_vocab()
 
 
-def test_another_process_trains_the_same():
+def test_training_is_reproducible_in_another_process():
     program = (
         "from octavo.text.tokenizer import train_tokenizer; import dataclasses, pathlib; "
         "text = pathlib.Path(dataclasses.__file__).read_text(encoding='utf-8')[:20000]; "

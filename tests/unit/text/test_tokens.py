@@ -14,11 +14,6 @@ from octavo.text.tokens import open_data, prepare, preparing
 from tests.unit.training.tiny_runs import some_text, tiny_data
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
-
-
 def test_tokens_decode_to_the_text(data):
     expected = divide([Document("text.txt", some_text())], by_file=False)
     for split in Split:
@@ -92,7 +87,7 @@ def test_refuses_a_context_longer_than_the_split(data):
         data.windows(0)
 
 
-def test_used_again_when_nothing_changed(tmp_path):
+def test_data_folder_is_reused_if_nothing_changed(tmp_path):
     tiny_data(tmp_path)
     phases = []
     prepare(tmp_path / "text.txt", tmp_path / "data", vocab_size=300, progress=lambda phase, *_: phases.append(phase))
@@ -100,7 +95,7 @@ def test_used_again_when_nothing_changed(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["text", "vocab_size", "manifest", "tokens", "bytes"])
-def test_rebuilt_when_something_changed(tmp_path, change):
+def test_data_folder_is_rebuilt_if_text_or_vocabulary_changed(tmp_path, change):
     before = tiny_data(tmp_path)
     folder, vocab_size = tmp_path / "data", 300
     if change == "text":
@@ -167,7 +162,7 @@ def test_a_failed_preparation_leaves_no_complete_folder(tmp_path):
     assert prepare(tmp_path / "text.txt", tmp_path / "data", vocab_size=300).vocab_size == 300
 
 
-def test_a_last_look_that_refuses_changes_nothing(tmp_path):
+def test_error_inside_preparing_changes_nothing(tmp_path):
     tiny_data(tmp_path)
     (tmp_path / "data" / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -181,7 +176,7 @@ def test_a_last_look_that_refuses_changes_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_what_passes_the_last_look_takes_its_place_among_other_files(tmp_path):
+def test_successful_preparing_replaces_only_its_own_files(tmp_path):
     tiny_data(tmp_path)
     (tmp_path / "data" / "notes.txt").write_text("mine")
     with preparing(tmp_path / "text.txt", tmp_path / "data", vocab_size=280) as tokens:

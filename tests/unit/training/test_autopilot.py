@@ -101,13 +101,13 @@ def begin(tmp_path):
         yield begin_run
 
 
-def test_nothing_found_nothing_done(begin):
+def test_autopilot_does_nothing_without_findings(begin):
     run = begin()
     assert [run.look() for _ in range(12)] == [[]] * 12
     assert run.pilot.training is run.config.training
 
 
-def test_an_act_says_what_why_and_where(begin):
+def test_act_line_has_remedy_evidence_and_place(begin):
     run = begin()
     assert run.look(Q) == run.look(Q) == []
     (line,) = run.look(Q)
@@ -121,7 +121,7 @@ def test_an_act_says_what_why_and_where(begin):
     assert run.said[0].text == f"step 30: bulk-underflow at {Q}: {line['act']}"
 
 
-def test_what_does_not_help_is_taken_back_and_the_next_is_tried(begin):
+def test_remedy_without_effect_is_reverted_and_the_next_is_tried(begin):
     run = begin()
     *lines, last = [line for _ in range(30) for line in run.look(DOWN)]
     names = [line["changes"]["overrides"][DOWN] for line in lines]
@@ -132,7 +132,7 @@ def test_what_does_not_help_is_taken_back_and_the_next_is_tried(begin):
     assert run.pilot.training.overrides == {}
 
 
-def test_a_remedy_reaches_a_layer_behind_the_user_s_wider_override(begin):
+def test_remedy_takes_precedence_over_a_wider_user_override(begin):
     run = begin(config_of(overrides={"layers.0.*": "tensorwise"}))
     lines = [line for _ in range(3) for line in run.look(Q)]
     assert [line["changes"] for line in lines] == [{"overrides": {Q: FIRST}}]
@@ -140,7 +140,7 @@ def test_a_remedy_reaches_a_layer_behind_the_user_s_wider_override(begin):
     assert layer_recipe(DOWN, run.pilot.training).name == "tensorwise"
 
 
-def test_what_changes_no_layer_is_not_tried(begin, monkeypatch):
+def test_remedy_that_changes_no_layer_is_not_tried(begin, monkeypatch):
     """The rules took the layer's recipe for a coarser one than it is: nothing they know does anything."""
     monkeypatch.setattr(Run, "recipe", lambda run, path: "tensorwise")
     run = begin(config_of(overrides={"layers.*": "bf16"}))
@@ -149,7 +149,7 @@ def test_what_changes_no_layer_is_not_tried(begin, monkeypatch):
     assert lines[0]["act"].startswith("No remedy is left that a run can apply")
 
 
-def test_when_nothing_is_left_it_is_said_once(begin):
+def test_exhausted_remedies_are_reported_once(begin):
     run = begin(config_of(autopilot_flips=100))
     lines = [line for _ in range(40) for line in run.look(DOWN)]
     tried = [line["changes"]["overrides"][DOWN] for line in lines if line["changes"] and "takes_back" not in line]
@@ -159,7 +159,7 @@ def test_when_nothing_is_left_it_is_said_once(begin):
     assert lines[-1]["act"].startswith("No remedy is left that a run can apply")
 
 
-def test_what_was_tried_in_vain_is_not_tried_when_the_finding_returns(begin):
+def test_failed_remedy_is_not_tried_again_when_the_finding_returns(begin):
     run = begin()
     for _ in range(6):
         run.look(Q)
@@ -172,14 +172,14 @@ def test_what_was_tried_in_vain_is_not_tried_when_the_finding_returns(begin):
     assert [line["changes"] for line in again] == [{"overrides": {Q: SECOND}}]
 
 
-def test_what_is_over_at_the_newest_look_was_mended(begin):
+def test_finding_absent_at_the_newest_sample_counts_as_fixed(begin):
     run = begin(config_of(autopilot_patience=4))
     lines = [line for paths in ((Q,), (Q,), (Q,), (Q,), (Q,), (Q,), ()) for line in run.look(*paths)]
     assert [line.get("takes_back") for line in lines] == [None]
     assert [act.judged for act in run.pilot.journal.acts] == [70]
 
 
-def test_two_layers_at_once_and_one_on_trial(begin):
+def test_two_layers_can_be_on_trial_at_once_but_one_layer_only_once(begin):
     run = begin()
     lines = [line for _ in range(3) for line in run.look(Q, DOWN)]
     assert sorted(line["path"] for line in lines) == sorted(LAYERS)
@@ -189,7 +189,7 @@ def test_two_layers_at_once_and_one_on_trial(begin):
     assert [act.judged for act in run.pilot.journal.acts] == [60, 60]
 
 
-def test_what_helped_is_taken_back_after_healthy_trials_and_returns(begin):
+def test_helpful_act_is_reverted_after_healthy_trials_and_applied_again_if_the_finding_returns(begin):
     """Trials are asked for once the act was judged; a look of theirs that is ill counts nothing."""
     run = begin()
     for _ in range(3):
@@ -210,7 +210,7 @@ def test_what_helped_is_taken_back_after_healthy_trials_and_returns(begin):
     assert not list(run.pilot._on_probation(200)), "the trial was no proof"
 
 
-def test_of_two_acts_at_one_layer_the_newer_is_on_probation(begin):
+def test_newer_of_two_acts_at_one_layer_is_on_probation(begin):
     """Both have helped; one trial a look decides, and what the older one's trials said is none of the newer's."""
     run = begin()
     for _ in range(3):
@@ -231,7 +231,7 @@ def test_of_two_acts_at_one_layer_the_newer_is_on_probation(begin):
     assert trials == {1: Q}, "the other finding's remedy says nothing about this one's"
 
 
-def test_a_step_that_broke_leaves_no_trial_and_the_one_made_again_one(begin):
+def test_broken_step_writes_no_trial_and_its_repetition_writes_one(begin):
     """It is looked at twice, and its trials are no proof before it is finished."""
     run = begin()
     for ill in (Q, Q, Q, "", "", ""):
@@ -277,7 +277,7 @@ def test_a_frozen_scale_is_not_judged_by_tensors(begin):
     assert run.pilot.training.overrides == {Q: "tensorwise"}
 
 
-def test_the_whole_run_comes_after_its_layers(begin):
+def test_findings_of_the_run_come_after_findings_of_layers(begin):
     """A loss scale under which steps overflow again and again, and an ill layer: one act at a time."""
     run = begin(config_of(loss_scale=2.0**24))
 
@@ -291,7 +291,7 @@ def test_the_whole_run_comes_after_its_layers(begin):
     assert run.pilot.training.loss_scale == "dynamic"
 
 
-def test_the_whole_run_waits_for_its_layers(begin):
+def test_finding_of_the_run_waits_for_acts_on_trial_at_layers(begin):
     run = begin(config_of(loss_scale=2.0**24))
     for _ in range(3):
         run.look(Q, loss_scale=2.0**24)
@@ -304,7 +304,7 @@ def test_the_whole_run_waits_for_its_layers(begin):
 
 
 @pytest.mark.parametrize(("later", "helped"), [(44.0, False), (17.0, False), (15.5, True)])
-def test_what_is_done_for_the_loss_is_judged_by_the_loss(begin, later, helped):
+def test_act_on_the_loss_is_judged_by_the_loss(begin, later, helped):
     """After the act it only goes on from where it is: that it is far above its beginning shows in the whole run."""
     run = begin()
     lines = [line for loss in (7.6, 7.6, 7.6, 24.0) for line in run.ten_steps(loss)]
@@ -331,7 +331,7 @@ def test_a_learning_rate_that_jumped_is_judged_by_the_loss_if_it_rose(begin, lat
 
 
 @pytest.mark.parametrize("cut", range(10, 230, 30))
-def test_the_lines_bring_back_every_decision(begin, tmp_path, cut):
+def test_decisions_are_restored_from_the_lines(begin, tmp_path, cut):
     """From any look on, an autopilot that has read the lines decides what the one that wrote them did."""
     ill = [(Q,)] * 4 + [(Q, DOWN)] * 5 + [()] * 8 + [(DOWN,)] * 6
 
@@ -350,7 +350,7 @@ def test_the_lines_bring_back_every_decision(begin, tmp_path, cut):
     assert resumed.pilot.training == whole.pilot.training
 
 
-def test_what_a_run_without_fp8_layers_or_looks_is_told():
+def test_autopilot_without_fp8_layers_or_samples_is_refused():
     with pytest.raises(ConfigError, match="needs FP8 layers, but a run of 'bf16' has none"):
         config_of(recipe="bf16")
     with pytest.raises(ConfigError, match=r"set training.statistics_interval to at least 1, not 0"):
@@ -360,13 +360,13 @@ def test_what_a_run_without_fp8_layers_or_looks_is_told():
     assert not config_of().with_recipe("bf16").training.autopilot
 
 
-def test_how_often_it_looks_decides_what_a_run_with_it_computes():
+def test_statistics_interval_is_part_of_the_hash_of_a_run_with_autopilot():
     assert config_of().config_hash() != config_of(statistics_interval=3).config_hash()
     plain = [RunConfig(training=TrainingConfig(statistics_interval=every)).config_hash() for every in (3, 10)]
     assert len(set(plain)) == 1
 
 
-def test_a_loss_is_judged_by_what_came_after_the_act():
+def test_loss_is_judged_by_steps_after_the_act():
     """Two losses after the act at step 12, both good: those of the rise before it are not among them."""
     pilot = Autopilot.__new__(Autopilot)
     losses = [3.0] * 8 + [20.0] * 4 + [3.1] * 2

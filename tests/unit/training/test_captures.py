@@ -10,18 +10,13 @@ from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import CAPTURES, remove_runs
 from tests.unit.doctor.one_layer import finding, found
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 PATH = "model.layers.0.mlp.down_proj"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_run_keeps_the_layers_in_which_something_is_found_and_computes_the_same(tmp_path, data, recipe):
+def test_run_captures_layers_with_findings_and_computes_the_same(tmp_path, data, recipe):
     config = tiny_config(recipe=recipe, statistics_interval=2, grad_accumulation=2)
     with finding(found(path=PATH)):
         train(config, tmp_path / "found", data=data)
@@ -35,7 +30,7 @@ def test_a_run_keeps_the_layers_in_which_something_is_found_and_computes_the_sam
     assert lines == others
 
 
-def test_a_resumed_run_captures_what_an_uninterrupted_one_does(tmp_path, data):
+def test_resumed_run_captures_the_same_layers_as_an_uninterrupted_one(tmp_path, data):
     """What was captured before the checkpoint is not captured again; what was after it makes room."""
     config = tiny_config(recipe="tensorwise", statistics_interval=1, checkpoint_interval=3, keep_checkpoints=9)
     with finding(found(path=PATH)):
@@ -50,7 +45,7 @@ def test_a_resumed_run_captures_what_an_uninterrupted_one_does(tmp_path, data):
     assert len(files[0]) == 1
 
 
-def test_a_run_that_is_removed_takes_its_captures_along(tmp_path, data):
+def test_removing_a_run_removes_its_captures(tmp_path, data):
     with finding(found(path=PATH)):
         train(tiny_config(recipe="tensorwise", statistics_interval=1), tmp_path / "run", data=data)
     assert (tmp_path / "run" / CAPTURES).is_dir()

@@ -24,8 +24,8 @@ from octavo.training.checkpoint import (
 )
 from octavo.training.config import ModelConfig, TrainingConfig
 from octavo.training.evaluate import token_loss
-from octavo.training.loop import build_optimizer
 from octavo.training.precision import apply_recipe
+from octavo.training.setup import build_optimizer
 from tests.unit.training.tiny_runs import MODEL
 
 SHAPE = MODEL.llama(vocab_size=50, max_positions=8)
@@ -59,7 +59,7 @@ def everything(model, optimizer):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "tensorwise", "delayed"])
-def test_everything_comes_back(tmp_path, recipe):
+def test_save_and_load_restore_everything(tmp_path, recipe):
     model, optimizer = build(recipe)
     train_a_little(model, optimizer)
     path = save_checkpoint(tmp_path, state(7), model=model, optimizer=optimizer)
@@ -106,7 +106,7 @@ def saved(tmp_path):
     return model, optimizer, save_checkpoint(tmp_path, state(1), model=model, optimizer=optimizer)
 
 
-def test_newest_finished_one_counts(tmp_path, saved):
+def test_latest_is_the_newest_complete_checkpoint(tmp_path, saved):
     model, optimizer, _ = saved
     second = save_checkpoint(tmp_path, state(20), model=model, optimizer=optimizer)
     (tmp_path / "checkpoints" / "step-000900").mkdir()
@@ -116,7 +116,7 @@ def test_newest_finished_one_counts(tmp_path, saved):
     assert latest(tmp_path / "nowhere") is None
 
 
-def test_only_the_newest_are_kept(tmp_path, saved):
+def test_only_the_newest_checkpoints_are_kept(tmp_path, saved):
     model, optimizer, _ = saved
     for step in (2, 3, 4):
         save_checkpoint(tmp_path, state(step), model=model, optimizer=optimizer, keep_last=2)
@@ -131,7 +131,7 @@ def test_a_step_may_be_saved_again(tmp_path, saved):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_a_full_disk_leaves_the_earlier_one_and_nothing_else(tmp_path, saved):
+def test_full_disk_keeps_the_earlier_checkpoint_and_leaves_no_partial_one(tmp_path, saved):
     """A limit on file size makes every write beyond it fail as a full disk does."""
     model, optimizer, path = saved
     before = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_the_earlier_one_and_nothing_else(tmp_path, saved):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "scaling.safetensors"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
-def test_a_damaged_file_is_named_and_nothing_is_loaded(saved, name, damage):
+def test_damaged_file_is_refused_by_name_and_nothing_is_loaded(saved, name, damage):
     _, _, path = saved
     file = path / name
     content = file.read_bytes()
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(saved, name, damage):
         ('{"format": 1, "step": 3}', "lacks 'config_hash'"),
     ],
 )
-def test_a_damaged_state_is_named(saved, content, words):
+def test_damaged_state_is_refused_by_name(saved, content, words):
     _, _, path = saved
     (path / "state.json").write_text(content)
     with pytest.raises(CheckpointError, match=words):
@@ -204,7 +204,7 @@ def test_another_models_shapes_are_refused(saved):
         load_model(path, deeper)
 
 
-def test_a_forged_file_that_is_missing_a_tensor(saved):
+def test_file_without_a_tensor_is_refused(saved):
     _, _, path = saved
     tensors = load_file(path / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -246,7 +246,7 @@ def test_a_changed_value_of_the_state_is_refused(tmp_path, key):
         read_state(path)
 
 
-def test_a_state_without_a_sum_is_an_older_one_and_read(tmp_path):
+def test_state_without_a_checksum_is_read_as_an_older_one(tmp_path):
     model, optimizer = build()
     path = save_checkpoint(tmp_path, state(), model=model, optimizer=optimizer)
     content = unsealed(json.loads((path / "state.json").read_text()))

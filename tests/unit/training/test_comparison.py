@@ -61,14 +61,14 @@ def test_variance_is_relative_to_the_baseline():
     assert study(run("fp32", 0, gradient_variance=None)).relative_variance("fp32") is None
 
 
-def test_a_study_survives_its_file():
+def test_study_round_trips_through_json():
     assert Study.from_json(study().to_json()) == study()
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": 0}', '{"format": 1, "runs": []}', study().to_json()[:500]]
 )
-def test_a_damaged_file_is_named(text):
+def test_damaged_study_file_is_refused(text):
     with pytest.raises(DataError, match="run the study again"):
         Study.from_json(text)
 
@@ -86,7 +86,7 @@ def test_a_changed_number_is_refused(key):
     ("name", "value"),
     [("window_nats", "123"), ("window_nats", ["a"]), ("steps", 1.5), ("train_curve", [[1, 2, 3]]), ("recipe", None)],
 )
-def test_a_value_of_another_type_is_named(name, value):
+def test_value_of_another_type_is_refused_by_name(name, value):
     fields = json.loads(study().to_json())
     fields.pop("sha256", None)
     fields["runs"][0][name] = value
@@ -94,7 +94,7 @@ def test_a_value_of_another_type_is_named(name, value):
         Study.from_json(json.dumps(fields))
 
 
-def test_a_study_of_before_threads_were_recorded_is_read():
+def test_study_without_recorded_threads_is_read():
     fields = unsealed(json.loads(study().to_json()))
     for each in fields["runs"]:
         del each["threads"]

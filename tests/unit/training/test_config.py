@@ -33,12 +33,12 @@ UNUSUAL = RunConfig(
 
 
 @pytest.mark.parametrize("config", [RunConfig(), UNUSUAL])
-def test_toml_and_back(tmp_path, config):
+def test_config_round_trips_through_toml(tmp_path, config):
     save_config(config, tmp_path / "run.toml")
     assert load_config(tmp_path / "run.toml") == config
 
 
-def test_an_empty_file_is_the_defaults(tmp_path):
+def test_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "run.toml").write_text("")
     assert load_config(tmp_path / "run.toml") == RunConfig()
 
@@ -98,11 +98,11 @@ def test_a_missing_file(tmp_path):
         load_config(tmp_path / "no.toml")
 
 
-def test_whole_numbers_serve_as_numbers():
+def test_whole_numbers_are_accepted_as_numbers():
     assert config_from_dict({"training": {"clip_norm": 1}}).training.clip_norm == 1.0
 
 
-def test_nothing_is_changed_in_place():
+def test_config_is_immutable():
     with pytest.raises(FrozenInstanceError):
         RunConfig().training.steps = 3  # type: ignore[misc]
     before = RunConfig()
@@ -131,7 +131,7 @@ def test_hash_changes_with_every_key_that_matters():
     assert replace(RunConfig(), model=ModelConfig(num_layers=5)).config_hash() != one
 
 
-def test_what_a_recipe_means():
+def test_recipe_determines_surrounding_precision_and_loss_scale():
     def training(recipe, **changes):
         return TrainingConfig(recipe=recipe, lr=1.0, warmup=10, min_lr=0.0, **changes)
 
@@ -171,6 +171,6 @@ def test_numbers_that_the_machine_cannot_hold_are_refused(name, value):
         TrainingConfig(**{name: value})
 
 
-def test_a_near_miss_of_an_enum_is_named_as_it_is_written():
+def test_misspelled_enum_value_is_suggested_as_written():
     with pytest.raises(ConfigError, match=r"\(did you mean 'cpu'\?\)"):
         config_from_dict({"training": {"device": "cpus"}})

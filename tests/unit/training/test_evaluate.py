@@ -9,12 +9,6 @@ import torch
 
 from octavo.text.corpus import Split
 from octavo.training.evaluate import Evaluation, evaluate, token_loss, unigram_entropy
-from tests.unit.training.tiny_runs import tiny_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 class Bigram(torch.nn.Module):

@@ -19,16 +19,12 @@ from octavo.training import loop
 from octavo.training.config import Device, load_config
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, Saved, StepDone
-from octavo.training.loop import build_optimizer, train
+from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import claimed, load_run
 from octavo.training.schedules import learning_rate
+from octavo.training.setup import build_optimizer
 from tests.unit.training.tiny_runs import MODEL, comparable, tiny_config, tiny_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def gradient_of(parameter):
@@ -67,7 +63,7 @@ def plain_training(data, training):
     return model, losses, norms
 
 
-def test_equals_training_written_out(tmp_path, data):
+def test_train_matches_a_loop_written_by_hand(tmp_path, data):
     config = tiny_config(grad_accumulation=2, clip_norm=0.5, steps=8, eval_interval=0, weight_decay=0.3)
     result = train(config, tmp_path / "run", data=data)
     model, losses, norms = plain_training(data, config.training)
@@ -95,7 +91,7 @@ def test_every_recipe_learns_and_stays_near_fp32(tmp_path, data, recipe):
     assert curves[recipe][-1] < curves[recipe][0] - 0.05
 
 
-def test_a_delayed_step_is_closed_once_an_update(tmp_path, data):
+def test_delayed_scales_update_once_per_optimizer_step(tmp_path, data):
     """Not once a micro-batch, and not never: three operands in each of seven layers, one closed step an update."""
     result = train(tiny_config(recipe="delayed", grad_accumulation=2), tmp_path / "run", data=data)
     assert result.checkpoint is not None
@@ -104,7 +100,7 @@ def test_a_delayed_step_is_closed_once_an_update(tmp_path, data):
     assert steps == [6] * 7 * 3
 
 
-def test_events_and_result_say_what_happened(tmp_path, data):
+def test_events_and_result_match_the_metrics(tmp_path, data):
     events: list[Event] = []
     result = train(tiny_config(checkpoint_interval=3), tmp_path / "run", data=data, on_event=events.append)
     kinds = [(type(event), event.step) for event in events if not isinstance(event, Notice)]
@@ -143,7 +139,7 @@ def test_only_matrices_decay():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_nonfinite_step_stops_before_the_weights_change(tmp_path, data, monkeypatch, where):
+def test_nonfinite_step_stops_before_the_weights_change(tmp_path, data, monkeypatch, where):
     """The fault appears in the fifth step; the checkpoint of the fourth is the last good one."""
     real_init = loop.Trainer.__init__
 
@@ -186,7 +182,7 @@ def test_a_run_folder_is_not_overwritten(tmp_path, data):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_nothing_to_resume(tmp_path, data):
+def test_resume_without_a_run_is_refused(tmp_path, data):
     with pytest.raises(ConfigError, match="there is no run to resume"):
         train(tiny_config(), tmp_path / "run", data=data, resume=True)
     assert not has_run(tmp_path / "run")
@@ -196,7 +192,7 @@ def test_nothing_to_resume(tmp_path, data):
     ("change", "words"),
     [({"lr": 0.5}, "training.lr = 0.003, not 0.5"), ({"seed": 1}, "training.seed = 0, not 1")],
 )
-def test_resuming_otherwise_is_refused_by_key(tmp_path, data, change, words):
+def test_resume_with_another_config_is_refused_by_key(tmp_path, data, change, words):
     train(tiny_config(steps=2), tmp_path / "run", data=data)
     with pytest.raises(ConfigError, match=words):
         train(tiny_config(steps=2, **change), tmp_path / "run", data=data, resume=True)
@@ -240,7 +236,7 @@ def test_text_shorter_than_the_context_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_saves_and_stops(tmp_path, data):
+def test_signal_saves_a_checkpoint_and_stops(tmp_path, data):
     def on_event(event):
         if isinstance(event, StepDone) and event.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -251,7 +247,7 @@ def test_a_signal_saves_and_stops(tmp_path, data):
     assert result.checkpoint.name == "step-000003"
 
 
-def test_a_finished_run_resumes_to_itself(tmp_path, data):
+def test_resuming_a_finished_run_changes_nothing(tmp_path, data):
     first = train(tiny_config(), tmp_path / "run", data=data)
     before = comparable(read_metrics(tmp_path / "run"))
     again = train(tiny_config(), tmp_path / "run", data=data, resume=True)
@@ -260,7 +256,7 @@ def test_a_finished_run_resumes_to_itself(tmp_path, data):
     assert comparable(read_metrics(tmp_path / "run")) == before
 
 
-def test_reading_a_run_that_is_not_there(tmp_path, data):
+def test_loading_a_missing_run_is_refused(tmp_path, data):
     with pytest.raises(CheckpointError, match="holds no run"):
         load_run(tmp_path)
     with claimed(tmp_path / "run", tiny_config(), data, resume=False):
@@ -273,7 +269,7 @@ def test_reading_a_run_that_is_not_there(tmp_path, data):
     ("change", "words"),
     [({"recipe": "tensorwise", "skip": ("zz",)}, "zz"), ({"device": Device.CUDA}, "no CUDA device")],
 )
-def test_a_refused_start_does_not_block_the_corrected_one(data, tmp_path, monkeypatch, change, words):
+def test_refused_start_does_not_block_the_corrected_command(data, tmp_path, monkeypatch, change, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=words):
         train(tiny_config(**change), tmp_path / "run", data=data)
@@ -323,7 +319,7 @@ def failing_loss(monkeypatch, fail, *, at):
 
 
 @pytest.mark.parametrize("fail", NO_MEMORY)
-def test_memory_that_runs_out_is_one_sentence_and_no_run(data, tmp_path, monkeypatch, fail):
+def test_out_of_memory_is_one_sentence_and_leaves_no_run(data, tmp_path, monkeypatch, fail):
     failing_loss(monkeypatch, fail, at=0)
     with pytest.raises(ConfigError, match="batch_size 2 and context 16 does not fit in the memory of 'cpu'") as caught:
         train(tiny_config(), tmp_path / "run", data=data)
@@ -333,7 +329,7 @@ def test_memory_that_runs_out_is_one_sentence_and_no_run(data, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("fail", NO_MEMORY)
-def test_memory_that_runs_out_later_keeps_the_run(data, tmp_path, monkeypatch, fail):
+def test_out_of_memory_after_the_first_step_keeps_the_run(data, tmp_path, monkeypatch, fail):
     failing_loss(monkeypatch, fail, at=3)
     with pytest.raises(ConfigError, match="does not fit in the memory"):
         train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data)
@@ -341,7 +337,7 @@ def test_memory_that_runs_out_later_keeps_the_run(data, tmp_path, monkeypatch, f
     assert train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data, resume=True).step == 6
 
 
-def test_another_error_keeps_its_name_and_leaves_no_run(data, tmp_path, monkeypatch):
+def test_other_errors_pass_unchanged_and_leave_no_run(data, tmp_path, monkeypatch):
     def fail():
         raise RuntimeError("a defect")
 
@@ -354,7 +350,7 @@ def test_another_error_keeps_its_name_and_leaves_no_run(data, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("to", ["a file", "nothing"])
-def test_a_lock_that_is_a_link_is_not_opened(tmp_path, data, to):
+def test_lock_that_is_a_symbolic_link_is_refused(tmp_path, data, to):
     run, thesis = tmp_path / "run", tmp_path / "thesis.txt"
     run.mkdir()
     (run / ".lock").symlink_to(thesis)
@@ -368,7 +364,7 @@ def test_a_lock_that_is_a_link_is_not_opened(tmp_path, data, to):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 5])
-def test_a_run_whose_numbers_were_cut_is_not_resumed(tmp_path, data, kept):
+def test_run_with_missing_metrics_lines_is_not_resumed(tmp_path, data, kept):
     """It would go on with steps missing, and nothing would say so."""
     config = tiny_config(steps=4)
     train(config, tmp_path / "run", data=data)
@@ -387,7 +383,7 @@ def test_a_run_whose_numbers_were_cut_is_not_resumed(tmp_path, data, kept):
     assert metrics.read_text() == "".join(lines)
 
 
-def test_a_run_of_before_sums_is_resumed_and_has_them_from_then_on(tmp_path, data):
+def test_run_without_checksums_is_resumed_and_gets_them(tmp_path, data):
     config = tiny_config(steps=4, checkpoint_interval=2)
     train(config, tmp_path / "new", data=data)
     train(config, tmp_path / "old", data=data)
@@ -402,7 +398,7 @@ def test_a_run_of_before_sums_is_resumed_and_has_them_from_then_on(tmp_path, dat
     assert comparable(read_metrics(tmp_path / "old")) == comparable(read_metrics(tmp_path / "new"))
 
 
-def test_what_a_killed_process_left_among_the_checkpoints_is_removed_when_the_run_goes_on(tmp_path, data):
+def test_leftovers_of_a_killed_process_are_removed_on_resume(tmp_path, data):
     config = tiny_config(steps=4, checkpoint_interval=2)
     train(config, tmp_path / "run", data=data)
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -18,7 +18,7 @@ from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import CAPTURES, load_run
 from octavo.training.watched_run import watched_run
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 DOWN = "model.layers.0.mlp.down_proj"
 SETTING = {
@@ -27,22 +27,17 @@ SETTING = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
 def frozen(monkeypatch):
     """From its third step on, the scales of one layer do not move, and are far too small."""
     real = AmaxHistory.close
 
-    def close(self, *, where=None):
+    def close(self, *, condition=None):
         if self.path == DOWN and int(self.steps.max()) >= 2:
             self.discard()
             self.amax.fill_(1e-3)
         else:
-            real(self, where=where)
+            real(self, condition=condition)
 
     monkeypatch.setattr(AmaxHistory, "close", close)
 
@@ -77,14 +72,14 @@ def tail(result):
     return sum(loss for _, loss in result.train_curve[-10:]) / 10
 
 
-def test_a_healthy_run_is_the_one_without(tmp_path, data):
+def test_autopilot_does_not_change_a_healthy_run(tmp_path, data):
     for name, on in (("off", False), ("on", True)):
         train(tiny_config(**SETTING, steps=30, autopilot=on), tmp_path / name, data=data)
     assert comparable(read_metrics(tmp_path / "on")) == comparable(read_metrics(tmp_path / "off"))
     assert not lines_of(tmp_path / "on", "autopilot", "probation")
 
 
-def test_a_frozen_scale_is_cured_and_a_trial_that_was_wrong_is_not_repeated(tmp_path, data, request):
+def test_frozen_scale_is_fixed_and_a_wrong_trial_is_not_repeated(tmp_path, data, request):
     """The layer's tensors are healthy and its history is not: no trial of them can know that."""
     setting = {**SETTING, "lr": 3e-2, "steps": 60}
     clean = tail(train(tiny_config(**setting), tmp_path / "clean", data=data))
@@ -106,7 +101,7 @@ def test_a_frozen_scale_is_cured_and_a_trial_that_was_wrong_is_not_repeated(tmp_
     assert layer.recipe.name == "tensorwise"
 
 
-def test_what_is_over_is_taken_back(tmp_path, data, loud):
+def test_remedy_is_reverted_when_it_is_no_longer_needed(tmp_path, data, loud):
     config = tiny_config(**{**SETTING, "recipe": "tensorwise", "recipe_options": {}}, steps=40, autopilot=True)
     train(config, tmp_path / "run", data=data)
     act, back = lines_of(tmp_path / "run", "autopilot")
@@ -122,7 +117,7 @@ def test_what_is_over_is_taken_back(tmp_path, data, loud):
     assert watched == ["tensorwise", "rowwise_hp_grad_weight", "tensorwise"]
 
 
-def test_a_layer_is_captured_as_it_was_before_it_is_mended(tmp_path, data, loud, monkeypatch):
+def test_layer_is_captured_before_its_recipe_changes(tmp_path, data, loud, monkeypatch):
     """The remedies of what was found are replayed on the recipe that it was found under; no digit depends on it."""
     config = tiny_config(**{**SETTING, "recipe": "tensorwise", "recipe_options": {}}, steps=16, autopilot=True)
     train(config, tmp_path / "run", data=data)
@@ -141,7 +136,7 @@ def test_a_layer_is_captured_as_it_was_before_it_is_mended(tmp_path, data, loud,
     assert comparable(read_metrics(tmp_path / "without")) == comparable(read_metrics(tmp_path / "run"))
 
 
-def test_a_capture_leaves_no_amax_behind(tmp_path, data, loud, monkeypatch):
+def test_capture_does_not_change_amax_histories(tmp_path, data, loud, monkeypatch):
     """What delayed layers record in that pass is of no step: its layer ran another recipe, and it may be no step's."""
     real = loop.Trainer._capture
     left: list[float] = []
@@ -157,7 +152,7 @@ def test_a_capture_leaves_no_amax_behind(tmp_path, data, loud, monkeypatch):
     assert set(left) == {-1.0}
 
 
-def test_a_step_that_broke_is_made_again_where_a_remedy_is_known(tmp_path, data):
+def test_broken_step_is_repeated_if_a_remedy_is_known(tmp_path, data):
     """A fixed loss scale that no gradient survives: one that follows them takes its place, and no step is lost."""
     setting = {**SETTING, "precision": "fp16", "loss_scale": 2.0**40, "steps": 6}
     with pytest.raises(octavo.errors.NonFiniteLossError):
@@ -172,7 +167,7 @@ def test_a_step_that_broke_is_made_again_where_a_remedy_is_known(tmp_path, data)
 
 
 @pytest.mark.parametrize("fault", ["frozen", "loud"])
-def test_stopped_anywhere_it_goes_on_to_the_last_digit(tmp_path, data, fault, request):
+def test_resume_with_autopilot_matches_uninterrupted_run(tmp_path, data, fault, request):
     """Pieces that end before an act, while it is on trial, while it is on probation, and after."""
     request.getfixturevalue(fault)
     recipe = {"recipe": "tensorwise", "recipe_options": {}} if fault == "loud" else {}
@@ -191,7 +186,7 @@ def test_stopped_anywhere_it_goes_on_to_the_last_digit(tmp_path, data, fault, re
     assert all(torch.equal(whole[name], tensor) for name, tensor in cut.items())
 
 
-def test_a_run_that_broke_and_was_mended_is_not_broken(tmp_path, data):
+def test_run_that_recovered_is_not_reported_as_broken(tmp_path, data):
     setting = {**SETTING, "precision": "fp16", "loss_scale": 2.0**40, "steps": 6, "statistics_interval": 1}
     train(tiny_config(**setting, autopilot=True), tmp_path / "run", data=data)
     lines = read_metrics(tmp_path / "run")
@@ -203,7 +198,7 @@ def test_a_run_that_broke_and_was_mended_is_not_broken(tmp_path, data):
     assert [(one.code, one.severity) for one in diagnose(series_of(broken))] == [("loss-scale", "fail")]
 
 
-def test_a_head_that_was_mended_says_what_it_ran(tmp_path, data):
+def test_statistics_of_a_changed_head_have_its_recipe(tmp_path, data):
     setting = {**SETTING, "convert_head": True, "steps": 8}
     for autopilot in (False, True):
         train(tiny_config(**setting, autopilot=autopilot), tmp_path / f"run{autopilot}", data=data)

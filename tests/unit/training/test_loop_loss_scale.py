@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from octavo.doctor import Severity, diagnose
 from octavo.errors import NonFiniteLossError
-from octavo.training import loop
+from octavo.training import loop, setup
 from octavo.training.config import Precision
 from octavo.training.events import Event, Notice
 from octavo.training.loop import train
@@ -17,12 +17,7 @@ from octavo.training.loss_scaling import LossScaler
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from octavo.training.watched_run import watched_run
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 
 def unscaled(run):
@@ -32,7 +27,7 @@ def unscaled(run):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_a_power_of_two_as_loss_scale_changes_no_digit(tmp_path, data, recipe):
+def test_power_of_two_loss_scale_changes_no_bit(tmp_path, data, recipe):
     for scale in ("auto", 2.0**-7, 2.0**12, "dynamic"):
         config = tiny_config(recipe=recipe, precision="fp32", loss_scale=scale, grad_accumulation=2, clip_norm=0.5)
         train(config, tmp_path / str(scale), data=data)
@@ -41,7 +36,7 @@ def test_a_power_of_two_as_loss_scale_changes_no_digit(tmp_path, data, recipe):
     assert {line.get("loss_scale") for line in read_metrics(tmp_path / "dynamic")} == {None, 2.0**16}
 
 
-def test_fp16_around_learns_and_stays_near_fp32(tmp_path, data):
+def test_fp16_surroundings_learn_and_stay_near_fp32(tmp_path, data):
     curves = {}
     for precision in Precision:
         config = tiny_config(recipe="tensorwise", precision=precision, lr=1e-2, steps=12)
@@ -60,7 +55,7 @@ RETRIED = {
 
 
 @pytest.mark.parametrize("recipe", RETRIED)
-def test_a_step_whose_gradients_overflow_is_made_again(tmp_path, data, monkeypatch, recipe):
+def test_step_with_overflowing_gradients_is_repeated(tmp_path, data, monkeypatch, recipe):
     """Gradients in FP16's range at 2^14 and less, as if the model's were large: two attempts of step 3 fail.
 
     But for the scale, the run is one in which nothing happened, amax histories included.
@@ -127,10 +122,10 @@ def spoiling_gradients(monkeypatch, make):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "delayed_te"])
-def test_a_loss_scale_that_grows_changes_no_digit(tmp_path, data, monkeypatch, recipe):
+def test_growing_loss_scale_changes_no_bit(tmp_path, data, monkeypatch, recipe):
     config = tiny_config(recipe=recipe, precision="fp32", loss_scale="dynamic")
     train(config, tmp_path / "steady", data=data)
-    monkeypatch.setattr(loop, "LossScaler", functools.partial(LossScaler, growth_interval=2))
+    monkeypatch.setattr(setup, "LossScaler", functools.partial(LossScaler, growth_interval=2))
     train(config, tmp_path / "growing", data=data)
     scales = [line["loss_scale"] for line in read_metrics(tmp_path / "growing") if line["kind"] == "step"]
     assert scales == [2.0**16] * 2 + [2.0**17] * 2 + [2.0**18] * 2
@@ -139,9 +134,7 @@ def test_a_loss_scale_that_grows_changes_no_digit(tmp_path, data, monkeypatch, r
 
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
 @pytest.mark.parametrize("loss_scale", ["auto", "dynamic", 2.0**4])
-def test_a_norm_that_overflows_stops_though_every_gradient_is_finite(
-    tmp_path, data, monkeypatch, loss_scale, clip_norm
-):
+def test_overflowing_norm_of_finite_gradients_stops_the_run(tmp_path, data, monkeypatch, loss_scale, clip_norm):
     """1e25 squared is more than FP32 holds: no loss scale mends it, and no weight may change by it."""
 
     def huge(trainer):
@@ -168,7 +161,7 @@ def test_a_norm_that_overflows_stops_though_every_gradient_is_finite(
     assert not [line for line in read_metrics(tmp_path / "run") if line["kind"] == "overflow"]
 
 
-def test_the_replay_of_a_broken_step_has_its_loss_scale(tmp_path, data, monkeypatch):
+def test_replay_of_a_broken_step_uses_its_loss_scale(tmp_path, data, monkeypatch):
     """A gradient that only the scaled loss takes beyond a bound, as FP16's: unscaled, the replay would find nothing."""
 
     def narrow(trainer):
@@ -182,7 +175,7 @@ def test_the_replay_of_a_broken_step_has_its_loss_scale(tmp_path, data, monkeypa
 
 
 @pytest.mark.parametrize(("scale", "attempts"), [(2.0**10, 0), ("dynamic", 16)])
-def test_an_overflow_that_no_scale_mends_stops(tmp_path, data, monkeypatch, scale, attempts):
+def test_overflow_at_every_loss_scale_stops_the_run(tmp_path, data, monkeypatch, scale, attempts):
     real_init = loop.Trainer.__init__
 
     def with_fault(self, *args, **options):
@@ -196,7 +189,7 @@ def test_an_overflow_that_no_scale_mends_stops(tmp_path, data, monkeypatch, scal
     assert load_run(tmp_path / "run").step == 4
 
 
-def test_a_run_that_breaks_in_its_first_step_stays_for_the_doctor(tmp_path, data):
+def test_run_that_breaks_in_its_first_step_is_kept(tmp_path, data):
     config = tiny_config(recipe="tensorwise", precision="fp16", loss_scale=2.0**40)
     with pytest.raises(NonFiniteLossError, match="at step 1 the gradient norm is"):
         train(config, tmp_path / "run", data=data)

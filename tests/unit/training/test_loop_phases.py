@@ -12,14 +12,9 @@ from octavo.training.events import Event, Notice
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
-from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+from tests.unit.training.tiny_runs import comparable, tiny_config
 
 BF16_FIRST, FP8_FIRST = (("bf16", 0.0), ("fp8", 0.5)), (("fp8", 0.0), ("bf16", 0.5))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def trained(folder, data, **training):
@@ -35,7 +30,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
-def test_a_single_phase_is_the_plain_run(tmp_path, data, precision):
+def test_single_phase_matches_a_run_without_phases(tmp_path, data, precision):
     plain = trained(tmp_path / "plain", data, recipe=str(precision))
     phases = (("bf16", 0.0),)
     phased = trained(tmp_path / "phased", data, recipe="delayed", precision=precision, precision_schedule=phases)
@@ -50,7 +45,7 @@ def test_a_single_phase_is_the_plain_run(tmp_path, data, precision):
 @pytest.mark.parametrize(
     ("schedule", "first"), [(BF16_FIRST, "bf16"), (FP8_FIRST, "delayed"), ((("rowwise", 0), ("bf16", 0.5)), "rowwise")]
 )
-def test_the_run_up_to_the_switch_is_the_other_runs(tmp_path, data, schedule, first):
+def test_run_matches_the_other_recipe_before_the_switch(tmp_path, data, schedule, first):
     alone, _ = trained(tmp_path / "alone", data, recipe=first)
     phased, _ = trained(tmp_path / "phased", data, recipe="delayed", precision_schedule=schedule)
     switch = phased.index({"kind": "precision", "step": 5, "recipe": "delayed" if schedule == BF16_FIRST else "bf16"})
@@ -74,7 +69,7 @@ def test_a_delayed_phase_measures_its_own_tensors_first(tmp_path, data):
     assert set(entry["casts"]["stale_ratio"]) == {1.0}, "the first step of the phase casts by its own amaxes"
 
 
-def test_a_history_outlives_a_switch_that_leaves_its_recipe(tmp_path, data):
+def test_history_is_kept_across_a_switch_with_the_same_recipe(tmp_path, data):
     overrides = {"*.down_proj": "delayed"}
     phases = (("rowwise", 0.0), ("fp8", 0.5))
     config = tiny_config(recipe="tensorwise", precision_schedule=phases, overrides=overrides, steps=8)
@@ -84,7 +79,7 @@ def test_a_history_outlives_a_switch_that_leaves_its_recipe(tmp_path, data):
     assert [int(tensor) for name, tensor in state.items() if name.endswith(".steps")] == [8] * 3
 
 
-def test_skip_and_overrides_hold_in_the_fp8_phase(tmp_path, data):
+def test_skip_and_overrides_apply_in_the_fp8_phase(tmp_path, data):
     config = tiny_config(
         recipe="tensorwise", precision_schedule=BF16_FIRST, overrides={"*.q_proj": "rowwise"}, skip=("*.up_proj",),
         steps=4, statistics_interval=1,
@@ -112,7 +107,7 @@ def test_an_override_that_matches_nothing_is_refused_before_the_first_phase(tmp_
 
 
 @pytest.mark.parametrize("schedule", [BF16_FIRST, FP8_FIRST])
-def test_a_finished_run_is_read_back_in_its_last_phase(tmp_path, data, schedule):
+def test_finished_run_is_loaded_in_its_last_phase(tmp_path, data, schedule):
     trained(tmp_path / "run", data, recipe="delayed", precision_schedule=schedule)
     model = load_run(tmp_path / "run").model
     layer = model.get_submodule("model.layers.0.mlp.down_proj")

@@ -42,7 +42,7 @@ def _expected(slopes, *, interval, floor=1.0, ceiling=math.inf, value=2.0**16):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("floor", "ceiling"), [(1.0, None), (2.0**15, 2.0**17)])
-def test_a_dynamic_scale_follows_the_rule(floor, ceiling, fused):
+def test_dynamic_scale_grows_and_halves_as_documented(floor, ceiling, fused):
     slopes = [CLEAN] * 7 + [BAD] * 4 + [CLEAN, math.nan] + [CLEAN] * 5
     scaler, optimizer = LossScaler(growth_interval=3, floor=floor, ceiling=ceiling), _optimizer(fused=fused)
     values = []
@@ -64,14 +64,14 @@ def test_a_dynamic_scale_has_the_published_defaults():
     assert scaler.value == 8.0
 
 
-def test_a_static_scale_stays_and_bad_steps_are_left_out():
+def test_static_scale_stays_and_nonfinite_steps_are_skipped():
     scaler, optimizer = LossScaler(8.0), _optimizer()
     for slope in (CLEAN, BAD, CLEAN):
         assert _step(scaler, optimizer, slope) == (math.isfinite(slope),) * 2
         assert scaler.value == 8.0
 
 
-def test_the_scale_is_gone_from_the_gradients_and_the_step():
+def test_gradients_and_step_do_not_depend_on_the_scale():
     plain, scaled = _optimizer(), _optimizer()
     scaler = LossScaler()
     for optimizer in (plain, scaled):
@@ -87,7 +87,7 @@ def test_the_scale_is_gone_from_the_gradients_and_the_step():
     assert torch.equal(one, other)
 
 
-def test_it_saves_what_fp16_would_flush():
+def test_scaling_keeps_gradients_that_fp16_would_flush():
     """A gradient of 2^-26 is zero in FP16 and exact once scaled."""
     layer = nn.Linear(1, 1, bias=False)
     x = torch.full((1, 1), 2.0**-10)
@@ -103,7 +103,7 @@ def test_it_saves_what_fp16_would_flush():
     assert grads == {"plain": 0.0, "scaled": 2.0**-26}
 
 
-def test_a_state_goes_on_where_it_was():
+def test_state_round_trip_continues_the_schedule():
     slopes = [CLEAN, CLEAN, BAD, CLEAN, CLEAN, CLEAN, CLEAN]
     whole, optimizer = LossScaler(growth_interval=3), _optimizer()
     for slope in slopes:
@@ -140,7 +140,7 @@ def test_arguments_out_of_range_are_refused(arguments):
         LossScaler(**arguments)
 
 
-def test_cuda_that_is_not_there_is_refused(monkeypatch):
+def test_unavailable_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees none; use device='cpu'"):
         LossScaler(device="cuda")
@@ -165,7 +165,7 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch):
     ],
     ids=str,
 )
-def test_a_state_that_no_scaler_has_is_refused(state):
+def test_invalid_state_is_refused(state):
     scaler = LossScaler()
     with pytest.raises(CheckpointError, match="loss scale"):
         scaler.load_state_dict(state)
@@ -187,7 +187,7 @@ def test_updating_without_gradients_of_a_scaled_loss_is_refused():
 
 
 @pytest.mark.parametrize("slope", [BAD, math.nan])
-def test_a_step_left_out_lowers_the_scale_all_the_same(slope):
+def test_skipped_step_still_lowers_the_scale(slope):
     scaler, optimizer = LossScaler(), _optimizer()
     (weight,) = optimizer.param_groups[0]["params"]
     scaler.scale((weight * slope).sum()).backward()
@@ -197,7 +197,7 @@ def test_a_step_left_out_lowers_the_scale_all_the_same(slope):
     assert weight.tolist() == [1.0] * 3
 
 
-def test_a_division_that_overflows_is_a_bad_step():
+def test_overflow_in_the_division_counts_as_nonfinite():
     """A scale below 1 multiplies: the gradient was finite and is not after it."""
     scaler, optimizer = LossScaler(initial=2.0**-8, floor=2.0**-12, growth_interval=1), _optimizer()
     assert _step(scaler, optimizer, 2.0**127) == (True, True)
@@ -213,7 +213,7 @@ def test_a_division_that_overflows_is_a_bad_step():
     assert scaler.value == 2.0**-9
 
 
-def test_a_scale_that_is_no_power_of_two_is_the_float32_it_is_kept_as():
+def test_scale_is_rounded_to_float32():
     scaler, optimizer = LossScaler(0.1), _optimizer()
     _step(scaler, optimizer, BAD)
     assert scaler.value == scaler.floor == scaler.ceiling == torch.tensor(0.1).item()

@@ -1,5 +1,6 @@
 """Peak memory sees what is allocated after a reset, and forgets what was before."""
 
+import gc
 import mmap
 
 import pytest
@@ -33,7 +34,7 @@ def test_peak_rises_with_use_and_falls_with_a_reset():
 
 
 @pytest.mark.parametrize("size", [64, 8])
-def test_a_calls_own_peak_does_not_depend_on_what_was_freed_before(size):
+def test_peak_of_a_call_does_not_depend_on_memory_freed_before(size):
     """Blocks of a size that the C allocator keeps when they are freed, and of one that it gives back."""
     if not reset_peak_memory(CPU):
         pytest.skip("this kernel does not let a process reset its peak memory")
@@ -50,12 +51,36 @@ def test_a_calls_own_peak_does_not_depend_on_what_was_freed_before(size):
     assert extra < 2 * MIB
 
 
-def test_a_calls_peak_is_unknown_where_it_cannot_be_reset(tmp_path, monkeypatch):
+class Cycle:
+    """An object that only the garbage collector frees, with 24 MiB."""
+
+    def __init__(self):
+        self.itself, self.data = self, torch.ones(24 * MIB // 4)
+
+
+@pytest.mark.parametrize("size", [64, 8])
+def test_extra_memory_does_not_depend_on_garbage_from_before(size):
+    """Freed during the call, it would be subtracted from the call's own memory."""
+    if not reset_peak_memory(CPU):
+        pytest.skip("this kernel does not let a process reset its peak memory")
+
+    def run():
+        gc.collect()
+        return [torch.ones(size * MIB // 4) for _ in range(128 // size)]
+
+    for _ in range(3):
+        Cycle()
+        extra = extra_memory_bytes(CPU, run)
+        assert extra is not None
+        assert 120 * MIB < extra < 136 * MIB
+
+
+def test_peak_of_a_call_is_none_if_it_cannot_be_reset(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
     assert extra_memory_bytes(CPU, lambda: None) is None
 
 
-def test_without_proc_it_is_the_peak_of_the_process(tmp_path, monkeypatch):
+def test_peak_without_proc_is_that_of_the_process(tmp_path, monkeypatch):
     real = peak_memory_bytes(CPU)
     monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
     monkeypatch.setattr(memory, "STATUS", tmp_path / "no" / "status")

@@ -19,7 +19,7 @@ def write_steps(folder, steps, *, after_step=None):
     log.close()
 
 
-def test_values_come_back_to_the_last_digit(tmp_path):
+def test_values_round_trip_bit_for_bit(tmp_path):
     write_steps(tmp_path, [1, 7])
     lines = read_metrics(tmp_path)
     assert [(line["kind"], line["step"]) for line in lines] == [
@@ -36,13 +36,13 @@ def test_every_line_is_on_disk_before_the_next(tmp_path):
 
 
 @pytest.mark.parametrize(("after_step", "kept"), [(2, [1, 1, 2, 2]), (0, []), (None, [])])
-def test_continuing_cuts_off_what_came_after_the_checkpoint(tmp_path, after_step, kept):
+def test_resume_removes_lines_after_the_checkpoint(tmp_path, after_step, kept):
     write_steps(tmp_path, [1, 2, 3])
     MetricsLog(tmp_path, after_step=after_step).close()
     assert [line["step"] for line in read_metrics(tmp_path)] == kept
 
 
-def test_a_torn_last_line_is_passed_over(tmp_path):
+def test_incomplete_last_line_is_skipped(tmp_path):
     write_steps(tmp_path, [1])
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"kind": "step", "st')
@@ -50,7 +50,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"loss": 1}'])
-def test_another_bad_line_is_refused(tmp_path, line):
+def test_damaged_line_elsewhere_is_refused(tmp_path, line):
     write_steps(tmp_path, [1])
     with (tmp_path / METRICS).open("a") as file:
         file.write(line + "\n")
@@ -76,7 +76,7 @@ def test_tensorboard_holds_the_same_curve(tmp_path):
     assert [e.step for e in events.Scalars("evaluation/nats")] == [1, 2]
 
 
-def test_without_tensorboard_it_says_so(tmp_path, monkeypatch):
+def test_missing_tensorboard_is_reported(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args):
@@ -105,7 +105,7 @@ def full(folder):
 
 @pytest.mark.parametrize("spoil", [removed, full])
 @pytest.mark.parametrize("when", ["at first", "in between", "at the end"])
-def test_events_that_cannot_be_written_are_said_once_and_lines_go_on(tmp_path, capfd, spoil, when):
+def test_failing_events_are_reported_once_and_lines_continue(tmp_path, capfd, spoil, when):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; there are no events to write")
     said: list[str] = []
     if when == "at first":

@@ -20,7 +20,7 @@ def find(model, **options):
     return first_nonfinite(model, [(tokens, tokens)], surroundings=nullcontext(), **options)
 
 
-def test_a_sound_step_has_no_finding(model):
+def test_finite_step_has_no_finding(model):
     assert find(model) is None
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())

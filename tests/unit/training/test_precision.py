@@ -24,7 +24,7 @@ def recipes_of(model):
     return {path: m.recipe.name for path, m in model.named_modules() if isinstance(m, octavo.nn.Linear)}
 
 
-def test_fp32_is_left_alone():
+def test_fp32_converts_nothing():
     model, report = converted(recipe="fp32")
     assert report is None
     assert recipes_of(model) == {}
@@ -111,7 +111,7 @@ def test_an_override_that_matches_nothing_is_refused():
 
 
 @pytest.mark.parametrize("precision", list(Precision))
-def test_other_settings_leave_nothing_of_the_ones_before(precision):
+def test_new_settings_replace_all_earlier_ones(precision):
     """Head and overrides on and off again; the delayed layers that stay keep what they have seen."""
     model = Llama(MODEL.llama(vocab_size=50, max_positions=8))
     first = TrainingConfig(recipe="delayed", precision=precision)

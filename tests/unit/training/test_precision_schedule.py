@@ -37,7 +37,7 @@ def test_every_step_belongs_to_the_last_phase_that_has_begun(steps, eighths):
         assert name == begun[-1]
 
 
-def test_toml_and_back(tmp_path):
+def test_config_round_trips_through_toml(tmp_path):
     (tmp_path / "by_hand.toml").write_text('[training]\nprecision_schedule = [["bf16", 0], ["fp8", 0.8]]\n')
     config = load_config(tmp_path / "by_hand.toml")
     assert config.training.precision_schedule == PHASES
@@ -46,7 +46,7 @@ def test_toml_and_back(tmp_path):
     assert config.config_hash() != RunConfig().config_hash()
 
 
-def test_a_run_in_high_precision_beside_one_with_phases_has_none():
+def test_run_in_high_precision_drops_the_phases():
     config = RunConfig(training=TrainingConfig(recipe="delayed", precision_schedule=PHASES))
     assert config.with_recipe("bf16").training.precision_schedule == ()
     assert config.with_recipe("rowwise").training.precision_schedule == PHASES
@@ -82,6 +82,6 @@ def test_phases_need_a_recipe_that_fp8_stands_for(recipe):
 
 
 @pytest.mark.parametrize("text", ["", "bf16", "bf16:", "bf16:0.0,", "bf16=0.0", "bf16:x"])
-def test_what_is_no_schedule_on_a_command_line(text):
+def test_invalid_schedule_on_the_command_line_is_refused(text):
     with pytest.raises(ConfigError, match=r"such as 'bf16:0.0,fp8:0.8', but '.*' is not a recipe with a fraction"):
         parse_schedule(text)

@@ -35,7 +35,7 @@ def test_an_ignored_signal_stays_ignored(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_asks_and_handlers_come_back(number):
+def test_first_signal_requests_a_stop_and_handlers_are_restored(number):
     before = signal.getsignal(number)
     with stopping_on_signals() as stop:
         assert not stop
@@ -45,7 +45,7 @@ def test_the_first_asks_and_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_the_second_ends_at_once():
+def test_second_signal_ends_the_process_at_once():
     with stopping_on_signals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop
@@ -53,7 +53,7 @@ def test_the_second_ends_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_in_another_thread_nothing_is_caught():
+def test_signals_are_not_caught_in_another_thread():
     seen = []
 
     def work():

@@ -11,7 +11,7 @@ def cells(name, of=None, device="cpu"):
     return next(row for key, row in rows.items() if key.startswith(name))
 
 
-def test_every_row_has_a_cell_a_run():
+def test_every_row_has_a_cell_per_run():
     assert all(len(row.cells) == 3 for row in study_table.rows(study(), "cpu"))
     assert len(study_table.columns(study())) == 1 + 3 + 2
 

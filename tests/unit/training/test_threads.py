@@ -14,7 +14,7 @@ from octavo.training.threads import busy_cores, free_threads, using_threads
     ("cores", "busy", "most", "found"),
     [(2, 0, 2, 2), (2, 1, 2, 1), (2, 2, 2, 1), (2, 9, 2, 1), (64, 10, 32, 32), (64, 40, 32, 24), (2, 0, 1, 1)],
 )
-def test_every_thread_finds_a_core(cores, busy, most, found):
+def test_free_threads_have_a_core_each(cores, busy, most, found):
     assert free_threads(cores=cores, busy=busy, most=most) == found
 
 
@@ -50,17 +50,17 @@ def test_busy_cores_are_the_share_of_ticks_that_were_not_idle(monkeypatch, tmp_p
     assert busy_cores() == busy
 
 
-def test_the_real_machine_answers():
+def test_busy_cores_of_this_machine_are_in_range():
     assert 0 <= busy_cores() <= (os.cpu_count() or 1)
 
 
-def test_no_core_is_called_busy_where_the_system_does_not_tell(monkeypatch, tmp_path):
+def test_busy_cores_are_zero_if_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "STAT", tmp_path / "missing")
     assert busy_cores() == 0
 
 
 @pytest.mark.parametrize(("count", "inside"), [(1, 1), (3, 3), (0, 2)])
-def test_the_number_of_before_comes_back(count, inside):
+def test_number_of_threads_is_restored(count, inside):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -25,7 +25,7 @@ from octavo.errors import ConfigError
 from octavo.inference import ServingRecipe
 from octavo.nn.arguments import check_whole
 
-__all__ = ["Run", "Target", "Workload", "load_name", "measured"]
+__all__ = ["LoadMeasurement", "Target", "Workload", "load_name", "measured"]
 
 BF16 = ServingRecipe.BF16
 PREFILL, DECODE, OPEN = "prefill", "decode", "open loop"
@@ -127,7 +127,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadMeasurement:
     """One load on one target, in all rounds.
 
     Attributes:
@@ -158,11 +158,11 @@ class Run:
 
     def percentiles_ms(self, of: Callable[[AnswerTimes], float | None]) -> list[float]:
         """p50, p95 and p99 of a latency of answers in milliseconds; empty if no answer has it."""
-        found = [1e3 * value for answer in self.answers if (value := of(answer)) is not None]
-        return [float(value) for value in np.percentile(found, PERCENTILES)] if found else []
+        latencies = [1e3 * value for answer in self.answers if (value := of(answer)) is not None]
+        return [float(value) for value in np.percentile(latencies, PERCENTILES)] if latencies else []
 
 
-Runs = Mapping[str, Run]  # by target
+Runs = Mapping[str, LoadMeasurement]  # by target
 
 
 async def measured(
@@ -179,7 +179,7 @@ async def measured(
         advance: called before each run with (runs done, what runs); there are ``work.runs(len(targets))``.
     """
     loads = [*work.closed_loads, OPEN]
-    runs_by_load = {load: {name: Run() for name in targets} for load in loads}
+    runs_by_load = {load: {name: LoadMeasurement() for name in targets} for load in loads}
     done, rate = 0, work.rate
     for turn in range(work.rounds + 1):  # the first warms up
         for load in loads:
@@ -244,54 +244,56 @@ def _cell(percentiles: Sequence[float]) -> str:
     return " / ".join(f"{value:,.1f}" for value in percentiles) or "–"
 
 
-def _summary(found: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> Section:
-    """Memory, and the bars."""
-    known = {name: target.weight_bytes for name, target in targets.items() if target.weight_bytes}
-    rows = tuple((name, f"{size / 1e6:,.1f} MB", _share(size, known)) for name, size in known.items())
+def _summary(runs_by_load: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> Section:
+    """Section with the memory of weights, and all bars."""
+    weight_bytes = {name: target.weight_bytes for name, target in targets.items() if target.weight_bytes}
+    bf16 = weight_bytes.get(BF16)
+    rows = tuple(
+        (name, f"{size / 1e6:,.1f} MB", f"{size / bf16:.3f}" if bf16 else "–") for name, size in weight_bytes.items()
+    )
     return Section(
         title="memory of weights, and the bars",
         columns=("weights", "bytes", f"of {BF16}"),
         rows=rows,
-        verdicts=(*_client_bars(found, work), *_memory_bars(known), *_peer_bars(found, work, targets)),
-        raw={"weight_bytes": known},
+        verdicts=(
+            *_client_bars(runs_by_load, work),
+            *_memory_bars(weight_bytes),
+            *_peer_bars(runs_by_load, work, targets),
+        ),
+        raw={"weight_bytes": weight_bytes},
     )
 
 
-def _share(size: int, known: Mapping[str, int]) -> str:
-    return f"{size / known[BF16]:.3f}" if BF16 in known else "–"
-
-
-def _client_bars(found: Mapping[str, Runs], work: Workload) -> list[Verdict]:
+def _client_bars(runs_by_load: Mapping[str, Runs], work: Workload) -> list[Verdict]:
     few, many = min(work.batches), max(work.batches)
     if (few, many) != BAR_CLIENTS:
         return []
-    one, all_of_them = found[load_name(DECODE, few)], found[load_name(DECODE, many)]
+    runs_of_few, runs_of_many = runs_by_load[load_name(DECODE, few)], runs_by_load[load_name(DECODE, many)]
     claim = f"{many} clients' throughput over {few}'s, decode"
     return [
-        Verdict(claim=f"{claim}, {name}", found=all_of_them[name].speed / one[name].speed, bar=CLIENTS_BAR)
-        for name in one
+        Verdict(claim=f"{claim}, {name}", found=runs_of_many[name].speed / runs_of_few[name].speed, bar=CLIENTS_BAR)
+        for name in runs_of_few
     ]
 
 
-def _memory_bars(known: Mapping[str, int]) -> list[Verdict]:
-    if BF16 not in known:
+def _memory_bars(weight_bytes: Mapping[str, int]) -> list[Verdict]:
+    if BF16 not in weight_bytes:
         return []
     return [
-        Verdict(claim=f"weights of {name} over {BF16}'s", found=size / known[BF16], bar=MEMORY_BAR, at_most=True)
-        for name, size in known.items()
+        Verdict(claim=f"weights of {name} over {BF16}'s", found=size / weight_bytes[BF16], bar=MEMORY_BAR, at_most=True)
+        for name, size in weight_bytes.items()
         if name != BF16
     ]
 
 
-def _peer_bars(found: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> list[Verdict]:
-    """Of servers: the first one's throughput over each other's, with most clients."""
+def _peer_bars(runs_by_load: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> list[Verdict]:
+    """Throughput of the first server over that of each other server, with most clients."""
     if any(target.weight_bytes for target in targets.values()):
         return []
-    runs = found[load_name(DECODE, max(work.batches))]
-    own, *others = runs
+    runs = runs_by_load[load_name(DECODE, max(work.batches))]
+    first, *others = runs
+    speed = runs[first].speed
     return [
-        Verdict(
-            claim=f"throughput of {own} over {name}, decode", found=runs[own].speed / runs[name].speed, bar=PEER_BAR
-        )
+        Verdict(claim=f"throughput of {first} over {name}, decode", found=speed / runs[name].speed, bar=PEER_BAR)
         for name in others
     ]

@@ -1,13 +1,13 @@
-"""Requests on a server's behalf, and when their tokens came.
+"""Requests of a benchmark in a closed or an open loop, and the times of their tokens.
 
-| loop   | a request is sent                              | what it shows                                              |
+| loop   | a request is sent                              | measures                                                   |
 |--------|------------------------------------------------|------------------------------------------------------------|
-| closed | when its client's last answer is complete      | throughput with so many clients                            |
-| open   | at its own time, whatever else is going on     | how long users wait: a slow server does not slow them down |
+| closed | when its client's last answer is complete      | throughput with a number of clients                        |
+| open   | at a fixed time, independent of other requests | waiting times of users, whom a slow server does not delay  |
 
 Arrivals of an open loop are a Poisson process: gaps are drawn from an exponential distribution, so that requests come
-in bursts, as users' do. A request's time counts from when it was due, so that what this process itself is late with is
-not hidden (Tene's "coordinated omission").
+in bursts, like users' requests. The time of a request counts from when it was due, so that a delay in this process is
+included (Tene's "coordinated omission").
 
 Times are those of the running event loop.
 """
@@ -22,12 +22,12 @@ __all__ = ["AnswerTimes", "Ask", "Prompt", "closed_loop", "open_loop", "poisson_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A request.
+    """Prompt of a request.
 
     Attributes:
-        ids: the prompt's tokens, where a tokenizer is at hand.
+        ids: token ids, for an engine.
         text: the prompt for servers that take text.
-        answer_tokens: how many to answer with.
+        answer_tokens: number of tokens of the answer.
     """
 
     ids: tuple[int, ...] = ()
@@ -35,18 +35,18 @@ class Prompt:
     answer_tokens: int
 
 
-Ask = Callable[[Prompt], AsyncIterator[int]]  # yields, as they come, how many tokens came
+Ask = Callable[[Prompt], AsyncIterator[int]]  # sends a prompt and yields the number of tokens of each piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTimes:
-    """When one request's tokens came; seconds.
+    """Times of one answer, in seconds.
 
     Attributes:
-        due: when it was to be sent.
-        first: when its first token came.
-        last: when its last one did.
-        tokens: how many there were.
+        due: time at which the request was to be sent.
+        first: time of the first token.
+        last: time of the last token.
+        tokens: number of tokens.
     """
 
     due: float
@@ -56,27 +56,27 @@ class AnswerTimes:
 
     @property
     def latency(self) -> float:
-        """To the last token."""
+        """Time to the last token."""
         return self.last - self.due
 
     @property
     def to_first(self) -> float:
-        """To the first token."""
+        """Time to the first token."""
         return self.first - self.due
 
     @property
     def a_token(self) -> float | None:
-        """From one token to the next, on average; None of a single one."""
+        """Mean time between tokens; None for a single token."""
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
 
 
 def poisson_arrivals(count: int, rate: float, *, seed: int) -> list[float]:
-    """When so many requests are due, in seconds from the start.
+    """Draw the times at which requests are due, in seconds from the start.
 
     Args:
-        count: how many.
-        rate: requests a second, on average.
-        seed: decides all of them.
+        count: number of requests.
+        rate: mean number of requests per second.
+        seed: seed of the times.
 
     Example:
         >>> poisson_arrivals(3, 2.0, seed=0) == poisson_arrivals(3, 2.0, seed=0)
@@ -90,18 +90,18 @@ def poisson_arrivals(count: int, rate: float, *, seed: int) -> list[float]:
 
 
 async def closed_loop(ask: Ask, prompts: Sequence[Prompt], *, clients: int) -> list[AnswerTimes]:
-    """Ask everything; each of so many clients sends its next request when its last is answered."""
+    """Send all prompts; each client sends its next one when its last is answered."""
     waiting, now = iter(prompts), asyncio.get_running_loop().time
 
     async def client() -> list[AnswerTimes]:
         return [await _answered(ask, prompt, now()) for prompt in waiting]
 
-    found = await asyncio.gather(*(client() for _ in range(clients)))
-    return [answer for answers in found for answer in answers]
+    by_client = await asyncio.gather(*(client() for _ in range(clients)))
+    return [answer for answers in by_client for answer in answers]
 
 
 async def open_loop(ask: Ask, prompts: Sequence[Prompt], arrivals: Sequence[float]) -> list[AnswerTimes]:
-    """Ask everything, each prompt at its own time."""
+    """Send each prompt at its time in ``arrivals``."""
     start = asyncio.get_running_loop().time()
 
     async def one(prompt: Prompt, due: float) -> AnswerTimes:

@@ -1,13 +1,13 @@
 """Targets of the measurement: octavo's engine in this process, or a server over HTTP.
 
-| api         | path                                  | asked of                                          |
+| api         | path                                  | servers                                           |
 |-------------|---------------------------------------|---------------------------------------------------|
 | completions | /v1/completions                       | octavo serve, vLLM                                |
 | chat        | /v1/chat/completions                  | the same, transformers serve                      |
 | kserve      | /v2/models/NAME/generate_stream       | octavo serve, Triton Inference Server             |
 
-Every answer is streamed, and as long as asked for where the server knows ``ignore_eos``. Tokens are counted by the
-server's own usage where it tells it, else by pieces of the stream.
+Answers are streamed, and have the requested length if the server supports ``ignore_eos``. Tokens are counted by the
+usage that the server reports, otherwise by pieces of the stream.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,11 +27,11 @@ __all__ = ["Api", "ask_engine", "ask_server", "connected", "model_name"]
 
 INSTALL = "pip install 'octavo[serve]'"
 DATA, END = "data:", "[DONE]"
-KEPT_S = 1.0  # that an idle connection is used again: servers close theirs after a few seconds, uvicorn after 5
+IDLE_S = 1.0  # an idle connection is reused for this long: servers close theirs after a few seconds, uvicorn after 5
 
 
 class Api(StrEnum):
-    """Of the table above."""
+    """API of the table above."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -39,7 +39,7 @@ class Api(StrEnum):
 
 
 def ask_engine(thread: EngineThread) -> Ask:
-    """Ask an engine of this process."""
+    """Return a function that sends a prompt to an engine of this process."""
 
     async def ask(prompt: Prompt) -> AsyncIterator[int]:
         params = SamplingParams(max_tokens=prompt.answer_tokens, temperature=0, ignore_end=True)
@@ -54,28 +54,28 @@ def ask_engine(thread: EngineThread) -> Ask:
 
 @asynccontextmanager
 async def connected(url: str, *, key: str | None, timeout_s: float) -> "AsyncIterator[AsyncClient]":
-    """A client of a server, without limits of its own to how many requests it sends.
+    """Yield a client of a server, without a limit on concurrent requests.
 
     Raises:
-        ConfigError: httpx2 is not installed, or it is no URL.
+        ConfigError: httpx2 is not installed, or the URL is invalid.
     """
     try:
         import httpx2
     except ImportError as error:
-        raise ConfigError(f"asking a server needs httpx2, which is not installed; {INSTALL}") from error
+        raise ConfigError(f"measuring a server needs httpx2, which is not installed; {INSTALL}") from error
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
     try:
-        made = httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout_s)
+        new_client = httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout_s)
     except httpx2.InvalidURL as error:
-        raise ConfigError(f"--url {url!r} is no address of a server ({error}); write http://HOST:PORT") from error
-    async with made as client:
+        raise ConfigError(f"--url {url!r} is not the address of a server ({error}); write http://HOST:PORT") from error
+    async with new_client as client:
         yield client
 
 
 @contextmanager
 def _answering(client: "AsyncClient") -> Iterator[None]:
-    """Turn errors of the connection into a sentence that names the server."""
+    """Convert errors of the connection to a DataError that names the server."""
     import httpx2
 
     try:
@@ -86,7 +86,7 @@ def _answering(client: "AsyncClient") -> Iterator[None]:
 
 
 async def model_name(client: "AsyncClient") -> str:
-    """The first model that the server lists.
+    """Return the first model that the server lists.
 
     Raises:
         DataError: it lists none, or does not answer.
@@ -96,16 +96,16 @@ async def model_name(client: "AsyncClient") -> str:
     try:
         name: str = answer.json()["data"][0]["id"]
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{client.base_url} lists no models; name the one to ask for with --name") from error
+        raise DataError(f"{client.base_url} lists no models; give the name of one with --name") from error
     return name
 
 
 def ask_server(client: "AsyncClient", api: Api, name: str) -> Ask:
-    """Ask a server for streams."""
+    """Return a function that sends a prompt to a server and reads the streamed answer."""
     path, body = _REQUESTS[api]
 
     async def ask(prompt: Prompt) -> AsyncIterator[int]:
-        told, counted = 0, None
+        pieces, usage = 0, None
         sent = body(prompt, name)
         with _answering(client):
             async with client.stream("POST", path.format(name=name), json=sent) as answer:
@@ -113,23 +113,23 @@ def ask_server(client: "AsyncClient", api: Api, name: str) -> Ask:
                     text = (await answer.aread()).decode(errors="replace")
                     raise DataError(f"{client.base_url} answered {answer.status_code}: {text[:200]}")
                 async for piece in _pieces(answer.aiter_lines()):
-                    counted = _tokens(piece, default=counted)
+                    usage = _tokens(piece, default=usage)
                     if _has_text(piece, api):
-                        told += 1
+                        pieces += 1
                         yield 1
-        if not told:
-            raise DataError(f"{client.base_url} answered without a token; ask for more of them")
-        if counted not in (None, told):
-            yield counted - told  # pieces of several tokens, or of none
+        if not pieces:
+            raise DataError(f"{client.base_url} answered without a token; raise --answer")
+        if usage not in (None, pieces):
+            yield usage - pieces  # some pieces have several tokens, or none
 
     return ask
 
 
 async def _pieces(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
-    """Of a stream of server-sent events.
+    """JSON objects of a stream of server-sent events.
 
     Raises:
-        DataError: one of them is an error, or no JSON object.
+        DataError: an event is an error, or not a JSON object.
     """
     async for line in lines:
         text = line.removeprefix(DATA).strip()
@@ -140,21 +140,21 @@ async def _pieces(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
         except DataError:
             piece = None
         if not isinstance(piece, dict):
-            raise DataError(f"the stream has an event that is no JSON object: {text[:80]!r}")
+            raise DataError(f"the stream has an event that is not a JSON object: {text[:80]!r}")
         if "error" in piece:
             raise DataError(f"the stream ended with an error: {piece['error']}")
         yield piece
 
 
 def _tokens(piece: dict[str, Any], *, default: int | None) -> int | None:
-    """How many tokens the answer has by the server's own count, where a piece tells."""
+    """Number of tokens of the answer as reported in a piece; ``default`` if it reports none."""
     usage = piece.get("usage")
-    found = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return found if isinstance(found, int) else default
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else default
 
 
 def _has_text(piece: dict[str, Any], api: Api) -> bool:
-    """Whether a token came: the text of one may be empty, while its character is not complete."""
+    """Return True if a piece has a token; its text may be empty while a character is incomplete."""
     if api is Api.KSERVE:
         return "text_output" in piece
     if not piece.get("choices"):
@@ -163,10 +163,10 @@ def _has_text(piece: dict[str, Any], api: Api) -> bool:
     return "text" in choice if api is Api.COMPLETIONS else bool(choice.get("delta", {}).get("content"))
 
 
-def _openai(prompt: Prompt, name: str, given: dict[str, Any]) -> dict[str, Any]:
+def _openai(prompt: Prompt, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": name,
-        **given,
+        **fields,
         "max_tokens": prompt.answer_tokens,
         "temperature": 0,
         "stream": True,

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import open_display
 from octavo.experiments import Bisection, origin_of
 from octavo.experiments import bisect as find_layers
-from octavo.models.sources import check_is_run
+from octavo.models.sources import check_run_folder
 
 __all__ = ["bisect"]
 
@@ -27,7 +27,7 @@ def bisect(
     as_json: options.Json = False,
 ) -> None:
     """Find the layers that cost a run its accuracy, by keeping some in BF16 for a few steps."""
-    check_is_run(run_dir)
+    check_run_folder(run_dir)
     origin = origin_of(run_dir)
     with open_display() as display:
         advance = display.phase(f"short runs of {steps} steps", None)
@@ -40,7 +40,7 @@ def bisect(
     if bisection.parts:
         columns = ["in BF16", "share of the gap", "nats", "±"]
         print_table("What accounts for the gap to BF16", columns, _rows(bisection))
-    stdout().print("\n".join(_sentences(bisection)), markup=False, soft_wrap=True)
+    print_lines(*_sentences(bisection))
 
 
 def _record(bisection: Bisection) -> dict[str, Any]:

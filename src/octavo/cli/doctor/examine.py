@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, stderr, stdout
+from octavo.cli.console import number, print_json, print_lines
 from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.output_files import check_target
@@ -52,7 +52,8 @@ def examine(
 ) -> None:
     """Read a run's statistics and print what is wrong, worst first, with remedies."""
     if env:
-        _refuse_with_env({"run": run_dir, "--against": against, "--apply": fixed, "--html": page})
+        run_options = {"run": run_dir, "--against": against, "--apply": fixed, "--html": page}
+        options.refuse_given(run_options, "--env cannot be combined with {}; leave one of them out")
         show_environment(as_json=as_json)
         return
     if run_dir is None:
@@ -67,18 +68,12 @@ def examine(
     else:
         print_findings(findings)
         print_remedies(findings)
-        stdout().print("\n".join(_summary(run, reference, findings)), markup=False, soft_wrap=True)
+        print_lines(*_summary(run, reference, findings))
     if page is not None:
         _write_page(run, reference, findings, page)
     if fixed is not None and config is not None:
         _write_fixed(config, findings, fixed, run_dir)
     raise typer.Exit(exit_code_of(findings))
-
-
-def _refuse_with_env(options_given: Mapping[str, Path | None]) -> None:
-    for name, value in options_given.items():
-        if value is not None:
-            raise ConfigError(f"--env cannot be combined with {name}; leave one of them out")
 
 
 def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path]) -> None:
@@ -148,7 +143,7 @@ def _write_fixed(config: RunConfig, findings: list[Finding], fixed: Path, run_di
         save_config(fixed_config, fixed)
         command = ["octavo", "train", "--config", str(fixed), "--out", str(_free_folder(run_dir))]
         line = f"{fixed} has the remedies; train with: {shlex.join(command)}"
-    stderr().print(line, markup=False, soft_wrap=True)
+    print_lines(line, to_stderr=True)
 
 
 def _free_folder(run_dir: Path) -> Path:
@@ -166,7 +161,7 @@ def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Fi
         histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES), series=run.series),
     )
     write_atomically(page, content)
-    stderr().print(f"page: {page}", markup=False, soft_wrap=True)
+    print_lines(f"page: {page}", to_stderr=True)
 
 
 def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:

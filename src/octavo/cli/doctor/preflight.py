@@ -10,20 +10,20 @@ from typing import Annotated
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import print_json, print_table, stdout
+from octavo.cli.console import print_json, print_lines, print_table
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import Display, open_display, phases
 from octavo.doctor import Finding
 from octavo.experiments import Check, Origin, run_data
 from octavo.experiments import preflight as try_out
 from octavo.experiments.paired import check_numbers
-from octavo.models.sources import check_is_run
+from octavo.models.sources import check_run_folder
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import preparing
 from octavo.training.config import RunConfig, load_config
-from octavo.training.loop import check_data
 from octavo.training.memory import check_run_fits, fitting_in_memory
 from octavo.training.run_folder import CONFIG
+from octavo.training.setup import check_data
 
 __all__ = ["preflight"]
 
@@ -52,7 +52,7 @@ def preflight(
 def _origin(config: Path, source: str | None, display: Display) -> Iterator[tuple[Origin, Path | None]]:
     """Return the configuration and data to check, and the run's folder if one continues; new tokens are temporary."""
     if config.is_dir():
-        check_is_run(config)
+        check_run_folder(config)
         run_config = load_config(config / CONFIG)
         yield Origin(config=run_config, data=run_data(config)), config
         return
@@ -91,7 +91,7 @@ def _print(checks: list[Check], findings: list[Finding]) -> None:
     print_findings(findings)
     print_remedies(findings)
     conclusion = "nothing fails: the run can start" if not exit_code_of(findings) else "not ready: fix what fails first"
-    stdout().print(conclusion, markup=False, soft_wrap=True)
+    print_lines(conclusion)
 
 
 def _verdict(check: Check) -> str:

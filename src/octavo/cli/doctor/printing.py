@@ -31,17 +31,10 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 def print_remedies(findings: Sequence[Finding]) -> None:
     """Print the first remedy of each finding, with the result of replaying the captured layer."""
-    rows = [
-        [finding.code, _place(finding), finding.remedies[0].text, *_proof(finding.remedies[0])]
-        for finding in findings
-        if finding.remedies
-    ]
-    if rows:
-        time = (
-            "time"
-            if any(finding.remedies and finding.remedies[0].is_time_measured for finding in findings)
-            else MODELLED
-        )
+    first_remedies = [(finding, finding.remedies[0]) for finding in findings if finding.remedies]
+    if first_remedies:
+        rows = [[finding.code, _place(finding), remedy.text, *_proof(remedy)] for finding, remedy in first_remedies]
+        time = "time" if any(remedy.is_time_measured for _, remedy in first_remedies) else MODELLED
         columns = ["finding", "where", "remedy", "error removed", time, "bytes"]
         print_table("First remedies", columns, rows, left=3)
 

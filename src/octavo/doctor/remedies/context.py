@@ -119,31 +119,21 @@ class RemedyContext:
 
     def down_projections(self) -> list[str]:
         """Down projections of the gated MLP at the finding's path."""
-        if self.finding.places:
-            return []
-        prefix = f"{self.path}." if self.path else ""
-        shapes = {
-            name.removeprefix(prefix): (int(facts.get("out_features", 0)), int(facts.get("in_features", 0)))
-            for name, facts in self.series.layers.items()
-            if name.startswith(prefix)
-        }
-        return [f"{prefix}{name}" for name in gated_linears(shapes)[1]]
+        return [] if self.finding.places else self._down_projections_of(self.path)
 
     @property
     def includes_down_projection(self) -> bool:
         """True if one of the finding's layers is the down projection of a gated MLP."""
         paths = self.finding.places or (self.path,)
-        return any(self._is_down_projection(path) for path in paths)
+        return any(path in self._down_projections_of(path.rpartition(".")[0]) for path in paths)
 
-    def _is_down_projection(self, path: str) -> bool:
-        parent = path.rpartition(".")[0]
-        prefix = f"{parent}." if parent else ""
+    def _down_projections_of(self, module: str) -> list[str]:
         shapes = {
-            name.removeprefix(prefix): (int(facts.get("out_features", 0)), int(facts.get("in_features", 0)))
-            for name, facts in self.series.layers.items()
-            if name.rpartition(".")[0] == parent
+            path.removeprefix(f"{module}."): (int(facts.get("out_features", 0)), int(facts.get("in_features", 0)))
+            for path, facts in self.series.layers.items()
+            if path.rpartition(".")[0] == module
         }
-        return path.removeprefix(prefix) in gated_linears(shapes)[1]
+        return [f"{module}.{name}".removeprefix(".") for name in gated_linears(shapes)[1]]
 
     def noisiest_layer(self) -> str | None:
         """Layer whose grad_weight GEMM adds more than half of the noise in the finding's steps, or None.

@@ -41,7 +41,7 @@ def applied(config: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, 
     merged: dict[str, Any] = {}
     for remedy in remedies:
         for key, value in remedy.changes.items():
-            merged[key] = value if key not in merged else _resolve_conflict(key, merged[key], value)
+            merged[key] = _resolve_conflict(key, merged[key], value) if key in merged else value
     _apply_changes(training, deepcopy(merged))
     return result
 
@@ -59,10 +59,6 @@ def _finer_overrides(one: dict[str, str], other: dict[str, str]) -> dict[str, st
     return one | {pattern: _finer_recipe(name, one.get(pattern)) for pattern, name in other.items()}
 
 
-def _first_options(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return other | one
-
-
 def _dynamic_or_smaller(one: str | float, other: str | float) -> str | float:
     if isinstance(one, str) or isinstance(other, str):
         return one if isinstance(one, str) else other
@@ -76,7 +72,7 @@ def _finer_recipe(one: str, other: str | None) -> str:
 _RESOLUTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "skip": _all_patterns,
     "overrides": _finer_overrides,
-    "recipe_options": _first_options,
+    "recipe_options": lambda one, other: other | one,
     "recipe": _finer_recipe,
     "loss_scale": _dynamic_or_smaller,
     "lr": min,
@@ -104,7 +100,7 @@ def _apply_changes(training: dict[str, Any], changes: dict[str, Any]) -> None:
             str(training.get("recipe", "")), previous.get("recipe_options", {}) | options
         )
     if skip:
-        training["skip"] = [*training.get("skip", ()), *(one for one in skip if one not in training.get("skip", ()))]
+        training["skip"] = _all_patterns(training.get("skip", []), skip)
     if "recipe" in changes:  # a layer's remedy may be coarser than the new recipe of all layers
         rank = fineness(changes["recipe"])
         overrides = {pattern: name for pattern, name in overrides.items() if fineness(name) > rank}

@@ -15,6 +15,11 @@ from octavo.doctor.series import Series
 __all__ = ["remedies_for"]
 
 LAST_PHASE = 0.8  # share of a run's steps after which BF16 replaces FP8
+BF16_AT_THE_END = Remedy(
+    text=f"Train the last {1 - LAST_PHASE:.0%} of the steps in BF16.",
+    changes={"precision_schedule": [["fp8", 0.0], ["bf16", LAST_PHASE]]},
+)
+DYNAMIC_LOSS_SCALE = Remedy(text="Let the loss scale follow the gradients.", changes={"loss_scale": "dynamic"})
 
 
 def remedies_for(finding: Finding, series: Series) -> tuple[Remedy, ...]:
@@ -37,7 +42,7 @@ def remedies_for(finding: Finding, series: Series) -> tuple[Remedy, ...]:
 
 def _nonfinite(context: RemedyContext) -> Iterable[Remedy]:
     if context.finding.role == "grad_output" and context.series.curve("loss_scale")[0].size:
-        yield _dynamic_loss_scale()
+        yield DYNAMIC_LOSS_SCALE
     if context.evidence("weights", 0):
         yield Remedy(
             text="Find the step in which it began: sample every step (interval=1), or use octavo train, which "
@@ -140,10 +145,6 @@ def _outlier_growth(context: RemedyContext) -> Iterable[Remedy]:
         yield Remedy(text="Raise the weight decay of the layers before it, or normalise their output.")
 
 
-def _biased_accumulation(context: RemedyContext) -> Iterable[Remedy]:
-    yield from context.finer("blockwise", "bf16")
-
-
 def _sensitive_module(context: RemedyContext) -> Iterable[Remedy]:
     places = context.finding.places or (context.path,)
     yield Remedy(text=f"Keep {join_names(places)} out of FP8.", changes={"skip": list(places)})
@@ -162,7 +163,7 @@ def _gradient_below_noise(context: RemedyContext) -> Iterable[Remedy]:
     if noisiest is not None:
         text = f"Run {noisiest} in BF16, which adds more than half of the noise."
         yield Remedy(text=text, changes={"overrides": {noisiest: "bf16"}})
-    yield _last_phase()
+    yield BF16_AT_THE_END
     yield Remedy(
         text="Compute the weights' gradients in high precision.",
         changes={"recipe": "rowwise_hp_grad_weight", "recipe_options": {}},
@@ -200,7 +201,7 @@ def _loss_gap(context: RemedyContext) -> Iterable[Remedy]:
     for name in ("rowwise", "blockwise"):
         if coarsest < fineness(name):
             yield Remedy(text=f"Run all layers {RECIPE_PHRASES[name]}.", changes={"recipe": name, "recipe_options": {}})
-    yield _last_phase()
+    yield BF16_AT_THE_END
     yield Remedy(text="Find the layers that cause the gap: octavo doctor bisect.")
 
 
@@ -214,23 +215,12 @@ def _change_options(text: str, **options: object) -> Remedy:
     return Remedy(text=text, changes={"recipe_options": options})
 
 
-def _last_phase() -> Remedy:
-    return Remedy(
-        text=f"Train the last {1 - LAST_PHASE:.0%} of the steps in BF16.",
-        changes={"precision_schedule": [["fp8", 0.0], ["bf16", LAST_PHASE]]},
-    )
-
-
-def _dynamic_loss_scale() -> Remedy:
-    return Remedy(text="Let the loss scale follow the gradients.", changes={"loss_scale": "dynamic"})
-
-
 FIXED_REMEDIES = {
     "rank-mismatch": (
         Remedy(text="Reduce amaxes over exactly the ranks that share this tensor: check the process group."),
     ),
     "loss-scale": (
-        _dynamic_loss_scale(),
+        DYNAMIC_LOSS_SCALE,
         Remedy(
             text="Run the layers outside of FP8 in BF16, which needs no loss scale.",
             changes={"precision": "bf16", "loss_scale": "auto"},
@@ -257,7 +247,7 @@ REMEDY_RULES: dict[str, Callable[[RemedyContext], Iterable[Remedy]]] = {
     "stale-weight": _stale_weight,
     "zero-tensor": _zero_tensor,
     "outlier-growth": _outlier_growth,
-    "biased-accumulation": _biased_accumulation,
+    "biased-accumulation": lambda context: context.finer("blockwise", "bf16"),
     "sensitive-module": _sensitive_module,
     "batch-norm": _batch_norm,
     "gradient-below-noise": _gradient_below_noise,

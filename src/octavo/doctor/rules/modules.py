@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.convert import HEAD_NAMES
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.rules.tracks import tracks
+from octavo.doctor.rules.tracks import module_tracks, tracks
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -117,12 +117,8 @@ def _batches_of_many_sizes(series: Series, limits: Thresholds) -> Iterator[Findi
 
     A note if few batches are small, such as the last one of an epoch; a warning if half of them are.
     """
-    table = series.modules.get("batch_norm_rows")
-    if table is None:
-        return
-    for column, path in enumerate(table.keys):
-        is_known = np.isfinite(table.values[:, column, 0])
-        steps, rows = table.steps[is_known], table.values[is_known, column, 0]
+    for path, all_steps, all_rows in module_tracks(series, "batch_norm_rows"):
+        steps, rows = all_steps[np.isfinite(all_rows)], all_rows[np.isfinite(all_rows)]
         if len(rows) < limits.persistent_looks or rows.max() < limits.batch_norm_sizes * rows.min():
             continue
         small = rows * limits.batch_norm_sizes <= rows.max()
@@ -141,12 +137,8 @@ def _batches_of_many_sizes(series: Series, limits: Thresholds) -> Iterator[Findi
 
 
 def _far_batches(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    table = series.modules.get("batch_norm")
-    if table is None:
-        return
-    for column, path in enumerate(table.keys):
-        is_known = ~np.isnan(table.values[:, column, 0])
-        steps, distance = table.steps[is_known], table.values[is_known, column, 0]
+    for path, all_steps, distances in module_tracks(series, "batch_norm"):
+        steps, distance = all_steps[~np.isnan(distances)], distances[~np.isnan(distances)]
         if len(distance) < limits.persistent_looks or steps[-1] - steps[0] < limits.batch_norm_steps:
             continue
         far = distance >= limits.batch_norm_binades

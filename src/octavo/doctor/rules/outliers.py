@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.rules.tracks import Track, longest, tracks
+from octavo.doctor.rules.tracks import Track, length, longest, module_tracks, tracks
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -25,14 +25,10 @@ def outlier_growth(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _find_aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterator[Finding]:
-    table = series.modules.get("alignment")
-    if table is None:
-        return
-    for column, path in enumerate(table.keys):
-        cosines = table.values[:, column, 0]
+    for path, steps, cosines in module_tracks(series, "alignment"):
         where = longest(cosines >= limits.alignment)
         inside = [track for track in inputs if _is_inside(track.key.path, path)]
-        if where.stop - where.start < limits.persistent_looks or not inside:
+        if length(where) < limits.persistent_looks or not inside:
             continue
         worst = max(inside, key=lambda track: _peaks(track)[1])
         first, peak = _peaks(worst)
@@ -43,8 +39,8 @@ def _find_aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> It
                 severity=Severity.WARN,
                 path=path,
                 role="input",
-                first_step=int(table.steps[where][0]),
-                last_step=int(table.steps[where][-1]),
+                first_step=int(steps[where][0]),
+                last_step=int(steps[where][-1]),
                 evidence={"alignment": cosine, "peak_growth": growth, "peak": peak},
                 cause=f"rows of gate and up projection point the same way (cosine {cosine:.3f}), so that their product "
                 f"grows with the square: amax of the input of {worst.key.path} is {peak:.3g}x its rms, "

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.rules.tracks import Track, longest, tracks
+from octavo.doctor.rules.tracks import Track, length, longest, tracks
 from octavo.doctor.series import Series
 from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
@@ -23,7 +23,7 @@ def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
     for track in tracks(series):
         fraction = track.of("saturation_fraction")
         where = longest(fraction > limits.saturation_fraction)
-        if track.spec("scaling") == "delayed" or where.stop - where.start < limits.persistent_looks:
+        if track.spec("scaling") == "delayed" or length(where) < limits.persistent_looks:
             continue
         worst, g = fraction[where].max(), track.growth[where].max()
         yield track.finding(
@@ -73,7 +73,7 @@ def _underflow(
 ) -> Iterator[Finding]:
     lost = track.of("underflow_fraction")
     where = longest(lost >= limits.underflow_fraction)
-    if where.stop - where.start < limits.persistent_looks:
+    if length(where) < limits.persistent_looks:
         return
     worst, energy = lost[where].max(), track.of("flushed_energy")[where].max()
     peaks = (track.of("amax") / track.of("rms"))[where]
@@ -130,7 +130,7 @@ def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
         zeros = np.where(track.of("amax") == 0, 1.0, track.of("zero_fraction"))
         min_share = limits.zero_weight_fraction if track.key.role == "weight" else 1.0
         where = longest((zeros >= min_share) & (np.nan_to_num(track.of("nonfinite")) == 0))
-        if where.stop - where.start < limits.persistent_looks or zeros[where][-1] < min_share:
+        if length(where) < limits.persistent_looks or zeros[where][-1] < min_share:
             continue
         share = float(zeros[where].min())
         yield track.finding(
@@ -138,8 +138,8 @@ def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
             "zero-tensor",
             Severity.WARN,
             cause=f"{'every element' if share == 1 else f'{share:.0%} of the elements'} of this {track.key.role} "
-            f"{'is' if share == 1 else 'are'} exactly zero in {where.stop - where.start} consecutive samples",
+            f"{'is' if share == 1 else 'are'} exactly zero in {length(where)} consecutive samples",
             weight=share,
             zero_fraction=share,
-            looks=where.stop - where.start,
+            looks=length(where),
         )

@@ -1,4 +1,7 @@
-"""All rules, ordered so that causes come before consequences."""
+"""All rules, ordered so that causes come before consequences.
+
+CONTRIBUTING.md ("Add something") lists the steps of adding a rule; its remedy goes to ``remedies/selection.py``.
+"""
 
 from collections.abc import Callable, Iterator
 

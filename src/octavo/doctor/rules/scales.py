@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.rules.tracks import Mask, Track, longest, tracks
+from octavo.doctor.rules.tracks import Mask, Track, length, longest, module_tracks, tracks
 from octavo.doctor.series import Series
 from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
@@ -90,7 +90,7 @@ def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
         large = (np.abs(jumps) >= least) & (np.abs(growth_jumps) >= least)
         turns = np.concatenate([[False], np.sign(jumps[1:]) * np.sign(jumps[:-1]) < 0]) & large
         where = longest(turns)
-        count = where.stop - where.start
+        count = length(where)
         if count >= limits.oscillation_turns:
             swing = float(np.abs(jumps[where]).max())
             yield track.finding(
@@ -119,21 +119,17 @@ def stale_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
         g = track.growth
         severe = longest(g >= limits.stale_ratio_fail)
         behind = longest(g >= limits.stale_ratio)
-        if _length(behind) >= limits.persistent_looks or _length(severe) >= limits.persistent_looks_fail:
-            is_broken = _length(severe) >= limits.persistent_looks_fail
+        if length(behind) >= limits.persistent_looks or length(severe) >= limits.persistent_looks_fail:
+            is_broken = length(severe) >= limits.persistent_looks_fail
             yield _outgrown_finding(track, behind, Severity.FAIL if is_broken else Severity.WARN)
             continue
         loose = longest((g <= 1 / limits.loose_ratio) & track.is_above_floor & _has_underflow(track, limits))
-        if _length(loose) >= limits.persistent_looks:
+        if length(loose) >= limits.persistent_looks:
             yield _too_large_finding(track, loose, limits)
 
 
 def _has_underflow(track: Track, limits: Thresholds) -> Mask:
     return track.of("underflow_fraction") >= limits.underflow_fraction
-
-
-def _length(where: slice) -> int:
-    return int(where.stop - where.start)
 
 
 def _outgrown_finding(track: Track, where: slice, severity: Severity) -> Finding:
@@ -149,7 +145,7 @@ def _outgrown_finding(track: Track, where: slice, severity: Severity) -> Finding
         stale_ratio=g,
         saturation_fraction=saturated,
         sqnr_db=np.nanmin(np.append(track.of("sqnr_db")[where], np.inf)),
-        looks=_length(where),
+        looks=length(where),
     )
 
 
@@ -164,7 +160,7 @@ def _too_large_finding(track: Track, where: slice, limits: Thresholds) -> Findin
         weight=-np.log2(g),
         stale_ratio=g,
         underflow_fraction=lost,
-        looks=_length(where),
+        looks=length(where),
     )
 
 
@@ -227,15 +223,11 @@ def _inexact_finding(
 
 def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find ranks with different scales: any difference for identical weights, large lasting ones for data."""
-    table = series.modules.get("rank_scale_ratio")
-    if table is None:
-        return
-    for column, name in enumerate(table.keys):
+    for name, steps, ratios in module_tracks(series, "rank_scale_ratio"):
         path, role, _ = name.rsplit(" ", 2)
-        ratios, steps = table.values[:, column, 0], table.steps
         allowed = {"weight": 1 + limits.exact_ratio, "input": limits.rank_ratio_input}.get(role, limits.rank_ratio)
         where = longest(ratios > allowed)
-        if _length(where) >= (1 if role == "weight" else limits.persistent_looks):
+        if length(where) >= (1 if role == "weight" else limits.persistent_looks):
             worst = float(ratios[where].max())
             yield Finding(
                 code="rank-mismatch",
@@ -244,7 +236,7 @@ def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 role=role,
                 first_step=int(steps[where][0]),
                 last_step=int(steps[where][-1]),
-                evidence={"rank_scale_ratio": worst, "looks": float(_length(where))},
+                evidence={"rank_scale_ratio": worst, "looks": float(length(where))},
                 cause=f"one rank casts this {role} with a scale {worst:.3g}x another's: "
                 "their amaxes were reduced over the wrong ranks, or not at all",
                 weight=float(np.log2(worst)),

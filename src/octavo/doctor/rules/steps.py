@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.resolved import as_resolved_note, recovered_steps
-from octavo.doctor.rules.tracks import longest, tracks
+from octavo.doctor.rules.tracks import length, longest, tracks
 from octavo.doctor.series import Series
 from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
@@ -20,7 +20,7 @@ def gradient_below_noise(series: Series, limits: Thresholds) -> Iterator[Finding
     """Find gradients whose norm is below sqrt(3) times the norm of their quantization noise."""
     steps, ratio = series.curve("gradient_to_noise")
     where = longest(ratio < limits.gradient_to_noise)
-    if where.stop - where.start >= limits.persistent_looks:
+    if length(where) >= limits.persistent_looks:
         worst = float(ratio[where].min())
         yield Finding(
             code="gradient-below-noise",
@@ -89,7 +89,7 @@ def _scale_too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
     for track in gradients:
         small = track.of("rms") <= limits.fp16_rms
         where = longest(small & (track.of("zero_fraction") >= limits.vanished_fraction))
-        if where.stop - where.start >= limits.persistent_looks:
+        if length(where) >= limits.persistent_looks:
             vanishing.append((track, where))
     if vanishing:
         track, where = max(vanishing, key=lambda pair: float(pair[0].of("zero_fraction")[pair[1]].max()))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.rules.tracks import longest
+from octavo.doctor.rules.tracks import length, longest
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -18,7 +18,7 @@ def biased_accumulation(series: Series, limits: Thresholds) -> Iterator[Finding]
     for column, key in enumerate(table.keys):
         bias = np.nan_to_num(table.of("accumulation_bias")[:, column])
         where = longest(np.abs(bias) >= limits.accumulation_bias)
-        if where.stop - where.start < limits.persistent_looks:
+        if length(where) < limits.persistent_looks:
             continue
         worst = float(bias[where][np.argmax(np.abs(bias[where]))])
         yield Finding(

@@ -15,7 +15,7 @@ from octavo.formats import E5M2, FP8_FORMATS, Format
 from octavo.kernels.cast_statistics import least_judged_amax
 from octavo.numerics.scaling import smallest_scaled_amax
 
-__all__ = ["Track", "longest", "tracks"]
+__all__ = ["Track", "length", "longest", "module_tracks", "tracks"]
 
 Mask = NDArray[np.bool_]
 
@@ -127,6 +127,18 @@ def tracks(series: Series) -> Iterator[Track]:
             is_selected = is_known & (sample_indices >= period.sample_index) & (sample_indices < end)
             if is_selected.any():
                 yield Track(key=key, steps=table.steps[is_selected], values=rows[is_selected], facts=period.facts)
+
+
+def module_tracks(series: Series, name: str) -> Iterator[tuple[str, Floats, Floats]]:
+    """Yield key, steps [T] and values [T] of each column of ``series.modules[name]``; nothing without this table."""
+    if name in series.modules:
+        table = series.modules[name]
+        yield from ((key, table.steps, table.values[:, column, 0]) for column, key in enumerate(table.keys))
+
+
+def length(where: slice) -> int:
+    """Number of samples of a slice."""
+    return int(where.stop - where.start)
 
 
 def longest(mask: Mask) -> slice:

@@ -1,4 +1,4 @@
-"""The result of a check."""
+"""Result of a preflight check."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ __all__ = ["Check"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was tried.
+    """Result of one check.
 
     Attributes:
-        name: what was tried.
-        said: what came out, with its numbers, whether or not it is a finding.
-        findings: none where all is well, or nothing is known.
-        is_known: whether the check could tell.
+        name: name of the check.
+        said: the result in words, with its numbers.
+        findings: problems; empty if there are none or the check has no result.
+        is_known: False if the check has no result.
     """
 
     name: str

@@ -19,7 +19,7 @@ def checkpoint_check(origin: Origin, run_dir: Path | None) -> tuple[Check, Origi
     Its files must be whole, its configuration and text those of the run, its scaling state complete.
 
     Returns:
-        The check, and the origin with what was loaded.
+        The check, and the origin at the loaded checkpoint.
     """
     if run_dir is None:
         return Check(name=NAME, said="a new run: nothing to continue"), origin
@@ -30,5 +30,5 @@ def checkpoint_check(origin: Origin, run_dir: Path | None) -> tuple[Check, Origi
         return Check(name=NAME, said="it cannot be continued from", findings=(finding,)), origin
     if start is None:
         return Check(name=NAME, said="none yet: the run begins with its first weights"), origin
-    said = f"step {start.step} loads: {len(start.weights)} tensors, the optimizer's state, the scaling state"
-    return Check(name=NAME, said=said), replace(origin, start=start)
+    summary = f"step {start.step} loads: {len(start.weights)} tensors, the optimizer's state, the scaling state"
+    return Check(name=NAME, said=summary), replace(origin, start=start)

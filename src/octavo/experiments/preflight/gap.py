@@ -1,4 +1,4 @@
-"""The gap to BF16: a short run and the same one in BF16, under several seeds."""
+"""Check of the loss gap to BF16: a short run and the same run in BF16, under several seeds."""
 
 import math
 import statistics
@@ -23,10 +23,9 @@ def gap_check(
     orders: int,
     on_run: Callable[[int], None] = lambda _: None,
 ) -> Check:
-    """Train both for ``steps`` updates under ``orders`` seeds, and compare them (:mod:`octavo.experiments.paired`).
+    """Train both for ``steps`` updates under ``orders`` seeds and compare them (:mod:`octavo.experiments.paired`).
 
-    A gap is one wherever it shows; that there is none says nothing in a warm-up, whose small rates move no recipe's
-    weights far from another's.
+    In a warm-up the absence of a gap proves nothing: its small rates keep the weights of all recipes close together.
 
     Raises:
         ConfigError: a number is out of range.
@@ -37,20 +36,21 @@ def gap_check(
     gap = runs.effect((), runs.layers)
     reference = statistics.fmean(runs.losses(runs.layers))
     relative = gap.nats / reference
-    said = (
+    summary = (
         f"{gap.nats:+.4f} ± {gap.error:.4f} nats, {relative:+.2%}: a ratio of {1 + relative:.4f}, after {steps} steps "
         f"from step {origin.first_step} under {orders} seeds"
     )
     severity = _severity(gap, relative, limits)
     counted, warmup = origin.first_step + steps // 2, origin.config.training.warmup_steps
     if severity is None and counted < warmup:
-        said = (
+        summary = (
             f"no estimate: the updates that count begin at {counted + 1}, in the warm-up of {warmup}, where recipes "
-            f"are still alike; name a run that is past it, or take --steps {2 * (warmup - origin.first_step)} ({said})"
+            f"are still alike; name a run that is past it, or take "
+            f"--steps {2 * (warmup - origin.first_step)} ({summary})"
         )
-        return Check(name=NAME, said=said, is_known=False)
+        return Check(name=NAME, said=summary, is_known=False)
     if severity is None:
-        return Check(name=NAME, said=said)
+        return Check(name=NAME, said=summary)
     finding = Finding(
         code="loss-gap",
         severity=severity,
@@ -60,7 +60,7 @@ def gap_check(
         cause=f"a short run ends {relative:.2%} above the same one in BF16; octavo doctor bisect names the layers",
         weight=relative,
     )
-    return Check(name=NAME, said=said, findings=(finding,))
+    return Check(name=NAME, said=summary, findings=(finding,))
 
 
 def _severity(gap: Effect, relative: float, limits: Thresholds) -> Severity | None:

@@ -1,4 +1,4 @@
-"""The model of an origin and its first micro-batch, for whatever is measured without training."""
+"""Model of an origin and its first micro-batch, for measurements without training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,21 +9,21 @@ from torch import Tensor
 from octavo.experiments.origin import Origin
 from octavo.nn.scaling_state import discard_step
 from octavo.training.evaluate import token_loss
-from octavo.training.loop import build_model
 from octavo.training.precision import resolve_device, surroundings
+from octavo.training.setup import build_model
 from octavo.training.threads import using_threads
 
 __all__ = ["Probe"]
 
 
 class Probe:
-    """A model that forgets every step.
+    """Model whose state does not change between steps.
 
     Args:
-        origin: whose configuration, weights and text are used.
+        origin: configuration, weights and text.
 
     Raises:
-        ConfigError: the device is not there, or the model does not fit in its memory.
+        ConfigError: the device is missing, or the model does not fit in its memory.
     """
 
     def __init__(self, origin: Origin) -> None:
@@ -43,7 +43,7 @@ class Probe:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One forward and backward from the same state, generators included, which is forgotten afterwards."""
+        """Context of one forward and backward pass from the same state, including random generators; then reset it."""
         with torch.random.fork_rng(), using_threads(self.training.threads):
             self.model.zero_grad(set_to_none=True)
             try:
@@ -52,6 +52,6 @@ class Probe:
                 discard_step(self.model)
 
     def loss(self) -> Tensor:
-        """Of the micro-batch: nats [], with its graph."""
+        """Loss of the micro-batch in nats: [], with its graph."""
         with surroundings(self.training, self.device):
             return token_loss(self.model(self.inputs), self.targets)

@@ -1,4 +1,4 @@
-"""Check that all ranks of a data-parallel run start equal: same weights, same loss on the same micro-batch."""
+"""Check that the ranks of a data-parallel run start equal: same weights, same loss on the same micro-batch."""
 
 import torch
 from torch import distributed
@@ -11,7 +11,7 @@ from octavo.experiments.preflight.replayed import digest
 __all__ = ["ranks_check"]
 
 NAME = "ranks"
-BITS = 62  # of a digest that an int64 holds whichever way it is compared
+BITS = 62  # of a digest, so that an int64 holds it and its negative
 
 
 def ranks_check(probe: Probe, *, step: int) -> Check:
@@ -23,8 +23,8 @@ def ranks_check(probe: Probe, *, step: int) -> Check:
         tensors = {**dict(probe.model.named_parameters()), "loss": probe.loss()}
     different = _different({name: digest(tensor) for name, tensor in tensors.items()}, probe.device)
     if not different:
-        said = f"{ranks} ranks have the same {len(tensors) - 1} parameters and the same loss"
-        return Check(name=NAME, said=said)
+        summary = f"{ranks} ranks have the same {len(tensors) - 1} parameters and the same loss"
+        return Check(name=NAME, said=summary)
     first = different[0]
     what = "the loss of the same micro-batch" if first == "loss" else f"parameter {first!r}"
     finding = Finding(
@@ -41,7 +41,7 @@ def ranks_check(probe: Probe, *, step: int) -> Check:
 
 
 def _different(digests: dict[str, str], device: torch.device) -> list[str]:
-    """Names whose digests are not the same on all ranks."""
+    """Names with different digests among the ranks."""
     codes = torch.tensor([int(one, 16) >> (64 - BITS) for one in digests.values()], dtype=torch.int64, device=device)
     both = torch.cat([codes, -codes])
     distributed.all_reduce(both, op=distributed.ReduceOp.MAX)

@@ -1,8 +1,8 @@
-"""One micro-batch twice, from the same state: loss, outputs and gradients must be the same to the last bit.
+"""Check that one micro-batch gives the same loss, outputs and gradients twice, bit for bit.
 
-Where they are not, a run cannot be resumed bit for bit, and a difference between two runs says nothing until it is
-larger than this one. The first tensor that differs is named: outputs of modules in the order in which they are
-computed, then the gradients of these outputs, then the parameters' gradients.
+Otherwise a run cannot be resumed bit for bit, and differences between two runs mean nothing unless they are larger. The
+first tensor that differs is reported: outputs of modules in the order of computation, then the gradients of these
+outputs, then the parameters' gradients.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from octavo.doctor import Finding, Severity, Thresholds
 from octavo.experiments.preflight.check import Check
 from octavo.experiments.preflight.probe import Probe
 
-__all__ = ["Replay", "digest", "first_difference", "replay_check", "replayed"]
+__all__ = ["PassTrace", "digest", "first_difference", "replay_check", "replayed"]
 
 NAME = "replay"
 
 
 @dataclass(slots=True, kw_only=True)
-class Replay:
+class PassTrace:
     """Loss and gradients of one pass.
 
     Attributes:
-        loss: in nats.
-        trace: (what, module path, digest) of every tensor, in the order in which it was there.
-        gradients: of the parameters, by name.
+        loss: the loss in nats.
+        trace: (what, module path, digest) of every tensor, in the order of computation.
+        gradients: the parameters' gradients by name.
     """
 
     loss: float = float("nan")
@@ -41,39 +41,39 @@ class Replay:
 def replay_check(probe: Probe, limits: Thresholds, *, step: int) -> Check:
     """Compare two passes; ``step`` is the number of the step that the micro-batch belongs to."""
     one, other = replayed(probe), replayed(probe)
-    found = first_difference(one, other)
-    if found is None:
-        said = f"loss {one.loss:.6g} and {len(one.gradients)} gradients are the same, bit for bit"
-        return Check(name=NAME, said=said)
-    what, path = found
-    difference = _relative_difference(one.gradients, other.gradients)
+    difference = first_difference(one, other)
+    if difference is None:
+        summary = f"loss {one.loss:.6g} and {len(one.gradients)} gradients are the same, bit for bit"
+        return Check(name=NAME, said=summary)
+    what, path = difference
+    relative = _relative_difference(one.gradients, other.gradients)
     finding = Finding(
         code="nondeterministic",
-        severity=Severity.FAIL if not difference <= limits.replay_difference else Severity.WARN,
+        severity=Severity.FAIL if not relative <= limits.replay_difference else Severity.WARN,
         path=path,
         first_step=step,
         last_step=step,
-        evidence={"gradient_difference": difference, "loss_difference": abs(one.loss - other.loss)},
-        cause=f"the same micro-batch gives other numbers when it is run again: the first is the {what} of {path}",
-        weight=difference,
+        evidence={"gradient_difference": relative, "loss_difference": abs(one.loss - other.loss)},
+        cause=f"the same micro-batch gives different numbers when it is run again: the first is the {what} of {path}",
+        weight=relative,
     )
-    return Check(name=NAME, said=f"the gradients differ by {difference:.2g} of their norm", findings=(finding,))
+    return Check(name=NAME, said=f"the gradients differ by {relative:.2g} of their norm", findings=(finding,))
 
 
-def replayed(probe: Probe) -> Replay:
-    """One pass over the micro-batch."""
-    found = Replay()
-    with probe.step(), _tracing(probe.model, found.trace):
+def replayed(probe: Probe) -> PassTrace:
+    """Run one pass over the micro-batch."""
+    result = PassTrace()
+    with probe.step(), _tracing(probe.model, result.trace):
         loss = probe.loss()
         loss.backward()
-        found.loss = loss.item()
+        result.loss = loss.item()
         named = probe.model.named_parameters()
-        found.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
-    found.trace += [("gradient", name, digest(gradient)) for name, gradient in found.gradients.items()]
-    return found
+        result.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+    result.trace += [("gradient", name, digest(gradient)) for name, gradient in result.gradients.items()]
+    return result
 
 
-def first_difference(one: Replay, other: Replay) -> tuple[str, str] | None:
+def first_difference(one: PassTrace, other: PassTrace) -> tuple[str, str] | None:
     """First difference, and the path of its module or the name of its parameter; None without one."""
     for mine, theirs in zip_longest(one.trace, other.trace):
         if mine != theirs:
@@ -83,26 +83,26 @@ def first_difference(one: Replay, other: Replay) -> tuple[str, str] | None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of a tensor's bits; NaNs of the same bits are equal."""
+    """Digest of a tensor's bits."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 @contextmanager
 def _tracing(model: nn.Module, trace: list[tuple[str, str, str]]) -> Iterator[None]:
-    """Append every module's output, and its gradient when it comes, inner modules before the outer."""
+    """Append every module's output and later its gradient, inner modules before outer ones."""
 
-    def watch(path: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
-        def look(_module: nn.Module, _inputs: tuple[object, ...], output: object) -> None:
+    def make_hook(path: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+        def record(_module: nn.Module, _inputs: tuple[object, ...], output: object) -> None:
             if not isinstance(output, Tensor):
                 return
             trace.append(("output", path, digest(output)))
             if output.requires_grad:
                 output.register_hook(lambda grad: trace.append(("gradient of the output", path, digest(grad))))
 
-        return look
+        return record
 
-    handles = [module.register_forward_hook(watch(path)) for path, module in model.named_modules() if path]
+    handles = [module.register_forward_hook(make_hook(path)) for path, module in model.named_modules() if path]
     try:
         yield
     finally:

@@ -1,12 +1,12 @@
-"""Layers that are slower in FP8 than in BF16: by a model of Hopper GPUs, and measured on this device."""
+"""Check for layers that are slower in FP8 than in BF16: by their shape on Hopper GPUs, and measured on this device."""
 
-import time
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from octavo.doctor import Thresholds
+from octavo.doctor.replay import synchronized_time
 from octavo.doctor.rules import slow_layers
 from octavo.experiments.preflight.check import Check
 from octavo.experiments.preflight.probe import Probe
@@ -23,7 +23,7 @@ MOST_ROWS = 4096
 
 
 def shapes_check(probe: Probe, limits: Thresholds, *, step: int) -> Check:
-    """Time forward and backward of every distinct FP8 shape, and name those too small for a Hopper GPU."""
+    """Time forward and backward of every distinct FP8 shape, and find those too small for a Hopper GPU."""
     layers = {path: layer for path, layer in probe.model.named_modules() if _casts(layer)}
     if not layers:
         return Check(name=NAME, said="no layer casts to FP8")
@@ -32,11 +32,11 @@ def shapes_check(probe: Probe, limits: Thresholds, *, step: int) -> Check:
         for path, layer in layers.items()
         if isinstance(layer, Linear)
     }
-    found = tuple(replace(one, first_step=step, last_step=step) for one in slow_layers(facts, limits))
+    findings = tuple(replace(one, first_step=step, last_step=step) for one in slow_layers(facts, limits))
     ratios = time_ratios(probe)
     here = ", ".join(f"{k} to {n}: {ratio:.2f}" for (k, n), ratio in ratios.items())
-    said = f"FP8's time over BF16's on this {probe.device.type}, forward and backward: {here}"
-    return Check(name=NAME, said=said, findings=found)
+    summary = f"FP8's time over BF16's on this {probe.device.type}, forward and backward: {here}"
+    return Check(name=NAME, said=summary, findings=findings)
 
 
 def time_ratios(probe: Probe) -> dict[tuple[int, int], float]:
@@ -44,14 +44,14 @@ def time_ratios(probe: Probe) -> dict[tuple[int, int], float]:
 
     The two run in turns, so that a busy machine slows both; the fastest round of each counts.
     """
-    found: dict[tuple[int, int], float] = {}
+    ratios: dict[tuple[int, int], float] = {}
     rows = min(probe.inputs.numel(), MOST_ROWS)
     for layer in probe.model.modules():
         if isinstance(layer, Linear) and _casts(layer):
             shape = (layer.in_features, layer.out_features)
-            if shape not in found:
-                found[shape] = _ratio(probe, layer, rows)
-    return found
+            if shape not in ratios:
+                ratios[shape] = _ratio(probe, layer, rows)
+    return ratios
 
 
 def _casts(layer: torch.nn.Module) -> bool:
@@ -72,14 +72,8 @@ def _ratio(probe: Probe, layer: Linear, rows: int) -> float:
 
 def _seconds(probe: Probe, layer: Linear, x: Tensor) -> float:
     x = x.detach().requires_grad_()
-    started = _now(probe.device)
+    started = synchronized_time(probe.device)
     with surroundings(probe.training, probe.device):
         y = layer(x)
     y.backward(torch.ones_like(y))
-    return _now(probe.device) - started
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return synchronized_time(probe.device) - started

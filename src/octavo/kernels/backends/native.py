@@ -4,6 +4,7 @@ A GEMM decodes codes into cached panels, sums in FP32, scales and rounds once.
 """
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -14,14 +15,14 @@ from octavo.kernels.backend import (
     CastProblem,
     CastResult,
     MatmulProblem,
+    ScaleSource,
     block_widths,
-    cast_with_transpose,
     product_shape,
 )
 from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import CastSpec, QuantizedTensor, Record
+from octavo.numerics import AmaxRecord, CastSpec, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["NativeBackend", "NativeCast"]
@@ -35,7 +36,7 @@ class NativeCast:
     name = "native"
 
     def unsupported_reason(self, problem: CastProblem) -> str | None:
-        """None for tensors on a CPU that round to nearest, where the extension is there."""
+        """None for tensors on a CPU that round to nearest, if the extension was built."""
         return native_bindings.unsupported_reason(problem)
 
     def cast(
@@ -43,22 +44,14 @@ class NativeCast:
         x: Tensor,
         spec: CastSpec,
         *,
-        amax: Tensor | None = None,
-        scale: Tensor | None = None,
-        measure_if_zero: bool = False,
         transpose: bool = False,
-        into: Record | None = None,
+        record: AmaxRecord | None = None,
+        **source: Unpack[ScaleSource],
     ) -> CastResult:
-        """See :class:`octavo.kernels.backend.CastBackend`."""
-
-        def cast_one(x: Tensor, into: Record | None) -> CastResult:
-            if is_traced(x):
-                return traced_cast(
-                    x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, transpose=False, into=into
-                )
-            return native_bindings.cast(x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero)
-
-        return cast_with_transpose(cast_one, x, into) if transpose else cast_one(x, into)
+        """Cast ``x`` alone: the codes of a transpose are a view, or another call."""
+        if is_traced(x):
+            return traced_cast(x, spec, record=record, **source)
+        return native_bindings.cast(x, spec, **source)
 
 
 class NativeBackend:
@@ -67,19 +60,21 @@ class NativeBackend:
     name = "native"
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
-        """None for FP32 sums of E4M3 and E5M2 codes on a CPU, where the extension is there."""
+        """None for FP32 sums of E4M3 and E5M2 codes on a CPU, if the extension was built."""
         return next(_unsupported_reasons(problem), None)
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
             return _TORCH.scaled_mm(a, b, bias, problem)  # its operations have gradients
-        traced = is_traced(a.data, a.scale, b.data, b.scale, bias)
-        # The operator is the same function behind 20 µs of dispatch.
-        multiply = torch.ops.octavo.native_mm if traced else _native_mm
+        a_scale, b_scale, out_dtype = rows_of_scales(a), rows_of_scales(b), problem.out_dtype
         block = max(block_widths(problem), default=0)
-        result: Tensor = multiply(a.data, rows_of_scales(a), b.data, rows_of_scales(b), bias, problem.out_dtype, block)
-        return result
+        if is_traced(a.data, a.scale, b.data, b.scale, bias):  # eager calls save the operator's 20 µs of dispatch
+            result: Tensor = torch.ops.octavo.native_mm(a.data, a_scale, b.data, b_scale, bias, out_dtype, block)
+            return result
+        return native_gemm.gemm(
+            a.data, b.data, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block
+        )
 
 
 def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:

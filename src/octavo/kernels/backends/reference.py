@@ -3,11 +3,13 @@
 They support every granularity, device and shape, but no tensor core's sums. Every other backend is compared with them.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, cast_with_transpose
-from octavo.numerics import Accumulate, CastSpec, QuantizedTensor, Record, measure
+from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, ScaleSource
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, QuantizedTensor, measure
 from octavo.numerics.quantized import cast_by_torch
 
 __all__ = ["ReferenceBackend", "ReferenceCast"]
@@ -46,19 +48,13 @@ class ReferenceCast:
         x: Tensor,
         spec: CastSpec,
         *,
-        amax: Tensor | None = None,
-        scale: Tensor | None = None,
-        measure_if_zero: bool = False,
         transpose: bool = False,
-        into: Record | None = None,
+        record: AmaxRecord | None = None,
+        **source: Unpack[ScaleSource],
     ) -> CastResult:
-        """See :class:`octavo.kernels.backend.CastBackend`."""
-
-        def cast_one(x: Tensor, _: Record | None) -> CastResult:
-            measurement, known = measure(x.detach(), spec.granularity), amax
-            if known is not None and measure_if_zero:
-                known = torch.where(known > 0, known, measurement.amax)
-            output = cast_by_torch(x, spec, amax=known, scale=scale, measurement=measurement)
-            return CastResult(output, None, measurement)
-
-        return cast_with_transpose(cast_one, x, into) if transpose else cast_one(x, into)
+        """Cast ``x`` alone."""
+        measurement, amax = measure(x.detach(), spec.granularity), source.get("amax")
+        if amax is not None and source.get("measure_if_zero"):
+            amax = torch.where(amax > 0, amax, measurement.amax)
+        output = cast_by_torch(x, spec, amax=amax, scale=source.get("scale"), measurement=measurement)
+        return CastResult(output, None, measurement)

@@ -8,18 +8,19 @@ In a traced graph a product is one operator, ``octavo::triton_mm``.
 """
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 import octavo.kernels.triton_bindings as triton_bindings
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, block_widths, product_shape
+from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, ScaleSource, block_widths, product_shape
 from octavo.kernels.backends.reference import ReferenceBackend
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT
-from octavo.numerics import Accumulate, CastSpec, QuantizedTensor, Record
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
@@ -43,15 +44,13 @@ class TritonCast:
         x: Tensor,
         spec: CastSpec,
         *,
-        amax: Tensor | None = None,
-        scale: Tensor | None = None,
-        measure_if_zero: bool = False,
         transpose: bool = False,
-        into: Record | None = None,
+        record: AmaxRecord | None = None,
+        **source: Unpack[ScaleSource],
     ) -> CastResult:
-        """See :class:`octavo.kernels.backend.CastBackend`."""
+        """Cast ``x``, its transpose if requested, and record what is measured."""
         run = traced_cast if is_traced(x) else triton_bindings.cast
-        return run(x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, transpose=transpose, into=into)
+        return run(x, spec, transpose=transpose, record=record, **source)
 
 
 class TritonBackend:

@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.kernels.result_cast import ResultBuffers, ResultCast
 from octavo.kernels.triton import epilogues, launching
 from octavo.kernels.triton.codes import finite_magnitude, round_to
-from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, TENSOR, add_to_found, cast_row, cast_tile
+from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, TENSOR, add_measurement, cast_row, cast_tile
 
 __all__ = ["activation_backward", "cast_activation"]
 
@@ -120,7 +120,7 @@ def _activated(x, row, at, inside, columns, NAME: tl.constexpr, GATED: tl.conste
 def _activation_rows_kernel(
     x,  # [rows, columns], gated [rows, 2 · columns], row-major
     output, output_scale,  # uint8 codes [rows, columns] row-major; float32 or E8M0 [rows, 1]; written with CAST_ROWS
-    found,  # int32 [2], or [COLUMN_AMAXES + columns], zeros: see epilogues.py
+    measured,  # int32 [2], or [COLUMN_AMAXES + columns], zeros: see epilogues.py
     known,  # float32, one element, the amax of past steps, or None
     rows, columns, rows_each,  # of the result; rows of each program
     NAME: tl.constexpr, GATED: tl.constexpr, KNOWN: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
@@ -136,7 +136,7 @@ def _activation_rows_kernel(
     inside = at < columns
     largest = tl.zeros([SIZE], tl.float32)
     PACK: tl.constexpr = min(8, SIZE)  # what a thread holds side by side is counted together: fewer registers
-    broken = tl.zeros([SIZE // PACK], tl.int32)
+    nonfinite_count = tl.zeros([SIZE // PACK], tl.int32)
     first = tl.program_id(0) * rows_each
     count = tl.minimum(rows_each, rows - first)
     if KNOWN == "amax":  # decided on the device: the host would have to wait for the value
@@ -145,7 +145,7 @@ def _activation_rows_kernel(
         row = first + step
         y = _activated(x, row, at, inside, columns, NAME, GATED)
         magnitude, nonfinite = finite_magnitude(y)
-        broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
+        nonfinite_count += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         # A running maximum a column: the columns' amaxes, or after the loop the tensor's. Rows' scales need neither.
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
@@ -155,9 +155,9 @@ def _activation_rows_kernel(
                 MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE,
             )  # fmt: skip
     if count > 0:
-        add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
+        add_measurement(measured, tl.max(largest, axis=0), tl.sum(nonfinite_count, axis=0))
     if COLUMN_AMAX:  # other programs have other rows of the same columns
-        tl.atomic_max(found + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+        tl.atomic_max(measured + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def _activation_tiles_kernel(
     x,  # [rows, columns], gated [rows, 2 · columns], row-major
     output, output_scale,  # uint8 codes [rows, columns] row-major; scale in the granularity's shape
     transposed, transposed_scale,  # uint8 codes [columns, rows] row-major; scale in the transpose's shape
-    found, known,  # int32, see epilogues.py; float32, one element, by KNOWN
+    measured, known,  # int32, see epilogues.py; float32, one element, by KNOWN
     rows, columns,  # of the result
     NAME: tl.constexpr, GATED: tl.constexpr,
     KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
@@ -191,10 +191,10 @@ def _activation_tiles_kernel(
             unmeasured = tl.load(known) > 0
             amax = tl.where(unmeasured, amax, 0.0)
             count = tl.where(unmeasured, count, 0)
-        add_to_found(found, amax, count)
+        add_measurement(measured, amax, count)
     cast_tile(
         y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-        found, known, KNOWN, GROUPS, DIRECT, TRANSPOSE,
+        measured, known, KNOWN, GROUPS, DIRECT, TRANSPOSE,
         MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -250,7 +250,7 @@ def cast_activation(
                 *(
                     x,
                     *launch.outputs[:2],
-                    launch.found,
+                    launch.measured,
                     launch.known,
                     rows,
                     columns,
@@ -265,7 +265,7 @@ def cast_activation(
             launching.launch(
                 _activation_tiles_kernel,
                 epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct),
-                *(x, *launch.outputs, launch.found, launch.known, rows, columns),
+                *(x, *launch.outputs, launch.measured, launch.known, rows, columns),
                 GROUPS=launch.GROUPS,
                 DIRECT=cast.direct,
                 TRANSPOSE=cast.transpose,

@@ -19,19 +19,19 @@ from torch import Tensor
 
 from octavo.kernels.triton import casts, launching
 from octavo.kernels.triton.casts import (
-    Lines,
-    any_broken,
-    as_held,
+    OrientedCast,
+    any_nonfinite,
+    as_stored,
     ceil_div,
     codes_of,
-    finite,
     first_of_tile,
-    highest,
-    is_broken,
-    report,
+    is_nonfinite,
+    max_magnitude,
+    record_nonfinite,
+    zero_nonfinite,
 )
 from octavo.kernels.triton.codes import encode_scale_from_amax, number_from_code, reciprocal
-from octavo.numerics import CastSpec, PerBlock, Record
+from octavo.numerics import AmaxRecord, CastSpec, PerBlock
 
 __all__ = ["LARGEST", "cast_blocks"]
 
@@ -39,37 +39,37 @@ LARGEST = 128  # rows and columns of a block; both are powers of two
 
 
 @triton.jit
-def _highest(blocks):
+def _block_amaxes(blocks):
     """The largest magnitude of each of blocks [down, rows, across, columns], [down, across]."""
-    return highest(highest(blocks, 3), 1)
+    return max_magnitude(max_magnitude(blocks, 3), 1)
 
 
 @triton.jit
 def _amaxes(blocks, overflowed, nonfinite):
     """The finite amax of each of blocks [down, rows, across, columns], [down, across]; records NaN and ±Inf."""
-    amax = _highest(blocks)
-    if any_broken(amax):  # elements are masked and counted only if a maximum says that one of them is not finite
-        report(overflowed, nonfinite, is_broken(blocks))
-        amax = _highest(finite(blocks))
+    amax = _block_amaxes(blocks)
+    if any_nonfinite(amax):  # elements are masked and counted only if a maximum says that one of them is not finite
+        record_nonfinite(overflowed, nonfinite, is_nonfinite(blocks))
+        amax = _block_amaxes(zero_nonfinite(blocks))
     return amax
 
 
 @triton.jit
 def _tile_in(codes, memory, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """Blocks of codes reshaped to the tile [DOWN, ACROSS], in the dtype of the memory to store to."""
-    return as_held(tl.reshape(codes, (DOWN, ACROSS)), memory)
+    return as_stored(tl.reshape(codes, (DOWN, ACROSS)), memory)
 
 
 @triton.jit
 def cast_blocks_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
     out,  # codes, or values in x's dtype: [rows, columns] row-major, `out_stride` from row to row; may be x itself
-    flipped,  # codes of the transpose: [columns, rows] row-major, without gaps
+    transposed,  # codes of the transpose: [columns, rows] row-major, without gaps
     scales, amaxes,  # float32 [⌈rows / ROWS⌉, ⌈columns / COLUMNS⌉] row-major
-    flipped_scales, flipped_amaxes,  # float32 [⌈columns / ROWS⌉, ⌈rows / COLUMNS⌉] row-major: of the transpose
+    transposed_scales, transposed_amaxes,  # float32 [⌈columns / ROWS⌉, ⌈rows / COLUMNS⌉] row-major: of the transpose
     overflowed, nonfinite,  # uint8 and int64, one element each, or None: raised
     rows, columns, stride, out_stride,
-    DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
+    DIRECT: tl.constexpr, TRANSPOSED: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # of a block
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
@@ -106,7 +106,7 @@ def cast_blocks_kernel(
             tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
         elif DIRECT:
             tl.store(out + row[:, None] * out_stride + column[None, :], _tile_in(codes, out, DOWN, ACROSS), mask=inside)
-    if FLIPPED:
+    if TRANSPOSED:
         if ROWS != COLUMNS:  # other elements share a scale in the transpose: measure and cast again, from registers
             blocks = tl.reshape(number, (DOWN // COLUMNS, COLUMNS, ACROSS // ROWS, ROWS))
             if DIRECT:  # which has recorded NaN and ±Inf: twice would count them twice
@@ -121,11 +121,11 @@ def cast_blocks_kernel(
         groups_down, groups_across = ceil_div(rows, COLUMNS), ceil_div(columns, ROWS)
         place = group_column.to(tl.int64) * groups_down + group_row  # transposed by the address
         within = (group_row < groups_down) & (group_column < groups_across)
-        tl.store(flipped_scales + place, decode, mask=within)
-        tl.store(flipped_amaxes + place, amax, mask=within)
+        tl.store(transposed_scales + place, decode, mask=within)
+        tl.store(transposed_amaxes + place, amax, mask=within)
         inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-        codes = tl.trans(_tile_in(codes, flipped, DOWN, ACROSS))  # threads exchange bytes, not FP32 numbers
-        tl.store(flipped + column[:, None] * rows + row[None, :], codes, mask=inside_t)
+        codes = tl.trans(_tile_in(codes, transposed, DOWN, ACROSS))  # threads exchange bytes, not FP32 numbers
+        tl.store(transposed + column[:, None] * rows + row[None, :], codes, mask=inside_t)
 
 
 def cast_blocks(
@@ -133,44 +133,39 @@ def cast_blocks(
     spec: CastSpec,
     *,
     direct: bool = True,
-    flipped: bool = False,
+    transposed: bool = False,
     values: Tensor | None = None,
-    into: Record | None = None,
-) -> tuple[Lines | None, Lines | None]:
+    record: AmaxRecord | None = None,
+) -> tuple[OrientedCast | None, OrientedCast | None]:
     """A scale for every block of a matrix, of its transpose, or of both.
 
     Args:
         matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
         spec: how to cast; rows and columns of its blocks are powers of two up to 128, in each order its own.
         direct: whether to write the matrix.
-        flipped: whether to write its transpose, [K, M].
+        transposed: whether to write its transpose, [K, M].
         values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
             itself.
-        into: where to record NaN and ±Inf; its amax is left to the caller.
+        record: where to record NaN and ±Inf; its amax is left to the caller.
     """
     assert isinstance(spec.granularity, PerBlock)
     block = (spec.granularity.rows, spec.granularity.columns)
     device, (rows, columns) = matrix.device, matrix.shape
-    out = (
-        casts.empty_codes(rows, columns, spec.format, device, wanted=direct and values is None)
-        if values is None
-        else values
-    )
-    turned = casts.empty_codes(columns, rows, spec.format, device, wanted=flipped)
+    out = casts.empty_codes(rows, columns, spec.format, device, wanted=direct) if values is None else values
+    transposed_codes = casts.empty_codes(columns, rows, spec.format, device, wanted=transposed)
     scales, amaxes = _groups(rows, columns, block, device)
-    flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
-    down, across, warps = _tile(block, one_way=direct and not flipped)
+    transposed_scales, transposed_amaxes = _groups(columns, rows, block, device)
+    down, across, warps = _tile(block, one_way=direct and not transposed)
     launching.launch(
         cast_blocks_kernel, (launching.ceil_div(rows, down) * launching.ceil_div(columns, across),),
-        matrix, casts.as_written(out), casts.as_written(turned),
-        scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
+        matrix, casts.as_kernel_output(out), casts.as_kernel_output(transposed_codes),
+        scales, amaxes, transposed_scales, transposed_amaxes, *casts.nonfinite_buffers(record),
         rows, columns, matrix.stride(0), out.stride(0),
-        DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
+        DIRECT=direct, TRANSPOSED=transposed, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
         **casts.constants(spec, device), DOWN=down, ACROSS=across, num_warps=warps,
     )  # fmt: skip
-    return Lines(out, scales, amaxes) if direct else None, Lines(
-        turned, flipped_scales, flipped_amaxes
-    ) if flipped else None
+    cast_matrix = OrientedCast(out, scales, amaxes) if direct else None
+    return cast_matrix, OrientedCast(transposed_codes, transposed_scales, transposed_amaxes) if transposed else None
 
 
 def _tile(block: tuple[int, int], *, one_way: bool) -> tuple[int, int, int]:

@@ -3,8 +3,8 @@
     codes = RNE(fp32(x) · encode),  encode = MAX / max |x|,  scale = 1 / encode
 
 A kernel reads a row-major matrix [rows, columns], writes its codes in the same order (*direct*) and may write those of
-the transpose (*flipped*) from the same registers: Hopper's FP8 GEMM reads both operands along K, so the two GEMMs that
-use a tensor read it in two orders. Every tile is a load and one store for each order, 16 bytes a thread at a time.
+the transpose (*transposed*) from the same registers: Hopper's FP8 GEMM reads both operands along K, so the two GEMMs of
+a tensor read it in two orders. Every tile is a load and one store for each order, 16 bytes a thread at a time.
 
 | call                        | launches | bytes read      | bytes written                        |
 |-----------------------------|----------|-----------------|--------------------------------------|
@@ -13,8 +13,8 @@ use a tensor read it in two orders. Every tile is a load and one store for each 
 | scale given                 | 1        | size of x       | the same                             |
 
 The first launch stores an amax and a count for each of at most 1024 programs, and every program of the second launch
-reduces those itself: a single word raised by all would have to be cleared by a launch before. The kernel that casts
-raises the layer's records atomically. The host reads none of it.
+reduces those itself: a single word updated by all would have to be cleared by a launch before. The kernel that casts
+updates the layer's :class:`octavo.numerics.AmaxRecord` atomically. The host reads none of it.
 """
 
 from dataclasses import dataclass
@@ -36,26 +36,26 @@ from octavo.kernels.triton.codes import (
     number_from_code,
     reciprocal,
 )
-from octavo.numerics import CastSpec, Nonfinite, Record
+from octavo.numerics import AmaxRecord, CastSpec, Nonfinite
 
 __all__ = [
     "TILE",
-    "Lines",
-    "any_broken",
-    "as_held",
-    "as_written",
+    "OrientedCast",
+    "add_count",
+    "any_nonfinite",
+    "as_kernel_output",
+    "as_stored",
     "cast_tensor",
     "ceil_div",
     "codes_of",
     "constants",
     "empty_codes",
-    "finite",
     "first_of_tile",
-    "highest",
-    "is_broken",
-    "raise_count",
-    "report",
-    "where_broken_goes",
+    "is_nonfinite",
+    "max_magnitude",
+    "nonfinite_buffers",
+    "record_nonfinite",
+    "zero_nonfinite",
 ]
 
 TILE = (64, 128)  # rows and columns that a program turns: 32 elements a thread, stores of 64 bytes and more
@@ -68,10 +68,10 @@ _INFINITY: tl.constexpr = tl.constexpr(0x7F80_0000)  # bits of a magnitude; thos
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """Codes in one order with what belongs to them; scale and amax in the granularity's shape.
+class OrientedCast:
+    """Codes of a matrix or of its transpose, with scales and amaxes in the granularity's shape.
 
-    With one scale for the tensor there is no amax but what is recorded.
+    A cast with one scale returns no amax; it is recorded.
     """
 
     codes: Tensor
@@ -95,7 +95,7 @@ def empty_codes(rows: int, columns: int, fmt: Format, device: torch.device, *, w
     return torch.empty((rows, columns) if wanted else (1, 1), dtype=fmt.torch_dtype, device=device)
 
 
-def as_written(out: Tensor) -> Tensor:
+def as_kernel_output(out: Tensor) -> Tensor:
     """Codes or values as a kernel's argument: codes in their own dtype where the device has it, as bytes elsewhere.
 
     If a kernel wrote bytes that are viewed as codes later, inductor's GEMM templates would see the bytes.
@@ -124,8 +124,8 @@ def codes_of(
 
 
 @triton.jit
-def as_held(codes, memory):
-    """Bitcast uint8 codes to the dtype of the memory that they are stored to, see as_written."""
+def as_stored(codes, memory):
+    """Bitcast uint8 codes to the dtype of the memory that they are stored to, see as_kernel_output."""
     return codes.to(memory.dtype.element_ty, bitcast=True)
 
 
@@ -135,10 +135,10 @@ def _larger(a, b):
 
 
 @triton.jit
-def highest(number, AXIS: tl.constexpr):
+def max_magnitude(number, AXIS: tl.constexpr):
     """The largest magnitude along an axis; NaN or infinite if any number is.
 
-    So a test of the maximum alone tells whether every number is finite, and the common case needs no mask an element.
+    So one test of the maximum shows whether every number is finite, and the common case needs no mask of elements.
     On the device the reduction is max.NaN, one instruction a number.
     """
     # The interpreter would run a reduction by our own function as a Python loop. Magnitudes as integers are in the same
@@ -149,21 +149,21 @@ def highest(number, AXIS: tl.constexpr):
 
 
 @triton.jit
-def is_broken(number):
+def is_nonfinite(number):
     """Mask of the FP32 numbers that are NaN or ±Inf."""
     return (number.to(tl.int32, bitcast=True) & 0x7FFF_FFFF) >= _INFINITY
 
 
 @triton.jit
-def any_broken(number):
+def any_nonfinite(number):
     """Whether one of a block of FP32 numbers is NaN or ±Inf."""
-    return tl.max(is_broken(tl.ravel(number)).to(tl.int32), 0) > 0
+    return tl.max(is_nonfinite(tl.ravel(number)).to(tl.int32), 0) > 0
 
 
 @triton.jit
-def finite(number):
+def zero_nonfinite(number):
     """FP32 numbers with 0 in place of NaN and ±Inf."""
-    return tl.where(is_broken(number), 0.0, number)
+    return tl.where(is_nonfinite(number), 0.0, number)
 
 
 @triton.jit
@@ -185,24 +185,24 @@ def first_of_tile(tile, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.con
 
 
 @triton.jit
-def raise_count(word, mask):
-    """Add the number of true elements to an int64 in memory."""
+def add_count(counter, mask):
+    """Add the number of true elements of a mask to an int64 in memory."""
     # "relaxed": only the sum counts, and it is read after the kernel has ended. So for every atomic operation here.
-    tl.atomic_add(word, tl.sum(tl.ravel(mask).to(tl.int32), 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counter, tl.sum(tl.ravel(mask).to(tl.int32), 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def report(overflowed, nonfinite, broken):
+def record_nonfinite(overflowed, nonfinite, mask):
     """Record that the elements of a mask, at least one of them, are NaN or ±Inf; None records nothing."""
     if nonfinite is not None:
-        raise_count(nonfinite, broken)
+        add_count(nonfinite, mask)
     if overflowed is not None:
         tl.store(overflowed, 1)  # not atomic: all programs that write it write 1
 
 
 @triton.jit
-def _raise_amax(recorded, amax):
-    """Raise a recorded amax, an FP32 number in memory addressed as int32, to a finite amax.
+def _record_amax(recorded, amax):
+    """Raise the recorded amax, an FP32 number in memory addressed as int32, to a finite amax.
 
     Bits of non-negative FP32 numbers are in the numbers' order. -1.0 stands for "none"; its sign bit makes it negative
     as an integer, so below all of them.
@@ -216,14 +216,14 @@ def _raise_amax(recorded, amax):
 @triton.jit
 def measure_tensor_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
-    found,  # int32 [2, PROGRAMS]: bits of each program's amax, its count of NaN and ±Inf
+    partials,  # int32 [2, PROGRAMS]: bits of each program's amax, its count of NaN and ±Inf
     known,  # float32, one element: the amax of past steps, or None
     rows, columns, stride, tiles,
     PROGRAMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Amax and number of non-finite elements of every program's share of x.
 
-        found[0, p] = bits(max |x|),  found[1, p] = Σ [x is NaN or ±Inf],  over the finite and over all x of program p
+        partials[0, p] = bits(max |x|) over program p's finite x,  partials[1, p] = number of its NaN and ±Inf
 
     A program takes UNROLL tiles after each other, then skips those of the others. Reads x once, or nothing if an amax
     is known.
@@ -237,19 +237,19 @@ def measure_tensor_kernel(
         for further in tl.static_range(UNROLL):  # loads that do not wait for each other; beyond the matrix they read 0
             number = _tile(x, tile + further, rows, columns, stride, BLOCK_ROWS, BLOCK_COLUMNS)
             most = _larger(most, tl.abs(number))
-    amax = highest(tl.ravel(most), 0)
+    amax = max_magnitude(tl.ravel(most), 0)
     count = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
     # A rare second reading, of this program's share alone, keeps the masks and counts out of the loop above.
-    if is_broken(amax):
+    if is_nonfinite(amax):
         most = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for tile in range(start, tiles, step):
             for further in tl.static_range(UNROLL):
                 number = _tile(x, tile + further, rows, columns, stride, BLOCK_ROWS, BLOCK_COLUMNS)
-                most = tl.maximum(most, tl.abs(finite(number)))
-                count += is_broken(number).to(tl.int32)
-        amax = highest(tl.ravel(most), 0)
-    tl.store(found + tl.program_id(0), amax.to(tl.int32, bitcast=True))
-    tl.store(found + PROGRAMS + tl.program_id(0), tl.sum(tl.ravel(count), 0))
+                most = tl.maximum(most, tl.abs(zero_nonfinite(number)))
+                count += is_nonfinite(number).to(tl.int32)
+        amax = max_magnitude(tl.ravel(most), 0)
+    tl.store(partials + tl.program_id(0), amax.to(tl.int32, bitcast=True))
+    tl.store(partials + PROGRAMS + tl.program_id(0), tl.sum(tl.ravel(count), 0))
 
 
 @triton.jit
@@ -261,18 +261,18 @@ def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMN
 
 
 @triton.jit
-def _record_programs(
-    amax, found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr, FRESH: tl.constexpr
+def _record_all(
+    amax, partials, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr, FRESH: tl.constexpr
 ):
-    """Record what ``measured_by`` programs of measure_tensor_kernel found: called by one program for the tensor."""
+    """Record what ``measured_by`` programs of measure_tensor_kernel measured: called by one program for the tensor."""
     share = tl.arange(0, PROGRAMS)
-    count = tl.sum(tl.load(found + PROGRAMS + share, mask=share < measured_by, other=0).to(tl.int64), 0)
+    count = tl.sum(tl.load(partials + PROGRAMS + share, mask=share < measured_by, other=0).to(tl.int64), 0)
     if FRESH:  # the record is uninitialized memory: stores instead of a launch that clears it
         tl.store(amax_record, amax.to(tl.int32, bitcast=True))
         tl.store(nonfinite, count)
     else:
         if amax_record is not None:
-            _raise_amax(amax_record, amax)
+            _record_amax(amax_record, amax)
         if nonfinite is not None:
             tl.atomic_add(nonfinite, count, sem="relaxed")
     if overflowed is not None:
@@ -283,15 +283,15 @@ def _record_programs(
 def cast_tensor_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
     out,  # codes, or values in x's dtype: [rows, columns] row-major, `out_stride` from row to row; may be x itself
-    flipped,  # codes of the transpose: [columns, rows] row-major, without gaps
+    transposed,  # codes of the transpose: [columns, rows] row-major, without gaps
     given,  # float32, one element: amax or scale, by SOURCE
-    found,  # int32 [2, PROGRAMS] of measure_tensor_kernel, of which the first `measured_by` columns count
+    partials,  # int32 [2, PROGRAMS] of measure_tensor_kernel, of which the first `measured_by` columns count
     scale,  # float32, one element, the decode scale: written
     amax_record, overflowed, nonfinite,  # float32 seen as int32, uint8, int64, one element each, or None: raised
-    saturation,  # int64 [2] or None: raised by the numbers of saturated and underflowed elements
+    saturation,  # int64 [2] or None: increased by the numbers of saturated and underflowed elements
     rows, columns, stride, out_stride, measured_by,
     SOURCE: tl.constexpr, MEASURE: tl.constexpr, FRESH: tl.constexpr, PROGRAMS: tl.constexpr,
-    DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
+    DIRECT: tl.constexpr, TRANSPOSED: tl.constexpr, VALUES: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -315,12 +315,12 @@ def cast_tensor_kernel(
         encode = tl.minimum(reciprocal(decode), _FP32_MAX)  # of a subnormal scale the reciprocal may be infinite
     else:
         if SOURCE == "measured":
-            amax = one + _highest_of_programs(found, measured_by, PROGRAMS)  # zero plus it, as a block [1]
+            amax = one + _max_of_programs(partials, measured_by, PROGRAMS)  # zero plus it, as a block [1]
         else:
             amax = tl.load(given + one)
             if SOURCE == "known":
                 if tl.max((amax > 0).to(tl.int32), 0) == 0:
-                    amax = one + _highest_of_programs(found, measured_by, PROGRAMS)
+                    amax = one + _max_of_programs(partials, measured_by, PROGRAMS)
         encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         decode = reciprocal(encode)
     if tl.program_id(0) == 0:
@@ -330,42 +330,41 @@ def cast_tensor_kernel(
         value = number_from_code(codes, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     elif DIRECT:
-        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(codes, out), mask=inside)
-    if FLIPPED:  # codes are transposed, not numbers: a quarter of the bytes to exchange between threads
+        tl.store(out + row[:, None] * out_stride + column[None, :], as_stored(codes, out), mask=inside)
+    if TRANSPOSED:  # codes are transposed, not numbers: a quarter of the bytes to exchange between threads
         inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(codes), flipped), mask=inside_t)
+        codes_t = as_stored(tl.trans(codes), transposed)
+        tl.store(transposed + column[:, None] * rows + row[None, :], codes_t, mask=inside_t)
     if saturation is not None:
-        whole = is_broken(number) == 0
-        raise_count(saturation, whole & (tl.abs(number * encode[:, None]) > MAX))
-        raise_count(saturation + 1, whole & (number != 0) & ((codes & 0x7F) == 0))  # ±0
+        finite = is_nonfinite(number) == 0
+        add_count(saturation, finite & (tl.abs(number * encode[:, None]) > MAX))
+        add_count(saturation + 1, finite & (number != 0) & ((codes & 0x7F) == 0))  # ±0
     if MEASURE:
         if SOURCE == "measured":
             if tl.program_id(0) == 0:  # the whole tensor is measured: one program records it
-                _record_programs(
-                    tl.max(amax, 0), found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS, FRESH
-                )
+                _record_all(tl.max(amax, 0), partials, measured_by, amax_record, overflowed, nonfinite, PROGRAMS, FRESH)
         else:  # the scale did not need this tensor's amax: each program records its tile's
-            largest = highest(tl.ravel(number), 0)
-            if is_broken(largest):
-                report(overflowed, nonfinite, is_broken(number))
-                largest = highest(tl.ravel(finite(number)), 0)
+            largest = max_magnitude(tl.ravel(number), 0)
+            if is_nonfinite(largest):
+                record_nonfinite(overflowed, nonfinite, is_nonfinite(number))
+                largest = max_magnitude(tl.ravel(zero_nonfinite(number)), 0)
             if amax_record is not None:
-                _raise_amax(amax_record, largest)
+                _record_amax(amax_record, largest)
 
 
 @triton.jit
-def _highest_of_programs(found, programs, PROGRAMS: tl.constexpr):
+def _max_of_programs(partials, programs, PROGRAMS: tl.constexpr):
     """The amax of a tensor, from the bits that each of ``programs`` programs stored."""
     share = tl.arange(0, PROGRAMS)
-    bits = tl.load(found + share, mask=share < programs, other=0)  # of numbers that are not negative: in their order
+    bits = tl.load(partials + share, mask=share < programs, other=0)  # of numbers that are not negative: in their order
     return tl.max(bits, 0).to(tl.float32, bitcast=True)
 
 
-def where_broken_goes(into: Record | None) -> tuple[Tensor | None, Tensor | None]:
-    """A record of NaN and ±Inf as kernels take it: a byte to set and a count to raise, or None for either."""
-    if into is None:
+def nonfinite_buffers(record: AmaxRecord | None) -> tuple[Tensor | None, Tensor | None]:
+    """Buffers for NaN and ±Inf as kernels take them: a byte to set and a count to add to, or None for either."""
+    if record is None:
         return None, None
-    return None if into.overflowed is None else into.overflowed.view(torch.uint8), into.nonfinite
+    return None if record.overflowed is None else record.overflowed.view(torch.uint8), record.nonfinite
 
 
 def cast_tensor(
@@ -376,12 +375,12 @@ def cast_tensor(
     scale: Tensor | None = None,
     measure_if_zero: bool = False,
     direct: bool = True,
-    flipped: bool = False,
+    transposed: bool = False,
     counting: bool = False,
     values: Tensor | None = None,
-    into: Record | None = None,
+    record: AmaxRecord | None = None,
     fresh: bool = False,
-) -> tuple[Lines | None, Lines | None, Tensor | None]:
+) -> tuple[OrientedCast | None, OrientedCast | None, Tensor | None]:
     """Cast with one scale for a matrix.
 
     Args:
@@ -391,11 +390,11 @@ def cast_tensor(
         scale: float32 [], used as it is.
         measure_if_zero: whether a given amax of 0 means the measured one.
         direct: whether to write the matrix.
-        flipped: whether to write its transpose, [K, M].
+        transposed: whether to write its transpose, [K, M].
         counting: whether to count saturated and underflowed elements.
         values: where to write what the codes stand for, instead of codes: shaped and laid out as ``matrix``, or itself.
-        into: where to record what is measured.
-        fresh: whether ``into`` holds nothing yet: amax and count are written, not raised; the scale must be measured.
+        record: where to record what is measured.
+        fresh: whether ``record`` holds nothing yet: amax and count are written, not raised; the scale must be measured.
 
     Returns:
         The matrix, its transpose, and int64 [2], the numbers of saturated and underflowed elements.
@@ -404,29 +403,33 @@ def cast_tensor(
     source = "scale" if scale is not None else "measured" if amax is None else "known" if measure_if_zero else "amax"
     given = scale if amax is None else amax
     given = None if given is None else given.detach().to(torch.float32)
-    found, programs = _measure_tensor(matrix, given) if source in {"measured", "known"} else (None, 0)
+    partials, programs = _measure_tensor(matrix, given) if source in {"measured", "known"} else (None, 0)
     saturation = torch.zeros(2, dtype=torch.int64, device=device) if counting else None
-    amax_record = None if into is None or into.amax is None else into.amax.view(torch.int32)
-    overflowed, nonfinite = where_broken_goes(into)
+    amax_record = None if record is None or record.amax is None else record.amax.view(torch.int32)
+    overflowed, nonfinite = nonfinite_buffers(record)
     used = launching.allocate(matrix, (), torch.float32)
     out = empty_codes(rows, columns, spec.format, device, wanted=direct) if values is None else values
-    turned = empty_codes(columns, rows, spec.format, device, wanted=flipped)
+    transposed_codes = empty_codes(columns, rows, spec.format, device, wanted=transposed)
     shape, stride, out_stride = (rows, columns), matrix.stride(0), out.stride(0)
-    if not flipped:
+    if not transposed:
         shape, stride, out_stride = _flat(matrix, out)
-    block_rows, block_columns = TILE if flipped else _flat_tile(*shape)
+    block_rows, block_columns = TILE if transposed else _flat_tile(*shape)
     tiles = launching.ceil_div(shape[0], block_rows) * launching.ceil_div(shape[1], block_columns)
     launching.launch(
         cast_tensor_kernel, (tiles,),
-        matrix, as_written(out), as_written(turned), given, found, used,
+        matrix, as_kernel_output(out), as_kernel_output(transposed_codes), given, partials, used,
         amax_record, overflowed, nonfinite, saturation,
         *shape, stride, out_stride, programs,
-        SOURCE=source, MEASURE=into is not None and into.gathers, FRESH=fresh,
-        PROGRAMS=_PROGRAMS, DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
+        SOURCE=source, MEASURE=record is not None and record.gathers, FRESH=fresh,
+        PROGRAMS=_PROGRAMS, DIRECT=direct, TRANSPOSED=transposed, VALUES=values is not None,
         **constants(spec, device),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
     )  # fmt: skip
-    return Lines(out, used, None) if direct else None, Lines(turned, used, None) if flipped else None, saturation
+    return (
+        OrientedCast(out, used, None) if direct else None,
+        OrientedCast(transposed_codes, used, None) if transposed else None,
+        saturation,
+    )
 
 
 def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, int]:
@@ -435,13 +438,13 @@ def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, int]:
     block_rows, block_columns = _flat_tile(*shape, _ELEMENTS // 4)  # four such tiles are in flight: UNROLL
     tiles = launching.ceil_div(shape[0], block_rows) * launching.ceil_div(shape[1], block_columns)
     programs = min(launching.ceil_div(tiles, 4), _PROGRAMS)
-    found = torch.empty((2, _PROGRAMS), dtype=torch.int32, device=matrix.device)
+    partials = torch.empty((2, _PROGRAMS), dtype=torch.int32, device=matrix.device)
     launching.launch(
         measure_tensor_kernel, (programs,),
-        matrix, found, known, *shape, stride, tiles,
+        matrix, partials, known, *shape, stride, tiles,
         PROGRAMS=_PROGRAMS, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
     )  # fmt: skip
-    return found, programs
+    return partials, programs
 
 
 def _flat(matrix: Tensor, out: Tensor) -> tuple[tuple[int, int], int, int]:

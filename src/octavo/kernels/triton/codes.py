@@ -4,10 +4,15 @@
     code   = RNE(fp32(x) · encode), saturated at ±MAX        code_from_number, of the product
     value  = (-1)^sign · 2^(exponent - BIAS) · 1.mantissa    number_from_code
 
-octavo.numerics defines these functions; the results here are the same bits, except for the sign of a NaN code: -NaN in
-E4M3 is 0x7F here and 0xFF on a CPU. A GPU of compute capability 8.9 or more converts to FP8 in hardware. On other
-devices, and in Triton's interpreter, whose own conversion truncates instead of rounding, the conversion is written in
-integer arithmetic. ``HARDWARE`` selects one of the two; both give the same codes.
+octavo.numerics defines these functions; the results here are the same bits, except for the sign of a NaN code, which
+octavo.numerics.cast leaves open. A GPU of compute capability 8.9 or more converts to FP8 in hardware. On other devices,
+and in Triton's interpreter, whose own conversion truncates instead of rounding, the conversion is written in integer
+arithmetic. ``HARDWARE`` selects one of the two. Both give the same codes except for the NaN of an E4M3 -Inf:
+
+| input to E4M3   | hardware | integers | native CPU | octavo.numerics |
+|-----------------|----------|----------|------------|-----------------|
+| -NaN            | 0x7F     | 0x7F     | 0xFF       | 0xFF            |
+| -Inf, PROPAGATE | 0x7F     | 0xFF     | 0xFF       | 0x7F            |
 
 A kernel takes a format as three compile-time constants, ``MAX``, ``MANTISSA`` (number of mantissa bits) and ``BIAS``,
 see :func:`format_constants`. ``MANTISSA`` tells the two formats apart: 3 is E4M3, 2 is E5M2.
@@ -59,7 +64,7 @@ def format_constants(fmt: Format) -> dict[str, Any]:
 
 
 def has_hardware_casts(device: torch.device) -> bool:
-    """Whether the device converts FP32 to FP8 in hardware."""
+    """Return whether the device converts FP32 to FP8 in hardware."""
     return not INTERPRETED and _capability(device) >= (8, 9)  # Ada and Hopper are the first with cvt to e4m3x2, e5m2x2
 
 
@@ -221,7 +226,7 @@ def code_from_number(
         codes = tl.where(limited < smallest_normal, subnormal, normal).to(tl.uint8) | sign
         codes = tl.where(magnitude_bits > _INFINITY_BITS, 0x7F, codes).to(tl.uint8)
     if PROPAGATE and infinite is not None:
-        if MANTISSA == 3 and HARDWARE:  # cvt writes every NaN without a sign
+        if MANTISSA == 3 and HARDWARE:  # without a sign, as cvt writes every NaN and as codes_of gets from its fma
             codes = tl.where(infinite, 0x7F, codes).to(tl.uint8)
         else:
             infinity_code: tl.constexpr = 0x7F if MANTISSA == 3 else 0x7C  # E4M3 has no infinity: NaN

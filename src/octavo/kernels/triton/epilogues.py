@@ -12,7 +12,7 @@ orientations; codes are contiguous and row-major:
 | output     | [R, H] | tensor; a row; B along a row  | [], [R, 1], [R, H/B] |
 | transposed | [H, R] | tensor; a row; B along a row  | [], [H, 1], [H, R/B] |
 
-Measurements go to ``found``, int32: the bits of the largest finite magnitude, the number of NaN and ±Inf and, from
+Measurements go to ``measured``, int32: the bits of the largest finite magnitude, the number of NaN and ±Inf and, from
 ``COLUMN_AMAXES`` on, the bits of the columns' amaxes where columns have scales of their own. The bits of non-negative
 FP32 numbers are in the numbers' order, so atomic integer maxima find them, whatever the order of the programs.
 """
@@ -44,7 +44,7 @@ __all__ = [
     "ROW",
     "TENSOR",
     "Launch",
-    "add_to_found",
+    "add_measurement",
     "cast_row",
     "cast_tile",
     "launch_of",
@@ -60,18 +60,18 @@ PLAIN_ARITHMETIC = {"enable_fp_fusion": False}
 # GROUPS, which elements share a scale: all, a row, or (any larger number) so many along a row.
 TENSOR: tl.constexpr = tl.constexpr(0)
 ROW: tl.constexpr = tl.constexpr(1)
-COLUMN_AMAXES: tl.constexpr = tl.constexpr(4)  # int32 before them in found: 16 bytes, which keeps them aligned
+COLUMN_AMAXES: tl.constexpr = tl.constexpr(4)  # int32 before them in measured: 16 bytes, which keeps them aligned
 
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def add_to_found(found, amax, nonfinite):
-    """Raise found[0] to an amax, and found[1] by a count; both are single numbers."""
+def add_measurement(measured, amax, nonfinite):
+    """Raise measured[0] to an amax, and measured[1] by a count; both are single numbers."""
     # "relaxed": the next kernel reads them, and a launch on the same stream orders memory by itself.
-    tl.atomic_max(found, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(measured, amax.to(tl.int32, bitcast=True), sem="relaxed")
     if nonfinite > 0:  # nearly never: one atomic operation a program, not two
-        tl.atomic_add(found + 1, nonfinite, sem="relaxed")
+        tl.atomic_add(measured + 1, nonfinite, sem="relaxed")
 
 
 @triton.jit
@@ -86,13 +86,13 @@ def _store_scale(at, encode, mask, E8M0: tl.constexpr):
 
 @triton.jit
 def _tensor_encode_scale(
-    found, known, KNOWN: tl.constexpr,
+    measured, known, KNOWN: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr, MARGIN: tl.constexpr,
 ):  # fmt: skip
     """The encode scale of a whole tensor, [1].
 
     KNOWN is what ``known`` points to: "scale", a decode scale; "amax", an amax that is used unless it is 0; or "",
-    nothing. Otherwise the amax is ``found``'s, of the launch before. Every program computes the scale by itself: a
+    nothing. Otherwise the amax is ``measured``'s, of the launch before. Every program computes the scale by itself: a
     division each, instead of one launch more.
     """
     one = tl.arange(0, 1)
@@ -100,7 +100,7 @@ def _tensor_encode_scale(
         # The reciprocal of a subnormal scale may be infinite.
         encode = tl.minimum(reciprocal(tl.load(known + one)), _FP32_MAX)
     else:
-        amax = tl.load(found + one).to(tl.float32, bitcast=True)
+        amax = tl.load(measured + one).to(tl.float32, bitcast=True)
         if KNOWN == "amax":
             past = tl.load(known + one)
             amax = tl.where(past > 0, past, amax)
@@ -131,7 +131,7 @@ def cast_tile(
     row_tile, column_tile, rows, columns,
     output, output_scale,  # uint8 codes [rows, columns] row-major; the granularity's shape, see the module's table
     transposed, transposed_scale,  # uint8 codes [columns, rows] row-major; the granularity's shape of the transpose
-    found, known, KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
+    measured, known, KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -145,13 +145,13 @@ def cast_tile(
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     infinite = is_infinite(y)
     if GROUPS == TENSOR:  # one scale both ways: codes are computed once and transposed
-        encode = _tensor_encode_scale(found, known, KNOWN, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        encode = _tensor_encode_scale(measured, known, KNOWN, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         codes = code_from_number(y * encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
         if KNOWN != "scale":  # the first tile stores it; a given scale is in memory already
             one = tl.arange(0, 1)
             _store_scale(output_scale + one, encode, (one == 0) & (row_tile == 0) & (column_tile == 0), E8M0)
     elif GROUPS == ROW:
-        amax = tl.load(found + COLUMN_AMAXES + column, mask=column < columns, other=0)
+        amax = tl.load(measured + COLUMN_AMAXES + column, mask=column < columns, other=0)
         amax = amax.to(tl.float32, bitcast=True)
         encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         _store_scale(transposed_scale + column, encode, (column < columns) & (row_tile == 0), E8M0)
@@ -209,7 +209,7 @@ class Launch(NamedTuple):
 
     made: ResultBuffers
     outputs: tuple[Tensor, Tensor, Tensor, Tensor]  # codes as uint8, scale, transposed codes as uint8, their scale
-    found: Tensor  # int32, zeros
+    measured: Tensor  # int32, zeros
     known: Tensor | None
     constants: dict[str, Any]  # of the format, the scale rule and the codes
     KNOWN: str
@@ -220,8 +220,8 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
     """Allocate a result with ``columns`` columns, and name what the kernels are told."""
     groups = cast.spec.granularity
     by_column = cast.transpose and isinstance(groups, PerRow)
-    found = x.new_zeros(COLUMN_AMAXES.value + columns if by_column else 2, dtype=torch.int32)
-    made = new_buffers(x, columns, cast)._replace(found=found[:2] if by_column else found)
+    measured = x.new_zeros(COLUMN_AMAXES.value + columns if by_column else 2, dtype=torch.int32)
+    made = new_buffers(x, columns, cast)._replace(measured=measured[:2] if by_column else measured)
     constants = format_constants(cast.spec.format) | {
         "ROUNDING": str(cast.spec.scale_rounding),
         "FLOOR": cast.spec.amax_floor,
@@ -233,7 +233,7 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
     return Launch(
         made,
         (made.codes.view(torch.uint8), made.scale, made.transposed.view(torch.uint8), made.transposed_scale),
-        found,
+        measured,
         amax if scale is None else scale,
         constants,
         KNOWN="scale" if scale is not None else "amax" if amax is not None else "",

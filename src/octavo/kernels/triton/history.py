@@ -58,16 +58,16 @@ def close_step_kernel(
     current = tl.load(amax + role, mask=mine, other=0.0)
     due = (taken % interval == 0) | (current <= 0)  # a role without an amax does not wait for the interval
     new_amax = tl.where(enters & due & (statistic > 0), statistic, current)
-    broken = tl.load(overflowed + role, mask=mine, other=0)
+    had_nonfinite = tl.load(overflowed + role, mask=mine, other=0)
     if BACKOFF < 1:
         # FP64 and a limit at FP32's maximum, as torch's definition has, so that both find the same bits.
         less = current.to(tl.float64) / tl.full(current.shape, BACKOFF, tl.float64)
         less = tl.minimum(less, tl.full(current.shape, _LARGEST, tl.float64)).to(tl.float32)
-        new_amax = tl.where((broken != 0) & (current > 0), less, new_amax)
+        new_amax = tl.where((had_nonfinite != 0) & (current > 0), less, new_amax)
     done = mine & ran
     tl.store(steps + role, taken, mask=done)
     tl.store(amax + role, new_amax, mask=done)
-    tl.store(overflowed + role, broken * 0, mask=done)
+    tl.store(overflowed + role, had_nonfinite * 0, mask=done)
     tl.store(pending + role, last * 0 - 1, mask=done)  # -1: a role that does not run in the next step records nothing
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast
 from octavo.kernels.triton import epilogues, launching
 from octavo.kernels.triton.codes import finite_magnitude, reciprocal, round_to
-from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, add_to_found, cast_row, cast_tile
+from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, add_measurement, cast_row, cast_tile
 
 __all__ = ["cast_norm", "norm_backward"]
 
@@ -61,10 +61,10 @@ def _norm_rows_kernel(
     gain, bias,  # [columns]
     mean, rstd,  # float32 [rows]: written; no mean of an RMSNorm
     output, output_scale,  # uint8 codes [rows, columns] row-major; float32 or E8M0 [rows, 1]; written with CAST_ROWS
-    found,  # int32 [2], or [COLUMN_AMAXES + columns], zeros: see epilogues.py
+    measured,  # int32 [2], or [COLUMN_AMAXES + columns], zeros: see epilogues.py
     rows, columns, rows_each,
     LAYER: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    HANDED_ON: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
+    RESULT_DTYPE: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _norm_rows_kernel(
     inside = at < columns
     largest = tl.zeros([SIZE], tl.float32)
     PACK: tl.constexpr = min(8, SIZE)  # what a thread holds side by side is counted together: fewer registers
-    broken = tl.zeros([SIZE // PACK], tl.int32)
+    nonfinite_count = tl.zeros([SIZE // PACK], tl.int32)
     first = tl.program_id(0) * rows_each
     for step in range(tl.minimum(rows_each, rows - first)):
         row = first + step
@@ -98,9 +98,9 @@ def _norm_rows_kernel(
         y = _normalised(number, middle, spread, w, b, LAYER, HAS_BIAS)
         # Rounded as the unfused norm's output is. Beyond the row's end a LayerNorm with a zero-centred gain makes
         # -mean · rstd, which must not raise an amax: 0 instead.
-        y = tl.where(inside, round_to(y, HANDED_ON).to(tl.float32), 0.0)
+        y = tl.where(inside, round_to(y, RESULT_DTYPE).to(tl.float32), 0.0)
         magnitude, nonfinite = finite_magnitude(y)
-        broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
+        nonfinite_count += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         # A running maximum a column: the columns' amaxes, or after the loop the tensor's. Rows' scales need neither.
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
@@ -109,9 +109,9 @@ def _norm_rows_kernel(
                 y, magnitude, row, at, inside, columns, output, output_scale,
                 MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE,
             )  # fmt: skip
-    add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
+    add_measurement(measured, tl.max(largest, axis=0), tl.sum(nonfinite_count, axis=0))
     if COLUMN_AMAX:  # other programs have other rows of the same columns
-        tl.atomic_max(found + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+        tl.atomic_max(measured + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -121,8 +121,8 @@ def _norm_tiles_kernel(
     mean, rstd,  # float32 [rows] of _norm_rows_kernel
     output, output_scale,  # uint8 codes [rows, columns] row-major; scale in the granularity's shape
     transposed, transposed_scale,  # uint8 codes [columns, rows] row-major; scale in the transpose's shape
-    found, known,  # int32, see epilogues.py; float32, one element, by KNOWN
-    rows, columns, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HANDED_ON: tl.constexpr,
+    measured, known,  # int32, see epilogues.py; float32, one element, by KNOWN
+    rows, columns, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESULT_DTYPE: tl.constexpr,
     KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
@@ -143,10 +143,10 @@ def _norm_tiles_kernel(
     spread = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
     middle = tl.load(mean + row, mask=row < rows, other=0.0)[:, None] if LAYER else 0.0
     y = _normalised(number, middle, spread, w[None, :], b[None, :], LAYER, HAS_BIAS)
-    y = tl.where(inside, round_to(y, HANDED_ON).to(tl.float32), 0.0)
+    y = tl.where(inside, round_to(y, RESULT_DTYPE).to(tl.float32), 0.0)
     cast_tile(
         y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-        found, known, KNOWN, GROUPS, DIRECT, TRANSPOSE,
+        measured, known, KNOWN, GROUPS, DIRECT, TRANSPOSE,
         MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -206,7 +206,7 @@ def cast_norm(
     norm: NormSpec,
     cast: ResultCast,
     *,
-    handed_on: torch.dtype,
+    result_dtype: torch.dtype,
     amax: Tensor | None,
     scale: Tensor | None,
 ) -> tuple[ResultBuffers, Tensor, Tensor]:
@@ -218,7 +218,7 @@ def cast_norm(
         "LAYER": norm.layer,
         "HAS_BIAS": bias is not None,
         "ZERO_CENTERED": norm.zero_centered,
-        "HANDED_ON": _TYPES[handed_on],
+        "RESULT_DTYPE": _TYPES[result_dtype],
         **launch.constants,
         **epilogues.PLAIN_ARITHMETIC,
     }
@@ -229,7 +229,7 @@ def cast_norm(
         launching.launch(
             _norm_rows_kernel,
             (launching.ceil_div(rows, rows_each),),
-            *(x, *parameters, *launch.outputs[:2], launch.found),
+            *(x, *parameters, *launch.outputs[:2], launch.measured),
             *(rows, columns, rows_each),
             EPS=norm.eps,
             CAST_ROWS=by_row and cast.direct,
@@ -241,7 +241,7 @@ def cast_norm(
             launching.launch(
                 _norm_tiles_kernel,
                 epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct),
-                *(x, *parameters, *launch.outputs, launch.found, launch.known, rows, columns),
+                *(x, *parameters, *launch.outputs, launch.measured, launch.known, rows, columns),
                 KNOWN=launch.KNOWN,
                 GROUPS=launch.GROUPS,
                 DIRECT=cast.direct,

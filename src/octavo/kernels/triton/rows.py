@@ -12,8 +12,8 @@ where both orders are wanted.
 | columns          | 2        | 2 · size of x | 1 an element  |
 | rows and columns | 2        | 2 · size of x | 2 an element  |
 
-Rows longer than 16384 are measured and cast as columns are. *Lines* are rows or columns. Their amaxes, which tiles
-raise atomically, are cleared by one launch more.
+Rows longer than 16384 are measured and cast as columns are. Amaxes that several tiles raise atomically are cleared by
+one launch more.
 """
 
 import torch
@@ -23,19 +23,19 @@ from torch import Tensor
 
 from octavo.kernels.triton import casts, launching
 from octavo.kernels.triton.casts import (
-    Lines,
-    any_broken,
-    as_held,
+    OrientedCast,
+    any_nonfinite,
+    as_stored,
     ceil_div,
     codes_of,
-    finite,
     first_of_tile,
-    highest,
-    is_broken,
-    report,
+    is_nonfinite,
+    max_magnitude,
+    record_nonfinite,
+    zero_nonfinite,
 )
 from octavo.kernels.triton.codes import encode_scale_from_amax, number_from_code, reciprocal
-from octavo.numerics import CastSpec, Record
+from octavo.numerics import AmaxRecord, CastSpec
 
 __all__ = ["cast_rows"]
 
@@ -66,12 +66,12 @@ def cast_rows_kernel(
     # 0 beyond the row's end raises no amax of magnitudes.
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    amax = highest(number, 1)
+    amax = max_magnitude(number, 1)
     # An amax is NaN or infinite if an element of its row is: the maximum proves that all others are finite, and only
     # then are elements masked and counted. The scale is that of the finite elements.
-    if any_broken(amax):
-        report(overflowed, nonfinite, is_broken(number))
-        amax = highest(finite(number), 1)
+    if any_nonfinite(amax):
+        record_nonfinite(overflowed, nonfinite, is_nonfinite(number))
+        amax = max_magnitude(zero_nonfinite(number), 1)
     encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
     decode = reciprocal(encode)
     tl.store(amaxes + row, amax, mask=row < rows)
@@ -81,29 +81,29 @@ def cast_rows_kernel(
         value = number_from_code(codes, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(codes, out), mask=inside)
+        tl.store(out + row[:, None] * out_stride + column[None, :], as_stored(codes, out), mask=inside)
 
 
 @triton.jit
-def measure_lines_kernel(
+def measure_rows_and_columns_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
     amaxes,  # int32 [first_column + columns], zeros: bits of the rows' amaxes, from first_column on of the columns'
     overflowed, nonfinite,  # uint8 and int64, one element each, or None: raised
     rows, columns, stride, first_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of rows (ROWS), of columns (COLUMNS) or both: amaxes[line] = max(amaxes[line], bits(max |x[line]|)).
+    """Amaxes of rows (ROWS), columns (COLUMNS), or both: amaxes[i] = max(amaxes[i], bits(max |x[i]|)).
 
-    A program owns a tile [BLOCK_ROWS, BLOCK_COLUMNS], and raises the amax of each of its lines, which other tiles raise
-    too. Reads x once, writes 4 bytes a line of a tile.
+    A program owns a tile [BLOCK_ROWS, BLOCK_COLUMNS], and raises the amax of each of its rows and columns, as other
+    tiles do. Reads x once, writes 4 bytes for each row and column of a tile.
     """
     row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    of_rows, of_columns = highest(number, 1), highest(number, 0)  # without ROWS of_rows is compiled away
-    if any_broken(of_columns):  # they cover every element of the tile, as of_rows does: one test is enough
-        report(overflowed, nonfinite, is_broken(number))
-        of_rows, of_columns = highest(finite(number), 1), highest(finite(number), 0)
+    of_rows, of_columns = max_magnitude(number, 1), max_magnitude(number, 0)  # without ROWS of_rows is compiled away
+    if any_nonfinite(of_columns):  # they cover every element of the tile, as of_rows does: one test is enough
+        record_nonfinite(overflowed, nonfinite, is_nonfinite(number))
+        of_rows, of_columns = max_magnitude(zero_nonfinite(number), 1), max_magnitude(zero_nonfinite(number), 0)
     # As bits: those of non-negative FP32 numbers are in the numbers' order. A maximum does not depend on the order of
     # the programs, so results are the same every time.
     if ROWS:
@@ -114,10 +114,10 @@ def measure_lines_kernel(
 
 
 @triton.jit
-def cast_lines_kernel(
+def cast_rows_and_columns_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
-    out, flipped,  # codes: [rows, columns] and, of the transpose, [columns, rows], row-major without gaps
-    amaxes,  # int32 [first_column + columns], see measure_lines_kernel
+    out, transposed,  # codes: [rows, columns] and, of the transpose, [columns, rows], row-major without gaps
+    amaxes,  # int32 [first_column + columns], see measure_rows_and_columns_kernel
     row_scales, column_scales,  # float32 [rows, 1] and [columns, 1]: written
     rows, columns, stride, first_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -125,7 +125,7 @@ def cast_lines_kernel(
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast rows, columns or both, by the amaxes of measure_lines_kernel.
+    """Cast rows, columns or both, by the amaxes of measure_rows_and_columns_kernel.
 
     A program owns a tile [BLOCK_ROWS, BLOCK_COLUMNS] for both orders. Reads x once, writes a byte an element for each.
     Rows and columns have different scales, so their codes differ: the transpose is a second cast, not a copy.
@@ -139,7 +139,7 @@ def cast_lines_kernel(
         if tl.program_id(0) % ceil_div(columns, BLOCK_COLUMNS) == 0:  # the first tile of a row of tiles stores scales
             tl.store(row_scales + row, reciprocal(encode), mask=row < rows)
         codes = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
-        tl.store(out + row[:, None] * columns + column[None, :], as_held(codes, out), mask=inside)
+        tl.store(out + row[:, None] * columns + column[None, :], as_stored(codes, out), mask=inside)
     if COLUMNS:
         amax = tl.load(amaxes + first_column + column, mask=column < columns, other=0)
         amax = amax.to(tl.float32, bitcast=True)
@@ -148,7 +148,9 @@ def cast_lines_kernel(
             tl.store(column_scales + column, reciprocal(encode), mask=column < columns)
         codes = codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(codes), flipped), mask=inside_t)
+        tl.store(
+            transposed + column[:, None] * rows + row[None, :], as_stored(tl.trans(codes), transposed), mask=inside_t
+        )
 
 
 def cast_rows(
@@ -156,23 +158,23 @@ def cast_rows(
     spec: CastSpec,
     *,
     direct: bool = True,
-    flipped: bool = False,
+    transposed: bool = False,
     values: Tensor | None = None,
-    into: Record | None = None,
-) -> tuple[Lines | None, Lines | None]:
+    record: AmaxRecord | None = None,
+) -> tuple[OrientedCast | None, OrientedCast | None]:
     """A scale for every row of a matrix, of its transpose, or of both.
 
     Args:
         matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
         spec: how to cast; its granularity is a row.
         direct: whether to write the rows.
-        flipped: whether to write the columns, as the rows of [K, M].
+        transposed: whether to write the columns, as the rows of [K, M].
         values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
             itself; K is 16384 at most.
-        into: where to record NaN and ±Inf; its amax is left to the caller.
+        record: where to record NaN and ±Inf; its amax is left to the caller.
     """
-    if flipped or matrix.shape[1] > _LONGEST:
-        return _cast_lines(matrix, spec, into, direct=direct, flipped=flipped)
+    if transposed or matrix.shape[1] > _LONGEST:
+        return _cast_rows_and_columns(matrix, spec, record, direct=direct, transposed=transposed)
     device, (rows, columns) = matrix.device, matrix.shape
     out = casts.empty_codes(rows, columns, spec.format, device, wanted=values is None) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
@@ -180,41 +182,42 @@ def cast_rows(
     block_rows = launching.tile_side(rows, max(1, _ELEMENTS // block_columns))
     launching.launch(
         cast_rows_kernel, (launching.ceil_div(rows, block_rows),),
-        matrix, casts.as_written(out), scales, amaxes, *casts.where_broken_goes(into),
+        matrix, casts.as_kernel_output(out), scales, amaxes, *casts.nonfinite_buffers(record),
         rows, columns, matrix.stride(0), out.stride(0),
         VALUES=values is not None, **casts.constants(spec, device),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
         num_warps=min(16, max(4, block_rows * block_columns // 1024)),
     )  # fmt: skip
-    return Lines(out, scales, amaxes), None
+    return OrientedCast(out, scales, amaxes), None
 
 
-def _cast_lines(
-    matrix: Tensor, spec: CastSpec, into: Record | None, *, direct: bool, flipped: bool
-) -> tuple[Lines | None, Lines | None]:
+def _cast_rows_and_columns(
+    matrix: Tensor, spec: CastSpec, record: AmaxRecord | None, *, direct: bool, transposed: bool
+) -> tuple[OrientedCast | None, OrientedCast | None]:
     device, (rows, columns) = matrix.device, matrix.shape
     row_scales, column_scales = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (rows, columns))
     first_column = launching.ceil_div(rows, 4) * 4  # of 16 bytes; one launch clears rows' and columns' amaxes
     amaxes = torch.zeros(first_column + columns, dtype=torch.int32, device=device)
     out = casts.empty_codes(rows, columns, spec.format, device, wanted=direct)
-    turned = casts.empty_codes(columns, rows, spec.format, device, wanted=flipped)
+    transposed_codes = casts.empty_codes(columns, rows, spec.format, device, wanted=transposed)
     grid = (launching.ceil_div(rows, casts.TILE[0]) * launching.ceil_div(columns, casts.TILE[1]),)
     sizes = (rows, columns, matrix.stride(0), first_column)
-    wanted = {
+    options = {
         "ROWS": direct,
-        "COLUMNS": flipped,
+        "COLUMNS": transposed,
         "BLOCK_ROWS": casts.TILE[0],
         "BLOCK_COLUMNS": casts.TILE[1],
         "num_warps": 8,
     }
-    launching.launch(measure_lines_kernel, grid, matrix, amaxes, *casts.where_broken_goes(into), *sizes, **wanted)
     launching.launch(
-        cast_lines_kernel, grid,
-        matrix, casts.as_written(out), casts.as_written(turned), amaxes, row_scales, column_scales, *sizes,
-        **wanted, **casts.constants(spec, device),
+        measure_rows_and_columns_kernel, grid, matrix, amaxes, *casts.nonfinite_buffers(record), *sizes, **options
+    )
+    launching.launch(
+        cast_rows_and_columns_kernel, grid,
+        matrix, casts.as_kernel_output(out), casts.as_kernel_output(transposed_codes),
+        amaxes, row_scales, column_scales, *sizes, **options, **casts.constants(spec, device),
     )  # fmt: skip
     parts = (amaxes.narrow(0, 0, rows), amaxes.narrow(0, first_column, columns))
-    found = [part.view(torch.float32).unsqueeze(1) for part in parts]
-    return Lines(out, row_scales, found[0]) if direct else None, Lines(
-        turned, column_scales, found[1]
-    ) if flipped else None
+    row_amaxes, column_amaxes = (part.view(torch.float32).unsqueeze(1) for part in parts)
+    cast_rows = OrientedCast(out, row_scales, row_amaxes) if direct else None
+    return cast_rows, OrientedCast(transposed_codes, column_scales, column_amaxes) if transposed else None

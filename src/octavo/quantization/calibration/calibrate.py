@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo._lazy import own_version
 from octavo.convert import choose_layers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
@@ -28,11 +27,9 @@ from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
     SeenData,
-    check_can_hold,
-    check_holds_no_codes,
-    linear_shapes,
-    shape_hash,
-    weights_hash,
+    check_can_store_codes,
+    check_has_no_codes,
+    fingerprint,
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod, quantized_weight
 from octavo.recipes import CastSpec, Recipe
@@ -102,9 +99,9 @@ def calibrate(
     layers, left_out = choose_layers(module, skip=skip, convert_head=convert_head)
     if not layers:
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
-    check_holds_no_codes(module, layers)
+    check_has_no_codes(module, layers)
     if weight_rule is not WeightMethod.MAX:
-        check_can_hold(module, layers)
+        check_can_store_codes(module, layers)
     fmt = _input_cast(recipe).format
 
     def note_early_scales(stats: Observation) -> None:
@@ -130,11 +127,8 @@ def calibrate(
         health=tuple(health[path] for path in reached),
         groups=tuple(tuple(path for path in reached if path in group) for group in stats.groups()),
         left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},
-        shapes=linear_shapes(module),
-        model_hash=shape_hash(module),
-        weights_hash=weights_hash(module),
         seen=SeenData(batches=stats.batches, samples=stats.samples, tokens=stats.tokens, source=source, split=split),
-        octavo_version=own_version(),
+        **fingerprint(module),
     )
 
 
@@ -160,7 +154,7 @@ class LayerCoverage:
         ratio: ``amax`` over the largest magnitude that the scale represents; above 1, values are clipped.
         saturation_fraction: share of the elements that are clipped.
         calibrated_fraction: the same share of the calibration data, which the method clipped deliberately.
-        sqnr_db: signal-to-quantisation-noise ratio of the other data; None without noise. A few huge elements can be a
+        sqnr_db: signal-to-quantization-noise ratio of the other data; None without noise. A few huge elements can be a
             small share of the elements and most of the noise.
         calibrated_sqnr_db: the same for the calibration data.
     """
@@ -227,7 +221,7 @@ def coverage(
 def weights_of(
     layers: dict[str, nn.Linear], recipe: Recipe, method: WeightMethod
 ) -> dict[str, tuple[QuantizedTensor, float | None]]:
-    """Quantise each layer's weight; returns it with its SQNR in dB, None without noise.
+    """Quantize each layer's weight; returns it with its SQNR in dB, None without noise.
 
     Raises:
         ConfigError: a weight contains NaN or ±Inf; the message names the layer.

@@ -21,7 +21,7 @@ All M are in memory at once, in FP32: K² · 4 bytes a layer, 0.5 GB for a decod
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from octavo.autocast import autocast
 from octavo.convert import read_by_others
 from octavo.errors import ConfigError, DataError
-from octavo.functional import cast_operand
+from octavo.functional import quantize_operand
 from octavo.kernels import quantize
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
-from octavo.numerics import PerRow, QuantizedTensor
+from octavo.numerics import PerRow
 from octavo.quantization.calibration.observers import Batch, call_of, evaluating, module_of
-from octavo.recipes import CastSpec, Scaling
+from octavo.recipes import CastSpec
 
 __all__ = ["compensate_rounding", "rounded_by_data"]
 
@@ -83,7 +83,7 @@ def compensate_rounding(
     layers = {
         path: layer
         for path, layer in module_of(model).named_modules()
-        if isinstance(layer, Linear) and layer.recipe.output.b is not None and layer.held is None
+        if isinstance(layer, Linear) and layer.recipe.output.b is not None and layer.codes_layout is None
         if path not in shared_weights
     }
     if not layers:
@@ -103,7 +103,7 @@ def _compensate(layer: Linear, moment: Tensor) -> float:
     spec, weight = layer.recipe.output.b, layer.weight.detach().float()
     assert spec is not None
     compensated, rounded = rounded_by_data(weight, spec, moment)
-    nearest_error = _output_error(_quantized(weight, spec).dequantize() - weight, moment)
+    nearest_error = _output_error(quantize_operand(weight, spec).dequantize() - weight, moment)
     error = _output_error(rounded - weight, moment)
     if not error < nearest_error:
         return 1.0
@@ -122,11 +122,10 @@ def rounded_by_data(weight: Tensor, spec: CastSpec, moment: Tensor) -> tuple[Ten
     Returns:
         Both float32 [N, K]; they differ only in the largest elements of each scaling group, which are not adjusted.
     """
-    order = moment.diagonal().argsort(
-        descending=True
-    )  # round the columns of largest energy first, while most others can still compensate
+    # Round the columns of largest energy first, while most others can still compensate.
+    order = moment.diagonal().argsort(descending=True)
     feedback = _feedback(moment[order][:, order])
-    nearest = _quantized(weight, spec)
+    nearest = quantize_operand(weight, spec)
     scales = nearest.granularity.expand(nearest.fp32_scale, weight.shape).expand(weight.shape)
     largest = nearest.granularity.expand(nearest.granularity.reduce_max(weight.abs()), weight.shape)
     is_largest = weight.abs() == largest
@@ -161,13 +160,6 @@ def _feedback(moment: Tensor) -> Tensor:
     return upper.float()
 
 
-def _quantized(weight: Tensor, spec: CastSpec) -> QuantizedTensor:
-    """Cast the weight with a dynamic scale."""
-    quantized = cast_operand(weight, replace(spec, scaling=Scaling.DYNAMIC))
-    assert isinstance(quantized, QuantizedTensor)
-    return quantized
-
-
 def _output_error(error: Tensor, moment: Tensor) -> float:
     """Output error Σ |D x|² of a weight error D [N, K]."""
     return ((error @ moment) * error).sum(dtype=torch.float64).item()
@@ -191,17 +183,14 @@ def _second_moments(
         if not moments[path].isfinite().all():
             raise DataError(f"layer {path!r} received {_describe_fault(x)}; correct that batch, or the model")
 
-    handles = [layer.register_forward_pre_hook(partial(add, path), with_kwargs=True) for path, layer in layers.items()]
     total, done = len(batches) if isinstance(batches, Sized) else None, 0
-    try:
-        with evaluating(module_of(model)), autocast(enabled=False):
-            for done, batch in enumerate(batches, start=1):
-                call_of(model)(batch)
-                last.clear()
-                on_batch(done, total)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluating(module_of(model)), autocast(enabled=False):
+        for path, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(add, path), with_kwargs=True))
+        for done, batch in enumerate(batches, start=1):
+            call_of(model)(batch)
+            last.clear()
+            on_batch(done, total)
     if not done:
         raise DataError("weight compensation needs at least one batch; give a few thousand tokens")
     return moments

@@ -36,7 +36,7 @@ class LayerHealth:
         path: path of the layer.
         amax: largest magnitude observed.
         scale: decode scale.
-        sqnr_db: signal-to-quantisation-noise ratio.
+        sqnr_db: signal-to-quantization-noise ratio.
         underflow_fraction: share of the nonzero elements that become zero.
         flushed_energy: their share of Σ x².
         clipped_fraction: share of the elements beyond the representable range.

@@ -11,7 +11,7 @@ The observed values are those that ``octavo.nn.Linear`` would cast: under ``torc
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo.errors import ConfigError, DataError
-from octavo.language_model import LanguageModel
+from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn.linear import autocast_dtype
 from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 
@@ -147,12 +147,8 @@ def observe(
     """
     observation, total = Observation(), len(batches) if isinstance(batches, Sized) else None
     late = None if total is None or total < 2 else total - -(-total // LATE_SHARE)
-    module = module_of(model)
-    with (
-        evaluating(module),
-        _hooked(layers, observation),
-        _call_counting(model, observation, kv_cache=kv_cache) as call,
-    ):
+    call = call_of(model, partial(_count_keys_and_values, observation) if kv_cache else None)
+    with evaluating(module_of(model)), _hooked(layers, observation):
         for batch in batches:
             if observation.batches == late:
                 before_the_last_quarter(observation)
@@ -187,15 +183,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def _hooked(layers: Mapping[str, nn.Module], observation: Observation) -> Iterator[None]:
     """Register hooks that count the layers' inputs into ``observation``."""
     shared = _SharedTensors()
-    handles = [
-        layer.register_forward_pre_hook(partial(_count, path, observation, shared), with_kwargs=True)
-        for path, layer in layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for path, layer in layers.items():
+            count_input = partial(_count, path, observation, shared)
+            hooks.enter_context(layer.register_forward_pre_hook(count_input, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _count(
@@ -236,34 +228,24 @@ class _SharedTensors:
         return entry[1], entry[2]
 
 
-@contextmanager
-def _call_counting(
-    model: nn.Module | LanguageModel, observation: Observation, *, kv_cache: bool
-) -> Iterator[Callable[[Batch], object]]:
-    """Yield the function to call with a batch; it also counts keys and values if ``kv_cache``."""
-    if not isinstance(model, LanguageModel):
-        if kv_cache:
-            raise ConfigError(
-                "kv_cache=True needs an octavo.language_model.LanguageModel; load one with load_language_model, or "
-                "leave kv_cache False"
-            )
-        yield call_of(model)
-        return
-
-    def count_both(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        statistics = observation.keys_and_values.setdefault(layer, KVStatistics())
-        statistics.add(keys, values)
-        for what, counts in (("keys", statistics.keys), ("values", statistics.values)):
-            _check_finite(counts, observation, f"layer {layer} has {what} with")
-        return keys, values
-
-    yield partial(_call_language_model, partial(model.logits, kv_transform=count_both if kv_cache else None))
+def _count_keys_and_values(observation: Observation, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Add one layer's keys and values to its statistics and return them unchanged."""
+    statistics = observation.keys_and_values.setdefault(layer, KVStatistics())
+    statistics.add(keys, values)
+    for what, counts in (("keys", statistics.keys), ("values", statistics.values)):
+        _check_finite(counts, observation, f"layer {layer} has {what} with")
+    return keys, values
 
 
-def call_of(model: nn.Module | LanguageModel) -> Callable[[Batch], object]:
-    """Return the function to call with a batch."""
+def call_of(model: nn.Module | LanguageModel, kv_transform: KVTransform | None = None) -> Callable[[Batch], object]:
+    """Return the function to call with a batch; only a language model takes a ``kv_transform``."""
     if isinstance(model, LanguageModel):
-        return partial(_call_language_model, model.logits)
+        return partial(_call_language_model, partial(model.logits, kv_transform=kv_transform))
+    if kv_transform is not None:
+        raise ConfigError(
+            "kv_cache=True needs an octavo.language_model.LanguageModel; load one with load_language_model, or "
+            "leave kv_cache False"
+        )
     return partial(_call_module, model)
 
 

@@ -116,7 +116,7 @@ def scale_from_magnitudes(magnitudes: Magnitudes, rule: RangeRule, fmt: Format) 
 
 
 def decoded(values: Tensor, scales: Tensor, fmt: Format) -> Tensor:
-    """Quantise and dequantise values [n] under each scale [c]: float64 [c, n]."""
+    """Quantize and dequantize values [n] under each scale [c]: float64 [c, n]."""
     rows = values.float().expand(len(scales), -1).contiguous()
     return quantize(rows, fmt, granularity=PerRow(), scale=scales[:, None]).dequantize().double()
 

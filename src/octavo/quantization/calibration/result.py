@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import ConversionReport, convert, hold_weights, read_by_others
+from octavo._lazy import own_version
+from octavo.convert import ConversionReport, convert, read_by_others, store_weights_as_codes
 from octavo.errors import CheckpointError, ConfigError
 from octavo.kernels import quantize
 from octavo.language_model import LanguageModel
@@ -38,8 +39,9 @@ __all__ = [
     "NEVER_REACHED",
     "Calibration",
     "SeenData",
-    "check_can_hold",
-    "check_holds_no_codes",
+    "check_can_store_codes",
+    "check_has_no_codes",
+    "fingerprint",
     "linear_shapes",
     "load_calibration",
     "shape_hash",
@@ -117,7 +119,7 @@ class Calibration:
 
         Args:
             model: the calibrated model, with the same weights.
-            hold_weights: freeze the calibrated layers' weights and hold them as FP8 codes, one byte an element. None
+            hold_weights: freeze the calibrated layers' weights and store them as FP8 codes, one byte an element. None
                 does so only for searched scales (``weight_method="mse"``), which a high-precision weight cannot use.
 
         Returns:
@@ -126,13 +128,13 @@ class Calibration:
         Raises:
             CheckpointError: the scales belong to another model or other weights; the model is not changed then.
             ConfigError: ``hold_weights=False`` with searched weight scales, searched scales of a weight that another
-                module also reads, or a layer that already holds codes.
+                module also reads, or a layer that already stores codes.
         """
         module = module_of(model)
         self.check_fit(module)
         searched = self.weight_method is not WeightMethod.MAX
         if searched:
-            check_can_hold(module, self.input_scales)
+            check_can_store_codes(module, self.input_scales)
         if searched and not self.weights_hash:
             self._check_weights(module)
         if searched and hold_weights is False:
@@ -146,7 +148,7 @@ class Calibration:
             assert isinstance(layer, Linear)
             layer.input_scale.copy_(scale)
         if searched or hold_weights:
-            report = _with_held_weights(module, report, self.weight_scales if searched else {})
+            report = _with_stored_codes(module, report, self.weight_scales if searched else {})
         return replace(report, skipped={path: self.left_out.get(path, why) for path, why in report.skipped.items()})
 
     def means_of_keys(self, model: nn.Module | LanguageModel) -> Mapping[int, Tensor]:
@@ -162,7 +164,7 @@ class Calibration:
         return self.key_means
 
     def check_fit(self, module: nn.Module) -> None:
-        """Raise unless names, shapes and weights are those of the calibrated model, and no layer holds codes."""
+        """Raise unless names, shapes and weights are those of the calibrated model, and no layer stores codes."""
         shapes = linear_shapes(module)
         missing, extra = sorted(self.shapes.keys() - shapes.keys()), sorted(shapes.keys() - self.shapes.keys())
         if missing or extra:
@@ -181,7 +183,7 @@ class Calibration:
                 "this calibration is of another model: its linear layers are the same, but the names or shapes of "
                 "other parameters differ; calibrate this model"
             )
-        check_holds_no_codes(module, self.input_scales)
+        check_has_no_codes(module, self.input_scales)
         if self.weights_hash and weights_hash(module) != self.weights_hash:
             raise CheckpointError(
                 "this calibration is of other weights of the same shape, such as another run's or an earlier step's; "
@@ -318,6 +320,16 @@ def linear_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
+def fingerprint(module: nn.Module) -> dict[str, Any]:
+    """Fields of a :class:`Calibration` that identify its model and octavo's version."""
+    return {
+        "shapes": linear_shapes(module),
+        "model_hash": shape_hash(module),
+        "weights_hash": weights_hash(module),
+        "octavo_version": own_version(),
+    }
+
+
 def shape_hash(module: nn.Module) -> str:
     """BLAKE2b of the names and shapes of a model's parameters; 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
@@ -340,32 +352,32 @@ def weights_hash(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def check_holds_no_codes(module: nn.Module, paths: Iterable[str]) -> None:
-    """Raise ConfigError if one of the layers holds FP8 codes instead of its weight."""
+def check_has_no_codes(module: nn.Module, paths: Iterable[str]) -> None:
+    """Raise ConfigError if one of the layers stores FP8 codes instead of its weight."""
     for path in paths:
         layer = module.get_submodule(path)
-        if isinstance(layer, Linear) and layer.held is not None:
+        if isinstance(layer, Linear) and layer.codes_layout is not None:
             raise ConfigError(
-                f"layer {path!r} already holds its weight as FP8 codes; give the high-precision model that they were "
+                f"layer {path!r} already stores its weight as FP8 codes; give the high-precision model that they were "
                 "made from"
             )
 
 
-def check_can_hold(module: nn.Module, paths: Iterable[str]) -> None:
-    """Raise ConfigError if the weight of one of the layers cannot be held as codes, as searched scales require."""
+def check_can_store_codes(module: nn.Module, paths: Iterable[str]) -> None:
+    """Raise ConfigError if the weight of one of the layers cannot be stored as codes, as searched scales require."""
     shared_weights = read_by_others(module)
     for path in paths:
         if path in shared_weights:
             raise ConfigError(
-                f"the weight of {path!r} cannot have searched scales (mse), because it cannot be held as codes: "
+                f"the weight of {path!r} cannot have searched scales (mse), because it cannot be stored as codes: "
                 f"{shared_weights[path]}; leave the layer out with skip, or use the weight method max"
             )
 
 
-def _with_held_weights(module: nn.Module, report: ConversionReport, scales: Mapping[str, Tensor]) -> ConversionReport:
+def _with_stored_codes(module: nn.Module, report: ConversionReport, scales: Mapping[str, Tensor]) -> ConversionReport:
     for path in report.converted:
         layer = module.get_submodule(path)
         assert isinstance(layer, Linear)
         layer.weight.requires_grad_(False)
-    held, not_held = hold_weights(module, report.converted, scales=scales)
+    held, not_held = store_weights_as_codes(module, report.converted, scales=scales)
     return replace(report, held=held, not_held=not_held)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from octavo import recipes
-from octavo._lazy import own_version
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.numerics import scale_from_amax
@@ -22,10 +21,9 @@ from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
     SeenData,
-    check_can_hold,
+    check_can_store_codes,
+    fingerprint,
     linear_shapes,
-    shape_hash,
-    weights_hash,
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from octavo.scaling import INPUT
@@ -63,7 +61,7 @@ def calibration_from_run(
             "delayed, or calibrate on data"
         )
     if weight_method != WeightMethod.MAX:
-        check_can_hold(run.model, amaxes)
+        check_can_store_codes(run.model, amaxes)
     assert recipe.output.a is not None
     fmt = recipe.output.a.format
     scales = {
@@ -71,7 +69,6 @@ def calibration_from_run(
         for path, amax in amaxes.items()
     }
     weights = weights_of({path: layers[path] for path in amaxes}, recipe, WeightMethod(weight_method))
-    shapes = linear_shapes(run.model)
     return Calibration(
         recipe=recipe,
         rule=rule,
@@ -82,12 +79,9 @@ def calibration_from_run(
             LayerHealth(path=path, amax=amax, scale=float(scales[path]), weight_sqnr_db=weights[path][1])
             for path, amax in amaxes.items()
         ),
-        left_out={path: _left_out_reason(layers.get(path)) for path in shapes if path not in amaxes},
-        shapes=shapes,
-        model_hash=shape_hash(run.model),
-        weights_hash=weights_hash(run.model),
+        left_out={path: _left_out_reason(layers.get(path)) for path in linear_shapes(run.model) if path not in amaxes},
         seen=SeenData(source=run.config.data.source, split=Split.TRAIN, run=f"{run_dir}, step {run.step}"),
-        octavo_version=own_version(),
+        **fingerprint(run.model),
     )
 
 

@@ -2,7 +2,7 @@
 
 `max` is the recipe's own cast: each group's largest magnitude maps to the format's maximum. `mse` tries the ranges
 amax · 2^(-i/16) over one binade for each group and selects the one with the least squared error. A cast of the weight
-does not reproduce such a scale, so the layer has to hold the codes.
+does not reproduce such a scale, so the layer has to store the codes.
 """
 
 from enum import StrEnum
@@ -29,7 +29,7 @@ class WeightMethod(StrEnum):
 
 @torch.no_grad()
 def quantized_weight(weight: Tensor, spec: CastSpec, method: WeightMethod) -> QuantizedTensor:
-    """Quantise a weight.
+    """Quantize a weight.
 
     Args:
         weight: [N, K], in high precision.

@@ -1,4 +1,4 @@
-"""FormatComparison of one language model in several formats with BF16, on the same text.
+"""Comparison of one language model in several formats with BF16, on the same text.
 
     loop over windows            compute the reference's logits, then each variant's; discard them after scoring
     difference to the reference  paired: loss differences of the same windows, their mean and its standard error

@@ -1,4 +1,4 @@
-"""INT8 baseline: torchao's dynamic INT8 quantisation, with its integer GEMM computed exactly in FP32.
+"""INT8 baseline: torchao's dynamic INT8 quantization, with its integer GEMM computed exactly in FP32.
 
 torchao's ``Int8DynamicActivationInt8WeightConfig`` casts the input with one scale per token and the weight with one
 scale per row, multiplies int8 by int8 (``torch._int_mm``) and applies both scales. On a CPU without integer dot-product
@@ -24,7 +24,7 @@ K_CHUNK = EXACT_IN_FP32 // LARGEST_PRODUCT
 
 
 def quantize_to_int8(model: nn.Module, paths: Collection[str]) -> None:
-    """Quantise the layers at ``paths`` with torchao's INT8, in place; their inputs are rounded to BF16 first.
+    """Quantize the layers at ``paths`` with torchao's INT8, in place; their inputs are rounded to BF16 first.
 
     Args:
         model: in BF16, the source of torchao's scales.

@@ -1,4 +1,4 @@
-"""Token-level difference between a quantised model's predictions and a reference's.
+"""Token-level difference between a quantized model's predictions and a reference's.
 
 Computed from the logits of both over one window of text, with p the reference's probabilities and q the variant's:
 

@@ -9,7 +9,7 @@
 | fp8-rowwise     | E4M3, a power-of-two scale a row (recipe rowwise)     | the same, a scale a token           |
 | fp8-blockwise   | E4M3, a power-of-two scale for 128x128 (blockwise)    | the same for 1x128                  |
 | fp8-static      | E4M3 with a calibration's scales                      | E4M3, its frozen scale a tensor     |
-| fp8-qat         | E4M3 after quantisation-aware training                | as in training                      |
+| fp8-qat         | E4M3 after quantization-aware training                | as in training                      |
 | fp8-kv          | BF16; keys and values through octavo's FP8 cache      | BF16                                |
 | fp8-kv-centred  | BF16; the same, with a calibration's mean keys        | BF16                                |
 
@@ -18,23 +18,27 @@ norms hold the rounded values, everything runs under BF16 autocast, the residual
 They therefore differ only in the format of those linears. The exception is fp8-qat, whose codes come from the weights
 that training changed; its other parameters are rounded as in the other variants.
 
-A variant is a copy whose codes take one byte an element; the original model is not changed.
+A variant is a copy whose codes take one byte an element; the original model is not changed. ``octavo eval --compare``
+selects variants by these names.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from octavo.convert import choose_layers, convert, restore
+from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import runs_in_fp8, store_weight_as_codes
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
+from octavo.quantization.calibration.result import check_has_no_codes, shape_hash
 from octavo.quantization.comparison.int8_baseline import ExactIntegerProducts, quantize_to_int8
 from octavo.quantization.comparison.kv_cache_round_trip import cached
 from octavo.quantization.comparison.storage import Storage, storage_of
@@ -45,6 +49,7 @@ __all__ = [
     "BF16",
     "CACHE",
     "CENTRED",
+    "FORMATS",
     "FP32",
     "INT8",
     "RECIPES",
@@ -53,9 +58,11 @@ __all__ = [
     "FormatVariant",
     "StaticScales",
     "as_it_is",
+    "check_formats",
     "from_recipe",
     "high_precision",
     "int8",
+    "line_up",
     "tuned",
     "with_cache",
     "with_scales",
@@ -65,6 +72,8 @@ FP32, BF16, AS_IT_IS = "fp32", "bf16", "as it is"
 INT8, STATIC, TUNED = "int8", "fp8-static", "fp8-qat"
 CACHE, CENTRED = "fp8-kv", "fp8-kv-centred"
 RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise": "blockwise"}
+FORMATS = (FP32, BF16, INT8, *RECIPES, STATIC, TUNED, CACHE, CENTRED)
+T = TypeVar("T")
 
 
 class StaticScales(Protocol):
@@ -114,7 +123,7 @@ class FormatVariant:
 
 
 def as_it_is(model: LanguageModel) -> FormatVariant:
-    """Variant that is the model itself: FP32, except layers that hold FP8 codes, which follow their recipes."""
+    """Variant that is the model itself: FP32, except layers that store FP8 codes, which follow their recipes."""
     return FormatVariant(
         name=AS_IT_IS, language_model=model, surrounding=torch.float32, quantized=_quantized_paths(model)
     )
@@ -128,7 +137,7 @@ def high_precision(model: LanguageModel, name: str) -> FormatVariant:
 
 
 def from_recipe(model: LanguageModel, name: str) -> FormatVariant:
-    """Copy whose linears run the recipe ``RECIPES[name]``, with weights held as codes."""
+    """Copy whose linears run the recipe ``RECIPES[name]``, with weights stored as codes."""
     check_has_layers(model.model, tuple(choose_layers(model.model)[0]))
     return _quantized_variant(
         _bf16_rounded_copy(model), name, lambda inner: convert(inner, RECIPES[name], frozen="fp8")
@@ -148,7 +157,7 @@ def with_scales(model: LanguageModel, calibration: StaticScales) -> FormatVarian
 
 
 def tuned(model: LanguageModel) -> FormatVariant:
-    """Copy of a model after quantisation-aware training ("fp8-qat")."""
+    """Copy of a model after quantization-aware training ("fp8-qat")."""
     return _quantized_variant(_frozen_copy(model), TUNED, _quantize_then_round)
 
 
@@ -165,7 +174,7 @@ def int8(model: LanguageModel) -> FormatVariant:
 
 
 def _quantized_variant(copied: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> FormatVariant:
-    """Quantise a copy in place and finish it as a variant."""
+    """Quantize a copy in place and finish it as a variant."""
     quantize(copied.model)
     paths = _quantized_paths(copied)
     check_has_layers(copied.model, paths)
@@ -174,23 +183,19 @@ def _quantized_variant(copied: LanguageModel, name: str, quantize: Callable[[nn.
 
 def _quantized_paths(model: LanguageModel) -> tuple[str, ...]:
     """Paths of the layers whose GEMMs use codes."""
-    return tuple(
-        path
-        for path, layer in model.model.named_modules()
-        if isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
-    )
+    return tuple(path for path, layer in model.model.named_modules() if runs_in_fp8(layer))
 
 
 def _quantize_then_round(model: nn.Module) -> None:
-    """Quantise the trained weights before rounding the other parameters to BF16, so that the codes do not change."""
+    """Quantize the trained weights before rounding the other parameters to BF16, so that the codes do not change."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
-            hold_weight_as_codes(layer)
+            store_weight_as_codes(layer)
     round_to_bf16(model)
 
 
 def _frozen_copy(model: LanguageModel) -> LanguageModel:
-    """Frozen copy, whose weights may be held as codes."""
+    """Frozen copy, whose weights may be stored as codes."""
     return replace(model, model=copy.deepcopy(model.model).requires_grad_(False))
 
 
@@ -223,3 +228,83 @@ def _store_as_bf16(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _module, _inputs, output: output.float())
+
+
+def check_formats(names: Sequence[str]) -> tuple[str, ...]:
+    """Validate format names and add BF16, the reference, if it is missing.
+
+    Raises:
+        ConfigError: an unknown name, a duplicate, or no name.
+
+    Example:
+        >>> check_formats(["int8", "fp8-dynamic"])
+        ('bf16', 'int8', 'fp8-dynamic')
+    """
+    for name in names:
+        if name not in FORMATS:
+            raise ConfigError(f"there is no format {name!r} to compare; use some of {', '.join(FORMATS)}")
+    if not names or len({*names}) < len(names):
+        raise ConfigError(f"compare needs one or more distinct formats, not {', '.join(names) or 'none'}")
+    return tuple(names) if BF16 in names else (BF16, *names)
+
+
+def line_up(
+    model: LanguageModel,
+    names: Sequence[str],
+    *,
+    calibration: StaticScales | None = None,
+    tuned_model: LanguageModel | None = None,
+    means: Mapping[int, Tensor] | None = None,
+    advance: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[FormatVariant]:
+    """Build a variant for each name, in order; the model is not changed.
+
+    Args:
+        model: in FP32.
+        names: as returned by :func:`check_formats`.
+        calibration: for "fp8-static".
+        tuned_model: for "fp8-qat", as returned by ``load_qat``.
+        means: mean keys for "fp8-kv-centred", as returned by ``key_means``.
+        advance: called after each variant with (done, total).
+
+    Raises:
+        ConfigError: a format without its calibration, tuned model or library; a model that stores FP8 codes, which
+            cannot serve as a BF16 reference.
+        CheckpointError: a calibration or tuned model of another model.
+    """
+    check_has_no_codes(model.model, (path for path, _ in model.model.named_modules()))
+    bf16 = high_precision(model, BF16)
+    builders: dict[str, Callable[[], FormatVariant]] = {
+        FP32: lambda: high_precision(model, FP32),
+        BF16: lambda: bf16,
+        INT8: lambda: int8(model),
+        **{name: partial(from_recipe, model, name) for name in RECIPES},
+        STATIC: lambda: with_scales(model, _required(calibration, STATIC, "a calibration")),
+        TUNED: lambda: tuned(_check_tuned_model(model, _required(tuned_model, TUNED, "a model tuned by octavo qat"))),
+        CACHE: lambda: with_cache(bf16, CACHE),
+        CENTRED: lambda: with_cache(bf16, CENTRED, _required(means, CENTRED, "the means of its keys")),
+    }
+    variants = []
+    for name in names:
+        variants.append(builders[name]())
+        advance(len(variants), len(names))
+    return variants
+
+
+def _check_tuned_model(model: LanguageModel, tuned_model: LanguageModel) -> LanguageModel:
+    """Return ``tuned_model`` if its parameter shapes and vocabulary match ``model``."""
+    advice = f"give the folder that octavo qat wrote for this model, or leave {TUNED} out"
+    if shape_hash(tuned_model.model) != shape_hash(model.model):
+        raise CheckpointError(f"the tuned model is another model: names or shapes of parameters differ; {advice}")
+    if (
+        tuned_model.tokenizer is not model.tokenizer
+        and tuned_model.tokenizer.get_vocab() != model.tokenizer.get_vocab()
+    ):
+        raise CheckpointError(f"the tuned model is another model: its tokenizer has other tokens; {advice}")
+    return tuned_model
+
+
+def _required(value: T | None, name: str, what: str) -> T:
+    if value is None:
+        raise ConfigError(f"{name} needs {what}; give it, or leave {name} out")
+    return value

@@ -1,4 +1,4 @@
-"""Distillation from the model before quantisation, in addition to the next-token loss.
+"""Distillation from the model before quantization, in addition to the next-token loss.
 
     loss = (1 − weight) · cross-entropy(student, targets)
          + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))

@@ -1,4 +1,4 @@
-"""Linear layer in quantisation-aware training.
+"""Linear layer in quantization-aware training.
 
 ``QATLinear`` is an ``octavo.nn.Linear`` with straight-through gradients that also sets the scale of a static input. The
 scale is determined in training and used afterwards, in one of three ways:
@@ -96,7 +96,7 @@ class QATLinear(Linear):
         if recipe.is_delayed:
             raise ConfigError(
                 f"recipe {recipe.name!r} takes its scales from training steps, which the converted model does not "
-                "have; use 'static' with scales='tracked' in quantisation-aware training"
+                "have; use 'static' with scales='tracked' in quantization-aware training"
             )
         x, operands = make(OperandScaling())
         assert operands is None, "operands are cast in advance only for exactly octavo.nn.Linear"

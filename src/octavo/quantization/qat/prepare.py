@@ -1,6 +1,6 @@
-"""Quantisation-aware training: ``prepare_qat``, train, ``convert_qat``.
+"""Quantization-aware training: ``prepare_qat``, train, ``convert_qat``.
 
-Weights quantised after training were not trained for the rounding error. In a prepared model the linear layers already
+Weights quantized after training were not trained for the rounding error. In a prepared model the linear layers already
 compute the converted model's outputs, bit for bit, so training optimises the rounded model. Gradients pass straight
 through the rounding (``octavo.quantization.qat.straight_through``); the master weights stay in high precision.
 
@@ -20,6 +20,7 @@ from octavo.convert import ConversionReport, convert, restore
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.projected_attention import join_projections, split_projections
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.qat.linear import DECAY, QATLinear, ScaleUpdate
 from octavo.recipes import Recipe
 
@@ -52,7 +53,7 @@ def prepare_qat(
     keep_last_blocks: int = 0,
     overrides: Mapping[str, str | Recipe] | None = None,
 ) -> ConversionReport:
-    """Prepare a model for quantisation-aware training with ``recipe``, in place.
+    """Prepare a model for quantization-aware training with ``recipe``, in place.
 
     The projections of ``nn.MultiheadAttention`` are prepared as ``in_proj`` and ``out_proj``; the keys of the
     ``state_dict`` do not change. Layers that are already static, such as those of a calibrated model, keep their
@@ -128,7 +129,7 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
 
     Args:
         model: prepared by :func:`prepare_qat`.
-        hold_weights: freeze the weights and hold them as FP8 codes, one byte an element; no further training.
+        hold_weights: freeze the weights and store them as FP8 codes, one byte an element; no further training.
 
     Raises:
         ConfigError: the model is not prepared.
@@ -140,11 +141,11 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
         >>> print(octavo.convert_qat(model, hold_weights=True))
         1 layers run tensorwise, 0 stay as they are
         in FP8: 88.9 % of the parameters and 100.0 % of the multiplications, counting each weight once a token
-        1 hold their weight as FP8 codes
+        1 store their weight as FP8 codes
     """
     prepared = dict(_prepared(model))
     if not prepared:
-        raise ConfigError("this model has no layer in quantisation-aware training; call octavo.prepare_qat first")
+        raise ConfigError("this model has no layer in quantization-aware training; call octavo.prepare_qat first")
     finished = {path: layer.finish() for path, layer in prepared.items()}
     unreached = [path for path, layer in finished.items() if layer.recipe.has_static_input and not layer.input_scale]
     for path in unreached:
@@ -217,12 +218,11 @@ def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, QATLinear]]:
 
 
 def _check_arguments(model: torch.nn.Module, scales: str, decay: float) -> ScaleUpdate:
-    if scales not in tuple(ScaleUpdate):
-        raise ConfigError(f"scales must be one of {', '.join(ScaleUpdate)}, not {scales!r}")
+    check_member("scales", scales, tuple(ScaleUpdate))
     if not 0 < decay <= 1:
         raise ConfigError(f"decay must be above 0 and at most 1, not {decay}")
     for path, _ in _prepared(model):
-        raise ConfigError(f"layer {path!r} is already in quantisation-aware training; call octavo.convert_qat first")
+        raise ConfigError(f"layer {path!r} is already in quantization-aware training; call octavo.convert_qat first")
     return ScaleUpdate(scales)
 
 
@@ -233,7 +233,7 @@ def _override_recipes(overrides: object) -> Iterator[Recipe]:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise ConfigError unless the recipe supports quantisation-aware training."""
+    """Raise ConfigError unless the recipe supports quantization-aware training."""
     if recipe.output.b is None:
         raise ConfigError(f"recipe {recipe.name!r} casts no weight; use 'static', or a recipe with dynamic scales")
     _check_not_delayed(recipe)

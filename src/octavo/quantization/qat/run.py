@@ -1,13 +1,13 @@
-"""Quantisation-aware training of a language model, measured against baselines (``run_qat``).
+"""Quantization-aware training of a language model, measured against baselines (``run_qat``).
 
 | measured        | model                                                                  | with a baseline only |
 |-----------------|------------------------------------------------------------------------|----------------------|
 | bf16            | the original model                                                     |                      |
-| fp8             | the original, quantised with scales from the training windows          |                      |
+| fp8             | the original, quantized with scales from the training windows          |                      |
 | bf16-tuned      | fine-tuned in BF16 on the same batches in the same order               | yes                  |
-| fp8-of-tuned    | bf16-tuned, quantised                                                  | yes                  |
-| fp8-by-data     | bf16-tuned, quantised with compensated rounding                        | yes, with by_data    |
-| fp8-qat         | fine-tuned in quantisation-aware training, and converted               |                      |
+| fp8-of-tuned    | bf16-tuned, quantized                                                  | yes                  |
+| fp8-by-data     | bf16-tuned, quantized with compensated rounding                        | yes, with by_data    |
+| fp8-qat         | fine-tuned in quantization-aware training, and converted               |                      |
 
 All of them run under BF16 autocast with FP32 master weights, other linears in octavo's "bf16". Losses are measured on
 the same held-out windows, so their differences are paired (``octavo.training.comparison``).
@@ -26,7 +26,6 @@ weights, which are then rounded to nearest again (measured: docs/qat.md).
 import copy
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +39,10 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
-from octavo.quantization.calibration import calibrate, compensate_rounding
+from octavo.numerics.cast_spec import check_member
+from octavo.quantization.bf16 import bf16_autocast
+from octavo.quantization.calibration.calibrate import calibrate
+from octavo.quantization.calibration.compensated_rounding import compensate_rounding
 from octavo.quantization.qat.linear import QATLinear, ScaleUpdate
 from octavo.quantization.qat.prepare import HIGH_PRECISION, NO_SCALE, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
@@ -82,8 +84,7 @@ class QATSettings:
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
-        if self.scales not in tuple(ScaleUpdate):
-            raise ConfigError(f"scales must be one of {', '.join(ScaleUpdate)}, not {self.scales!r}")
+        check_member("scales", self.scales, tuple(ScaleUpdate))
         tuning = self.tuning
         if self.starts_scales_at_first_batch and tuning.moving_steps == tuning.high_precision_steps:
             raise ConfigError(
@@ -153,7 +154,7 @@ def run_qat(
     """
     run = _QATRun(source, settings, training, held_out, on_phase)
     before = run.bf16_copy_of(source.model)
-    plain = run.quantised_copy(before)  # fails early on a model that cannot be prepared
+    plain = run.quantized_copy(before)  # fails early on a model that cannot be prepared
     run.measure(BEFORE, before)
     run.measure(PLAIN_FP8, plain)
     del plain
@@ -186,8 +187,8 @@ class _QATRun:
         self.steps: dict[str, tuple[TuneStep, ...]] = {}
 
     @property
-    def autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.training.device.type, dtype=torch.bfloat16, cache_enabled=False)
+    def autocast(self) -> torch.autocast:
+        return bf16_autocast(self.training.device)
 
     def bf16_copy_of(self, model: nn.Module) -> nn.Module:
         """Copy with all linears in BF16."""
@@ -205,26 +206,26 @@ class _QATRun:
             on_window=lambda done, total: self.on_phase(f"evaluate {name}", done, total),
         )
 
-    def quantised_copy(self, model: nn.Module, *, by_data: bool = False) -> nn.Module:
-        """Copy of a BF16 model, quantised without training."""
-        quantised = self._prepared(model, scales=ScaleUpdate.FROZEN)
-        self._load_input_scales(quantised, model)
+    def quantized_copy(self, model: nn.Module, *, by_data: bool = False) -> nn.Module:
+        """Copy of a BF16 model, quantized without training."""
+        quantized = self._prepared(model, scales=ScaleUpdate.FROZEN)
+        self._load_input_scales(quantized, model)
         if by_data:
-            self._compensate_rounding(quantised)
-        _convert_all(quantised)
-        return quantised
+            self._compensate_rounding(quantized)
+        _convert_all(quantized)
+        return quantized
 
     def tune_baseline(self) -> None:
-        """Tune a copy of the source in BF16; measure it and its quantised copies."""
+        """Tune a copy of the source in BF16; measure it and its quantized copies."""
         tuned = self.bf16_copy_of(self.source)
         self._tune(BASELINE, tuned, replace(self.settings.tuning, distill=0.0))
         self.measure(BASELINE, tuned)
-        self.measure(FP8_OF_BASELINE, self.quantised_copy(tuned))
+        self.measure(FP8_OF_BASELINE, self.quantized_copy(tuned))
         if self.settings.by_data:
-            self.measure(FP8_BY_DATA, self.quantised_copy(tuned, by_data=True))
+            self.measure(FP8_BY_DATA, self.quantized_copy(tuned, by_data=True))
 
     def train_for_fp8(self) -> tuple[nn.Module, ConversionReport]:
-        """Copy of the source after quantisation-aware training, converted."""
+        """Copy of the source after quantization-aware training, converted."""
         student = self._prepared(self.source, scales=self.settings.scales)
         teachers: list[nn.Module] = []
 
@@ -257,7 +258,7 @@ class _QATRun:
         self.steps[name] = tuple(done)
 
     def _prepared(self, model: nn.Module, *, scales: str) -> nn.Module:
-        """Copy prepared for quantisation-aware training; other layers run in BF16."""
+        """Copy prepared for quantization-aware training; other layers run in BF16."""
         prepared = copy.deepcopy(model)
         restore(prepared)
         prepare_qat(

@@ -1,4 +1,4 @@
-"""Linear function with an FP8 forward pass and a straight-through backward pass, for quantisation-aware training.
+"""Linear function with an FP8 forward pass and a straight-through backward pass, for quantization-aware training.
 
     y     = x_q · W_qᵀ + bias       bitwise identical to a converted layer
     ∂x    = g · W_q                 g is ∂loss/∂y, in its dtype

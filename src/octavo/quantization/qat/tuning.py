@@ -1,11 +1,11 @@
 """Fine-tuning of a language model on windows of text for a few hundred steps.
 
 An update computes the next-token loss of a batch of windows, clips the gradient norm and applies AdamW with linear
-warm-up and cosine decay. BF16 models and models in quantisation-aware training are tuned on the same batches in the
+warm-up and cosine decay. BF16 models and models in quantization-aware training are tuned on the same batches in the
 same order, so that they can be compared. Tracked and learned scales are frozen for the last share of the steps: the
 weights adapt to the scales of the converted model.
 
-The first steps may run in high precision, without casts in layers in quantisation-aware training. A fine-tune that is
+The first steps may run in high precision, without casts in layers in quantization-aware training. A fine-tune that is
 needed anyway then costs no more than usual, and casts begin once the learning rate is small.
 
 A nonfinite loss or gradient norm stops the run before the weights are updated, and the step is replayed to name the
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo.autocast import autocast
 from octavo.errors import ConfigError, NonFiniteLossError
-from octavo.language_model import logits_of
+from octavo.language_model import LogitsModule, logits_of
 from octavo.models import Llama
 from octavo.quantization.qat.distillation import check_distillation, distillation_loss
 from octavo.quantization.qat.prepare import freeze_scales, parameter_groups
@@ -148,7 +148,7 @@ def tune(
     if settings.distill and teacher is None:
         raise ConfigError("distillation needs a teacher; give one, or set distill to 0")
     context = nullcontext() if surroundings is None else surroundings
-    tuned = _logits_module(model).train()
+    tuned = (model if isinstance(model, Llama) else LogitsModule(model)).train()
     groups = parameter_groups(
         model,
         learning_rate=settings.learning_rate,
@@ -240,18 +240,3 @@ def _batches(windows: Tensor, settings: TuneSettings) -> tuple[Tensor, ...]:
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(settings.seed))
     batches: tuple[Tensor, ...] = windows[order[: settings.windows]].split(settings.batch_size)
     return batches
-
-
-def _logits_module(model: nn.Module) -> nn.Module:
-    return model if isinstance(model, Llama) else _LogitsOnly(model)
-
-
-class _LogitsOnly(nn.Module):
-    """Wrapper that returns the logits of a transformers model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return logits_of(self.model, tokens)

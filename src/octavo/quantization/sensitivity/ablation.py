@@ -119,11 +119,8 @@ def floor_of(model: nn.Module, units: Sequence[Unit], windows: Tensor) -> Increa
     for window in windows:
         reference = _ReferenceWindow(logits_of(model, window[None]), window[None])
         reference_nats.append(reference.nats)
-        handle = layer.register_forward_hook(_one_step_up)
-        try:
+        with layer.register_forward_hook(_one_step_up):
             changed.append(reference.score(logits_of(model, window[None])))
-        finally:
-            handle.remove()
     return increase_of(changed, reference_nats)
 
 

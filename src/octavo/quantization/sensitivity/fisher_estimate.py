@@ -24,13 +24,13 @@ probability of the word: the diagonal of the softmax's Fisher matrix, which need
 Cost: one forward and backward pass, and one forward pass of each layer for each choice. Input, output and gradient of
 every layer are stored for one window.
 
-Source: the diagonal of the Fisher matrix as a measure of quantisation error is that of FIT (arXiv 2210.08502) and of
+Source: the diagonal of the Fisher matrix as a measure of quantization error is that of FIT (arXiv 2210.08502) and of
 LLM compression by "sensitivity" (SqueezeLLM, arXiv 2306.07629, equation 3), applied there to weights, here to outputs.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,7 +129,6 @@ def _backward(
 def _recording(model: nn.Module, units: Sequence[Unit]) -> Iterator[dict[str, list[RecordedCall]]]:
     """Record each unit's calls. The graph starts at the embeddings, since no parameter requires a gradient."""
     calls: dict[str, list[RecordedCall]] = {unit.path: [] for unit in units}
-    handles = []
 
     def record(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
@@ -141,13 +140,11 @@ def _recording(model: nn.Module, units: Sequence[Unit]) -> Iterator[dict[str, li
 
         return hook
 
-    try:
+    with ExitStack() as hooks:
         for unit in units:
-            handles += [model.get_submodule(path).register_forward_hook(record(unit.path)) for path in unit.paths]
+            for path in unit.paths:
+                hooks.enter_context(model.get_submodule(path).register_forward_hook(record(unit.path)))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _half_square(nats: Tensor) -> Tensor:

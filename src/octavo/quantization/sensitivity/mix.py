@@ -27,6 +27,7 @@ from octavo.checkpoints.tables import CodedTable
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
+from octavo.numerics.cast_spec import check_member
 from octavo.parsing import read_toml
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
@@ -50,10 +51,7 @@ class Mix:
 
     def __post_init__(self) -> None:
         for path, choice in self.overrides.items():
-            if choice not in CHOICES:
-                raise ConfigError(
-                    f"the recipe of {path!r} in a mix must be one of {', '.join(CHOICES)}, not {choice!r}"
-                )
+            check_member(f"the recipe of {path!r} in a mix", choice, CHOICES)
         for path, rows in self.tables.items():
             if any(type(row) is not int or row < 0 for row in rows):
                 raise ConfigError(f"bf16_rows of table {path!r} must be whole numbers of at least 0, not {rows!r}")

@@ -21,7 +21,7 @@ FEWEST = 3  # pairs; the rank correlation of two is always 1 or -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAgreement:
-    """RankAgreement of estimated with measured costs.
+    """Agreement of estimated with measured costs.
 
     Attributes:
         rank_correlation: Spearman's; NaN for fewer than three pairs, or if one side is constant.

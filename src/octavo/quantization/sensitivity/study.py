@@ -26,7 +26,7 @@ from octavo.quantization.sensitivity.mix_selection import best_mix, fp8_products
 from octavo.quantization.sensitivity.ranking import RankAgreement, agreement_of
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, bytes_of, recipe_of, units_of
 
-__all__ = ["Budget", "Found", "Sensitivity", "measure_sensitivity"]
+__all__ = ["Budget", "MixResult", "Sensitivity", "measure_sensitivity"]
 
 REPAIRS, STANDARD_ERRORS = 4, 2.0
 NEAR, AIM = 0.8, 0.92  # of the budget: close enough, and the target of the next attempt
@@ -66,7 +66,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class MixResult:
     """Mix with its size and cost.
 
     Attributes:
@@ -117,9 +117,9 @@ class Sensitivity:
     costs: Mapping[Key, float]
     agreement: RankAgreement
     budget: Budget
-    best: Found | None
-    front: tuple[Found, ...]
-    presets: tuple[Found, ...]
+    best: MixResult | None
+    front: tuple[MixResult, ...]
+    presets: tuple[MixResult, ...]
     bf16_bytes: int
     bf16_nats: float
     attempts: tuple[tuple[float, Increase], ...]
@@ -227,9 +227,9 @@ class _SensitivityStudy:
     def _phase(self, name: str, total: int) -> Callable[[int], None]:
         return lambda done: self.on_progress(name, done, total)
 
-    def _measured_mix(self, name: str, chosen: Mapping[str, str], costs: Mapping[Key, float]) -> Found:
+    def _measured_mix(self, name: str, chosen: Mapping[str, str], costs: Mapping[Key, float]) -> MixResult:
         size, bf16_bytes = bytes_of(self.model, self.units, chosen), bytes_of(self.model, self.units, {})
-        return Found(
+        return MixResult(
             name=name,
             chosen=chosen,
             bytes=size,
@@ -245,7 +245,7 @@ class _SensitivityStudy:
 
     def _best_within_budget(
         self, costs: Mapping[Key, float]
-    ) -> tuple[Found | None, tuple[tuple[float, Increase], ...]]:
+    ) -> tuple[MixResult | None, tuple[tuple[float, Increase], ...]]:
         """Best mix that is within the budget on the windows it was chosen on, and all attempts."""
         limit = self.budget.nats
         byte_limit = None if self.budget.bytes_share is None else self._limit(self.budget.bytes_share)
@@ -273,7 +273,7 @@ class _SensitivityStudy:
             target = previous * min(2.0, max(0.25, AIM * limit / max(cost, limit / 8)))
         return best, tuple(attempts)
 
-    def _merit(self, found: Found) -> tuple[float, float]:
+    def _merit(self, found: MixResult) -> tuple[float, float]:
         """Sort key: FP8 products if bytes have a budget, otherwise fewer bytes; then the predicted loss."""
         bought = -found.bytes if self.budget.bytes_share is None else found.fp8_products
         return bought, -found.predicted
@@ -281,7 +281,7 @@ class _SensitivityStudy:
     def _increases(self, mixes: Sequence[Mapping[str, str]], on_forward: Callable[[int], None]) -> list[Increase]:
         return compare(self.model, self.units, mixes, self.chosen_on, on_forward=on_forward)[1]
 
-    def _front(self, costs: Mapping[Key, float]) -> list[Found]:
+    def _front(self, costs: Mapping[Key, float]) -> list[MixResult]:
         """Mixes of least loss for several sizes, from the smallest."""
         bf16_bytes = sum(unit.bytes_as(BF16) for unit in self.units)
         smallest = sum(min(unit.bytes_as(choice) for choice in unit.choices) for unit in self.units)
@@ -292,7 +292,7 @@ class _SensitivityStudy:
                 mixes.append(self._measured_mix("front", chosen, costs))
         return mixes
 
-    def _presets(self, costs: Mapping[Key, float]) -> list[Found]:
+    def _presets(self, costs: Mapping[Key, float]) -> list[MixResult]:
         names = [name for name in CHOICES[:-1] if any(name in unit.choices for unit in self.units)]
         return [
             self._measured_mix(
@@ -301,14 +301,14 @@ class _SensitivityStudy:
             for name in names
         ]
 
-    def _verify_best(self, best: Found | None) -> tuple[float, Found | None]:
+    def _verify_best(self, best: MixResult | None) -> tuple[float, MixResult | None]:
         """Loss of the reference on the verification windows, and the best mix with its increase there."""
         mixes = [] if best is None else [best.chosen]
         on_forward = self._phase("verify the mix", len(self.verified_on) * (1 + len(mixes)))
         nats, increases = compare(self.model, self.units, mixes, self.verified_on, on_forward=on_forward)
         return nats, None if best is None else replace(best, verified=increases[0])
 
-    def _verify_others(self, mixes: Sequence[Found]) -> tuple[Found, ...]:
+    def _verify_others(self, mixes: Sequence[MixResult]) -> tuple[MixResult, ...]:
         windows = self.verified_on[:FRONT_WINDOWS]
         on_forward = self._phase("verify others", len(windows) * (1 + len(mixes)))
         _, increases = compare(self.model, self.units, [mix.chosen for mix in mixes], windows, on_forward=on_forward)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.quantization.sensitivity.ablation import Increase
-from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity
+from octavo.quantization.sensitivity.study import Budget, MixResult, Sensitivity
 from octavo.quantization.sensitivity.units import BF16, CHOICES, WEIGHT_ONLY, Unit, recipe_of
 
 __all__ = ["asked", "cost_of", "headline", "how_ranked", "name_of", "notes", "record", "worst_first"]
@@ -94,11 +94,11 @@ def worst_first(result: Sensitivity) -> list[Unit]:
     return sorted(result.units, key=lambda unit: -max(cost_of(result, unit, choice) or 0.0 for choice in unit.choices))
 
 
-def name_of(mix: Found) -> str:
+def name_of(mix: MixResult) -> str:
     """Name of a mix in tables.
 
     Example:
-        >>> one = Found(name="front", chosen={}, bytes=1, bytes_share=0.5, fp8_products=0.0, predicted=0.0)
+        >>> one = MixResult(name="front", chosen={}, bytes=1, bytes_share=0.5, fp8_products=0.0, predicted=0.0)
         >>> name_of(one)
         'least loss for its bytes'
     """
@@ -148,11 +148,11 @@ def _layer(result: Sensitivity, unit: Unit, best: Mapping[str, str] | None) -> d
     }
 
 
-def _mixes(mixes: Sequence[Found]) -> list[dict[str, Any]]:
+def _mixes(mixes: Sequence[MixResult]) -> list[dict[str, Any]]:
     return [_mix(mix) for mix in mixes]
 
 
-def _mix(mix: Found) -> dict[str, Any]:
+def _mix(mix: MixResult) -> dict[str, Any]:
     return {
         "name": mix.name,
         "bytes": mix.bytes,

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.checkpoints.tables import CodedTable
 from octavo.convert import heads_of
-from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.layers import check_has_layers
 
 __all__ = [
@@ -139,9 +139,8 @@ def units_of(model: nn.Module, choices: Sequence[str] = CHOICES) -> tuple[Unit, 
         >>> [(unit.path, unit.paths, unit.bytes_as("weight_only")) for unit in units_of(model)]
         [('embed', ('embed', 'lm_head'), 128), ('mlp', ('mlp',), 32)]
     """
-    unknown = [choice for choice in choices if choice not in CHOICES]
-    if unknown:
-        raise ConfigError(f"a choice must be one of {', '.join(CHOICES)}, not {unknown[0]!r}")
+    for choice in choices:
+        check_member("a choice", choice, CHOICES)
     readers: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         if type(module) in (nn.Linear, Linear) or isinstance(module, nn.Embedding):

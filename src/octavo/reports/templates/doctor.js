@@ -1,4 +1,4 @@
-// The doctor's page: decodes what packing.py packed and keeps figures, menus and links on one selection.
+// The doctor's page: decodes the numbers of packing.py and keeps figures, menus and links on one selection.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const by = (id) => document.getElementById(id);
@@ -11,7 +11,7 @@ const WARM = ["#fbd07c", "#f08a24", "#c2410c", "#701a07"];
 const COOL = ["#eef3f8", "#a9cce6", "#4a92c6", "#1b5a96", "#0a2a52"];
 const COLD = ["#10305e", "#2f6fb5", "#9cc3e6"];
 const MONOSPACE = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
-const selected = { statistic: 0, sheet: 0, layer: 0, column: 0, finding: null };
+const selected = { statistic: null, sheet: 0, layer: 0, column: 0, finding: null }; // statistic: its name
 const columns = data.first ? data.first.length : 0;
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
@@ -139,7 +139,8 @@ function ticks(statistic, [low, high], shade) {
 
 // ---- the heat map ------------------------------------------------------------------------------------------------------
 
-const statistic = () => data.statistics[selected.statistic];
+const named = (name) => data.statistics.find((one) => one.name === name);
+const statistic = () => named(selected.statistic);
 const sheet = () => statistic().sheets[selected.sheet];
 
 function layout(extra) {
@@ -160,7 +161,7 @@ function rowLabels(rows, pixels) {
   return { axis: { tickvals: shown, ticktext: text, tickfont: { size, family: MONOSPACE } }, width: 10 + 0.62 * size * longest };
 }
 
-// Columns are equally wide, whatever the steps between looks, which plotly draws many times faster than uneven ones.
+// Columns are equally wide, whatever the steps between samples: plotly draws them many times faster than uneven ones.
 function stepTicks() {
   const every = Math.max(1, Math.ceil(columns / Math.max(3, by("heat").clientWidth / 110)));
   const tickvals = [];
@@ -245,7 +246,7 @@ function readOut() {
 
 function drawCurves() {
   const names = PANELS.includes(statistic().name) ? PANELS : [statistic().name, ...PANELS.slice(0, 5)];
-  const shown = names.map((name) => data.statistics.find((one) => one.name === name))
+  const shown = names.map(named)
     .filter((one) => one && one.sheets.some((page) => page.rows.includes(selected.layer)));
   by("curves").hidden = false;
   by("layer-name").textContent = layerName(selected.layer);
@@ -298,7 +299,7 @@ function drawPanel(panel, what) {
     shapes: panelShapes(what, traces) }), config);
 }
 
-// A curve that is zero throughout lies at the bottom, not in the middle of nowhere.
+// A curve of zeros lies at the bottom: plotly would center it.
 function heightOf(what, traces) {
   const isFlat = what.kind !== "signed" && traces.every((trace) => trace.y.every((value) => !value));
   if (what.kind === "ratio") {
@@ -336,8 +337,7 @@ function tracesOf(what, page, isAmax) {
 }
 
 function partner(name, sheetName) {
-  const other = data.statistics.find((one) => one.name === name);
-  const page = other && other.sheets.find((one) => one.name === sheetName);
+  const page = named(name)?.sheets.find((one) => one.name === sheetName);
   return page ? curve(page, selected.layer) : null;
 }
 
@@ -382,33 +382,20 @@ function shadeLoss() {
     card.classList.toggle("chosen", card.id === `finding-${selected.finding}`));
 }
 
-function options(select, names, chosen, groups) {
-  if (select.dataset.names !== names.join("\n")) {
-    select.dataset.names = names.join("\n");
-    select.replaceChildren();
-    let group = select, label = null;
-    names.forEach((name, index) => {
-      if (groups && groups[index] !== label) {
-        label = groups[index];
-        group = document.createElement("optgroup");
-        group.label = label;
-        select.append(group);
-      }
-      group.append(new Option(name, index));
-    });
-  }
+function options(select, names, chosen) {
+  if (select.textContent !== names.join("")) select.replaceChildren(...names.map((name, index) => new Option(name, index)));
   select.value = chosen;
 }
 
 function fillMenus() {
-  const groups = { casts: "Casts", products: "GEMMs", parameters: "Parameters", modules: "Modules" };
-  options(by("statistic"), data.statistics.map((one) => one.title), selected.statistic,
-    data.statistics.map((one) => groups[one.table]));
+  by("statistic").value = selected.statistic;
   options(by("sheet"), statistic().sheets.map((page) => page.name || "all"), selected.sheet);
   by("sheet").disabled = statistic().sheets.length < 2;
   const rows = sheet().rows;
   options(by("layer"), rows.map(layerName), rows.indexOf(selected.layer));
 }
+
+const placeOf = (target) => ({ statistic: target.statistic, sheet: target.sheet, layer: target.layer, column: reach(target)[0] });
 
 function chooseFinding(index) {
   const target = data.findings[index];
@@ -418,9 +405,7 @@ function chooseFinding(index) {
     else shadeLoss();
     return by("loss").scrollIntoView({ block: "center" });
   }
-  const column = Math.max(0, data.last.findIndex((last) => last >= target.first));
-  choose({ statistic: data.statistics.findIndex((one) => one.name === target.statistic), sheet: target.sheet,
-    layer: target.layer, column });
+  choose(placeOf(target));
   by("map").scrollIntoView({ block: "start" });
 }
 
@@ -436,11 +421,11 @@ function moveBy(event) {
 
 function listen() {
   by("statistic").addEventListener("change", (event) => {
-    const next = data.statistics[Number(event.target.value)];
+    const next = named(event.target.value);
     const same = next.sheets.findIndex((page) => page.name === sheet().name);
     const rows = next.sheets[Math.max(0, same)].rows;
     const layer = rows.includes(selected.layer) ? selected.layer : rows[0];
-    choose({ statistic: Number(event.target.value), sheet: Math.max(0, same), layer });
+    choose({ statistic: next.name, sheet: Math.max(0, same), layer });
   });
   by("sheet").addEventListener("change", (event) => choose({ sheet: Number(event.target.value) }));
   by("layer").addEventListener("change", (event) => choose({ layer: sheet().rows[Number(event.target.value)] }));
@@ -488,7 +473,7 @@ function drawHistogram(one) {
 
 // ---- begin -----------------------------------------------------------------------------------------------------------------
 
-// What stands below the map is drawn when the rest is on the screen.
+// Figures below the map are drawn after the rest is on the screen.
 const waiting = [];
 
 function drawWaiting() {
@@ -499,27 +484,22 @@ function drawWaiting() {
 
 function begin() {
   if (data.statistics.length) {
-    const target = data.findings.find((one) => one && one.statistic);
-    if (target) {
-      selected.statistic = data.statistics.findIndex((one) => one.name === target.statistic);
-      Object.assign(selected, { sheet: target.sheet, layer: target.layer,
-        column: Math.max(0, data.last.findIndex((last) => last >= target.first)) });
-    } else selected.layer = sheet().rows[0];
+    const target = data.findings.find((one) => one && one.statistic), [first] = data.statistics;
+    Object.assign(selected, target ? placeOf(target) : { statistic: first.name, layer: first.sheets[0].rows[0] });
     drawMap();
     fillMenus();
     readOut();
     listen();
     waiting.push(drawCurves);
-  } else for (const id of ["statistic", "sheet", "layer"]) by(id).closest("label").hidden = true;
+  }
   document.querySelectorAll("[data-finding]").forEach((link) => link.addEventListener("click", (event) => {
     event.preventDefault();
     chooseFinding(Number(link.dataset.finding));
   }));
-  by("histogram-label").hidden = !data.histograms.length;
   if (data.histograms.length) {
-    options(by("histogram"), data.histograms.map((one) => one.title), 0);
-    by("histogram").addEventListener("change", (event) => drawHistogram(data.histograms[Number(event.target.value)]));
-    waiting.push(() => drawHistogram(data.histograms[0]));
+    const drawChosen = () => drawHistogram(data.histograms[by("histogram").value]);
+    by("histogram").addEventListener("change", drawChosen);
+    waiting.push(drawChosen);
   }
   document.documentElement.dataset.ready = Math.round(performance.now());
   requestAnimationFrame(() => setTimeout(drawWaiting));

@@ -55,14 +55,13 @@ def engine_config(name: str) -> Message:
 
 def whole_config(name: str) -> Message:
     """Configuration of the model that returns the engine's answers in one piece."""
-    group = _instances("KIND_CPU", count=WHOLE_INSTANCES)
     return {
         "name": name,
         "backend": "python",
         "max_batch_size": 0,
         **_texts(),
         **NEWEST,
-        "instance_group": group,
+        "instance_group": _instances("KIND_CPU", count=WHOLE_INSTANCES),
     }
 
 

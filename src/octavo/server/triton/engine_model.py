@@ -17,7 +17,7 @@ import numpy as np
 from octavo.inference import EngineConfig, Event, load_served_model
 from octavo.parsing import parse_json
 from octavo.server import Limits, Service
-from octavo.server.error_responses import Refusal, check_event, refusal_of
+from octavo.server.error_responses import ResponseError, check_event, to_response_error
 from octavo.server.fields import FieldError
 from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, answer_request, read_bodies, request_fields
 from octavo.server.tensors import KServeTensor
@@ -51,8 +51,8 @@ class TritonPythonModel:
                 (body,) = read_bodies(_tensors(request), self._record, most=1)
                 parsed = answer_request(self._service, body, self._service.encode(body[INPUT], field=INPUT))
                 answer.begin(self._service.thread.engine.submit(parsed.prompt_ids, parsed.params, answer.send))
-            except Exception as error:  # noqa: BLE001 -- refusal_of converts each to a response
-                answer.refuse(error)
+            except Exception as error:  # noqa: BLE001 -- to_response_error converts each to a response
+                answer.fail(error)
 
     def finalize(self) -> None:
         """Finish running answers, for as long as Triton waits."""
@@ -90,20 +90,20 @@ class _ResponseSender:
         if self._request is not None:
             self._service.thread.engine.cancel(self._request)
 
-    def refuse(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Send an error as the last response."""
-        refusal = refusal_of(error)
-        if refusal.status >= 500 and not isinstance(error, Refusal):
+        response_error = to_response_error(error)
+        if response_error.status >= 500 and not isinstance(error, ResponseError):
             self._utils.Logger.log_error(f"{type(error).__name__}: {error}")
-        code = getattr(self._utils.TritonError, CODES[refusal.status])
-        error = self._utils.TritonError(refusal.message, code)
-        self._send_last(self._utils.InferenceResponse(error=error))
+        code = getattr(self._utils.TritonError, CODES[response_error.status])
+        triton_error = self._utils.TritonError(response_error.message, code)
+        self._send_last(self._utils.InferenceResponse(error=triton_error))
 
     def _end(self, event: Event) -> None:
         try:
             check_event(event)
-        except Refusal as refusal:
-            self.refuse(refusal)
+        except ResponseError as error:
+            self.fail(error)
         else:
             self._send_last()
 

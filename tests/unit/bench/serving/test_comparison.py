@@ -10,7 +10,7 @@ from benchmarks.hopper.reading import load_report
 from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report
 from octavo.bench.serving import AnswerTimes, Workload, measured
-from octavo.bench.serving.comparison import Run
+from octavo.bench.serving.comparison import LoadMeasurement
 from octavo.errors import ConfigError
 from tests.unit.bench.serving.virtual_time import run, target
 
@@ -24,7 +24,7 @@ def test_percentiles_are_numpys():
     draw = np.random.default_rng(0)
     times = draw.gamma(2.0, size=(57, 2)).cumsum(axis=1)
     answers = [AnswerTimes(due=0.0, first=float(first), last=float(last), tokens=5) for first, last in times]
-    found = Run(answers=answers)
+    found = LoadMeasurement(answers=answers)
     wanted = {
         "latency": times[:, 1],
         "to_first": times[:, 0],
@@ -36,11 +36,16 @@ def test_percentiles_are_numpys():
 
 
 def test_a_single_token_has_no_time_between_tokens():
-    assert Run(answers=[AnswerTimes(due=0.0, first=1.0, last=1.0, tokens=1)]).percentiles_ms(lambda a: a.a_token) == []
+    assert (
+        LoadMeasurement(answers=[AnswerTimes(due=0.0, first=1.0, last=1.0, tokens=1)]).percentiles_ms(
+            lambda a: a.a_token
+        )
+        == []
+    )
 
 
 def test_a_run_counts_from_the_first_request_to_the_last_token():
-    found = Run()
+    found = LoadMeasurement()
     for scale in (1.0, 2.0, 4.0):
         pair = [
             AnswerTimes(due=10.0, first=10.5, last=10.0 + scale, tokens=3),
@@ -51,7 +56,7 @@ def test_a_run_counts_from_the_first_request_to_the_last_token():
     assert (found.speed, found.seconds_a_token) == (4.0, [0.125, 0.25, 0.5])
 
 
-def test_speeds_ratios_and_bars_are_those_of_the_contestants():
+def test_speeds_ratios_and_bars_match_the_targets():
     slow, fast = target(0.2, weight_bytes=1000), target(0.1, weight_bytes=540)
     sections = measured_sections({"bf16": slow, "fp8": fast})
     titles = ["prefill, 1 at once", "prefill, 16 at once", "decode, 1 at once", "decode, 16 at once", "open loop"]
@@ -76,7 +81,7 @@ def test_servers_are_compared_with_the_first():
     assert not verdict.is_met
 
 
-def test_the_open_loop_has_half_the_requests_that_the_first_can_serve():
+def test_open_loop_rate_is_half_the_first_targets_capacity():
     """16 at once, four tokens of 0.1 s each: 40 requests a second."""
     sections = measured_sections({"ours": target(0.1)}, rounds=2)
     assert sections[4].raw["rate"] == pytest.approx(20.0)
@@ -84,7 +89,7 @@ def test_the_open_loop_has_half_the_requests_that_the_first_can_serve():
     assert measured_sections({"ours": target(0.1)}, rate=3.0)[4].raw["rate"] == 3.0
 
 
-def test_a_report_of_it_is_json_and_comes_back(tmp_path):
+def test_report_survives_json(tmp_path):
     sections = measured_sections({"bf16": target(0.2, weight_bytes=10), "fp8": target(0.1, weight_bytes=5)})
     report = Report(facts={"device": "this"}, command="octavo bench serve", is_rehearsal=False, theme="serving")
     report.parts.append(PartRecord(name="serving", sections=sections))
@@ -109,12 +114,12 @@ def test_a_report_of_it_is_json_and_comes_back(tmp_path):
         ({"rate": 0.0}, "above 0, not 0.0"),
     ],
 )
-def test_workloads_that_are_none_are_refused(given, words):
+def test_invalid_workloads_raise(given, words):
     with pytest.raises(ConfigError, match=words):
         Workload(**given)
 
 
-def test_prompts_differ_and_come_again_by_seed():
+def test_prompts_differ_by_round_and_repeat_by_seed():
     work = Workload(vocab_size=300)
     first, second = work.prompts(2, 8, 4, round_of="a")
     assert first != second

@@ -24,7 +24,7 @@ def server(*, at_once=10**6, first=1.0, each=0.5):
     return ask
 
 
-def test_a_client_asks_again_when_it_is_answered():
+def test_closed_loop_client_sends_after_its_answer():
     answers = run(closed_loop(server(), PROMPTS, clients=1))
     assert [(a.due, a.first, a.last, a.tokens) for a in answers] == [
         (0.0, 1.0, 2.0, 3),
@@ -37,7 +37,7 @@ def test_a_client_asks_again_when_it_is_answered():
     assert [a.to_first for a in answers] == [1.0, 1.0, 1.0, 1.0]
 
 
-def test_clients_ask_side_by_side():
+def test_closed_loop_clients_are_concurrent():
     answers = run(closed_loop(server(), PROMPTS, clients=2))
     assert sorted((a.due, a.last) for a in answers) == [(0.0, 1.0), (0.0, 2.0), (1.0, 2.5), (2.0, 3.5)]
     assert run(closed_loop(server(), PROMPTS, clients=9))[0] == AnswerTimes(due=0.0, first=1.0, last=2.0, tokens=3)

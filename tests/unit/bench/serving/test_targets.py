@@ -33,7 +33,7 @@ def asked(api, answer, *, status=200):
     return asyncio.run(ask()), sent[0]
 
 
-def test_completions_are_counted_piece_by_piece():
+def test_completion_pieces_are_counted():
     pieces = [{"choices": [{"text": text}]} for text in ("a", "", "c")]
     found, (path, body) = asked(Api.COMPLETIONS, stream(*pieces, USAGE))
     assert found == [1, 1, 1]
@@ -43,24 +43,24 @@ def test_completions_are_counted_piece_by_piece():
     assert body["ignore_eos"]
 
 
-def test_pieces_of_several_tokens_count_as_the_server_says():
+def test_usage_overrides_the_count_of_pieces():
     found, _ = asked(Api.COMPLETIONS, stream({"choices": [{"text": "abc"}]}, USAGE))
     assert sum(found) == 3
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"completion_tokens": None}, "none"])
-def test_pieces_count_where_the_server_says_nothing(usage):
+def test_pieces_are_counted_without_usage(usage):
     found, _ = asked(Api.COMPLETIONS, stream({"choices": [{"text": "abc"}], "usage": usage}))
     assert found == [1]
 
 
-def test_a_piece_that_is_no_token_is_not_counted():
+def test_pieces_without_a_token_are_not_counted():
     pieces = [{"choices": [{"text": text}]} for text in ("a", "b", "c", "")]
     found, _ = asked(Api.COMPLETIONS, stream(*pieces, USAGE))
     assert sum(found) == 3
 
 
-def test_a_chat_s_role_is_no_token():
+def test_chat_role_is_not_counted():
     pieces = [
         {"choices": [{"delta": delta}]} for delta in ({"role": "assistant"}, {"content": "a"}, {"content": "b"}, {})
     ]
@@ -69,7 +69,7 @@ def test_a_chat_s_role_is_no_token():
     assert body["messages"] == [{"role": "user", "content": "some words"}]
 
 
-def test_kserve_s_events():
+def test_kserve_events_are_counted():
     found, (path, body) = asked(Api.KSERVE, stream({"text_output": "a"}, {"text_output": "b"}))
     assert (found, path) == ([1, 1], "/v2/models/some-model/generate_stream")
     assert body == {"text_input": "some words", "max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
@@ -80,17 +80,17 @@ def test_kserve_s_events():
     [
         ("no such model", 404, "answered 404: no such model"),
         (stream(), 200, "answered without a token"),
-        ("data: <html>\n\n", 200, "no JSON object: '<html>'"),
-        ("data: [1]\n\n", 200, "no JSON object"),
+        ("data: <html>\n\n", 200, "not a JSON object: '<html>'"),
+        ("data: [1]\n\n", 200, "not a JSON object"),
         (stream({"error": {"message": "it broke"}}), 200, "ended with an error: .*it broke"),
     ],
 )
-def test_answers_that_are_none_are_refused(answer, status, words):
+def test_invalid_answers_raise(answer, status, words):
     with pytest.raises(DataError, match=words):
         asked(Api.COMPLETIONS, answer, status=status)
 
 
-def test_nobody_there_is_one_sentence():
+def test_missing_server_is_one_sentence():
     """Of two servers the one that is away is named."""
 
     async def ask():

@@ -4,12 +4,7 @@ import pytest
 
 from benchmarks.doctor_selftest.other_tools import ANOMALY, HUGGING_FACE, ToolAnswer, asking_others
 from octavo.errors import NonFiniteLossError
-from tests.unit.benchmarks.doctor_selftest.tiny_trainer import data_in, tiny_trainer
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return data_in(tmp_path_factory.mktemp("data"))
+from tests.unit.benchmarks.doctor_selftest.tiny_trainer import tiny_trainer
 
 
 def broken_output(trainer):

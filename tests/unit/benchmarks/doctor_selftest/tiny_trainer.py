@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.doctor_selftest.cases import Setting
 from octavo.text.tokens import TokenData
-from octavo.training.loop import Trainer, build_model
+from octavo.training.loop import Trainer
+from octavo.training.setup import build_model
 from tests.unit.training.tiny_runs import tiny_data
 
 TINY = Setting(

@@ -56,7 +56,7 @@ def test_native_kernels_use_as_many_threads_as_torch(octavo):
 
 
 @pytest.mark.parametrize("name", GRANULARITIES)
-def test_who_multiplies_is_who_would(octavo, name):
+def test_selected_backend_matches_dispatch(octavo, name):
     """Every backend named as able multiplies such operands, and no other does."""
     products = environment(octavo)["products"]
     product = next(each for each in products if (each["problem"], each["device"]) == (name, "cpu"))
@@ -82,7 +82,7 @@ def multiplies(backend: str, a: QuantizedTensor, b: QuantizedTensor, how: Accumu
 
 
 @pytest.mark.usefixtures("unbuilt")
-def test_without_native_kernels_it_says_why_and_what_is_slower(octavo):
+def test_absence_of_native_kernels_has_a_reason(octavo):
     found = environment(octavo)
     facts, printed = found["environment"], " ".join(octavo("doctor", "--env").stdout.split())
     assert (facts["native_level"], facts["native_levels"], facts["native_threads"]) == (None, [], 0)

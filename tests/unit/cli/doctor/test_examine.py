@@ -36,7 +36,7 @@ def refusal(octavo, *arguments) -> str:
     return result.stderr
 
 
-def test_a_healthy_run_says_what_was_looked_at_and_ends_with_0(octavo, finished_run, finding_what):
+def test_healthy_run_prints_coverage_and_exits_0(octavo, finished_run, finding_what):
     finding_what()
     result = octavo("doctor", finished_run)
     assert result.exit_code == 0
@@ -78,7 +78,7 @@ def test_a_real_short_run_fails_nothing(octavo, finished_run):
     assert octavo("doctor", finished_run).exit_code == 0
 
 
-def test_a_running_run_is_read_up_to_its_last_whole_line(octavo, run, finding_what):
+def test_running_run_is_read_up_to_its_last_complete_line(octavo, run, finding_what):
     finding_what()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     third = next(index for index, line in enumerate(lines) if '"step": 3' in line)
@@ -193,10 +193,10 @@ def test_statistics_of_renamed_layers_are_refused(octavo, run, table):
     edit(run, rename)
     words = refusal(octavo, run)
     assert "are another model's" in words
-    assert "knows no layer 'model.layers.0.ffn.gate_proj'" in words
+    assert "has no layer 'model.layers.0.ffn.gate_proj'" in words
 
 
-def test_statistics_that_stand_there_twice_are_refused(octavo, run):
+def test_repeated_statistics_are_refused(octavo, run):
     edit(run, lambda lines: lines.extend([line for line in lines if line["kind"] == "statistics"]))
     assert "has step 1 after step 4: two runs wrote" in refusal(octavo, run)
 
@@ -278,7 +278,7 @@ def test_a_reference_that_trained_otherwise_is_refused(octavo, run, tmp_path, wo
     assert "--recipe bf16" in refused
 
 
-def test_the_gap_is_said_whatever_it_is(octavo, run, tmp_path, finding_what):
+def test_gap_is_always_printed(octavo, run, tmp_path, finding_what):
     finding_what()
     reference = with_loss(run, tmp_path / "bf16", 1.25)
     steps = {
@@ -389,7 +389,7 @@ OWN = [
 
 @pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("place", ["run", "bf16", "link"])
-def test_what_a_run_consists_of_is_not_overwritten(octavo, run, tmp_path, own, place):
+def test_files_of_a_run_are_not_overwritten(octavo, run, tmp_path, own, place):
     option, name = own
     reference = with_loss(run, tmp_path / "bf16", 1.0)
     (tmp_path / "link").symlink_to(run)
@@ -407,7 +407,7 @@ def test_one_file_is_not_written_twice(octavo, run, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--against", "--apply", "--html"])
-def test_the_machine_has_no_run_to_write_of(octavo, tmp_path, option):
+def test_env_takes_no_run_options(octavo, tmp_path, option):
     assert f"--env cannot be combined with {option}" in refusal(octavo, "--env", option, tmp_path / "x")
 
 
@@ -440,7 +440,7 @@ def test_a_captured_layer_s_remedies_are_replayed(octavo, run, finding_what, sat
 
 
 @pytest.mark.parametrize("spoilt", [b"torn", None])
-def test_a_capture_that_cannot_be_replayed_hides_nothing(octavo, run, finding_what, saturation, spoilt):
+def test_unreadable_capture_keeps_the_finding(octavo, run, finding_what, saturation, spoilt):
     """One that is torn, and one in which every token is NaN."""
     capture = Capture(
         path=saturation.path,

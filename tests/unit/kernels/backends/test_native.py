@@ -7,23 +7,10 @@ import torch
 
 import octavo
 from octavo.kernels import native_bindings
-from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.backends.native import NativeBackend
-from octavo.numerics import Accumulate, PerBlock, PerTensor
+from octavo.numerics import Accumulate, PerBlock
+from tests.unit.kernels.matmul_problem import PROBLEM
 
-PROBLEM = MatmulProblem(
-    m=2,
-    n=3,
-    k=8,
-    device="cpu",
-    a_dtype=torch.float8_e4m3fn,
-    b_dtype=torch.float8_e5m2,
-    a_granularity=PerTensor(),
-    b_granularity=PerTensor(),
-    out_dtype=torch.float32,
-    bias=False,
-    accumulate=Accumulate.FP32,
-)
 built = pytest.mark.skipif(
     native_bindings.why_absent() is not None, reason=f"no native kernels: {native_bindings.why_absent()}"
 )
@@ -43,7 +30,7 @@ built = pytest.mark.skipif(
     ],
     ids=str,
 )
-def test_it_objects_in_words(changes, words):
+def test_unsupported_problems_give_a_reason(changes, words):
     reason = NativeBackend().unsupported_reason(replace(PROBLEM, **changes))
     assert reason is None if words is None else words in str(reason)
 

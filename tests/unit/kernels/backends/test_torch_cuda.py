@@ -12,13 +12,13 @@ from torch._subclasses import FakeTensorMode
 
 import octavo
 from octavo.kernels import dispatch
-from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.backends import torch_cuda, triton
 from octavo.kernels.backends.reference import ReferenceBackend
 from octavo.kernels.backends.torch_cuda import CudaBackend, _aligned, _pad_to_16
 from octavo.kernels.dispatch import explain
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import hopper_sums
+from tests.unit.kernels.matmul_problem import PROBLEM as TENSORWISE
 
 HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
 
@@ -52,18 +52,8 @@ def test_padding_adds_zero_codes_up_to_multiples_of_16():
         assert torch.equal(straight.view(torch.uint8), crooked.view(torch.uint8))
 
 
-PROBLEM = MatmulProblem(
-    m=16,
-    n=16,
-    k=16,
-    device="cuda",
-    a_dtype=torch.float8_e4m3fn,
-    b_dtype=torch.float8_e4m3fn,
-    a_granularity=PerTensor(),
-    b_granularity=PerTensor(),
-    out_dtype=torch.float32,
-    bias=False,
-    accumulate=Accumulate.HOPPER_FAST,
+PROBLEM = replace(
+    TENSORWISE, m=16, n=16, k=16, device="cuda", b_dtype=torch.float8_e4m3fn, accumulate=Accumulate.HOPPER_FAST
 )
 
 
@@ -84,7 +74,7 @@ PROBLEM = MatmulProblem(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_it_objects_in_words(changes, reason, monkeypatch):
+def test_unsupported_problems_give_a_reason(changes, reason, monkeypatch):
     device_is(monkeypatch, HOPPER)
     assert CudaBackend().unsupported_reason(PROBLEM) is None
     rows = replace(PROBLEM, a_granularity=PerRow(), b_granularity=PerRow())
@@ -226,7 +216,7 @@ def test_only_hopper_sums_as_hopper_does(capability, monkeypatch):
         assert reason.startswith("only Hopper sums as Hopper does")
 
 
-def test_it_leaves_to_others_what_it_would_round_twice(monkeypatch):
+def test_problems_that_would_be_rounded_twice_are_declined(monkeypatch):
     rows = replace(PROBLEM, a_granularity=PerRow(), accumulate=Accumulate.FP32)
     plain, biased = replace(rows, out_dtype=torch.bfloat16), replace(rows, out_dtype=torch.bfloat16, bias=True)
     for capability, cuda in ((HOPPER, (12, 8)), (BLACKWELL, (13, 0))):
@@ -260,7 +250,7 @@ class _CublasStandIn:
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("accumulate", [Accumulate.FP32, Accumulate.HOPPER_FAST])
 @pytest.mark.parametrize("weight_shape", [(7, 18), (16, 18), (7, 16), (16, 16)], ids=str)
-def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, weight_shape, monkeypatch):
+def test_cublas_receives_supported_arguments(granularity, bias_dtype, accumulate, weight_shape, monkeypatch):
     cublas = _CublasStandIn()
     monkeypatch.setattr(torch, "_scaled_mm", cublas)
     width, k = weight_shape

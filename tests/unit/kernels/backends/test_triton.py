@@ -8,23 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import octavo
 from octavo.kernels import explain
-from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.backends import triton
 from octavo.kernels.backends.triton import TritonBackend
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
+from tests.unit.kernels.matmul_problem import PROBLEM as TENSORWISE
 
-PROBLEM = MatmulProblem(
-    m=256,
-    n=256,
-    k=256,
-    device="cuda",
-    a_dtype=torch.float8_e4m3fn,
-    b_dtype=torch.float8_e5m2,
-    a_granularity=PerBlock(1, 128),
-    b_granularity=PerBlock(128, 128),
-    out_dtype=torch.float32,
-    bias=False,
-    accumulate=Accumulate.FP32,
+PROBLEM = replace(
+    TENSORWISE, m=256, n=256, k=256, device="cuda", a_granularity=PerBlock(1, 128), b_granularity=PerBlock(128, 128)
 )
 FAST, SLOW = Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW
 ROWS = {"a_granularity": PerRow(), "b_granularity": PerRow()}
@@ -63,7 +53,7 @@ def test_it_takes(changes):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_it_objects_in_words(changes, reason):
+def test_unsupported_problems_give_a_reason(changes, reason):
     assert TritonBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
 
 

@@ -376,7 +376,7 @@ def test_models_that_cannot_be_calibrated_are_refused():
     held = mlp()
     held.requires_grad_(False)
     octavo.convert(held, frozen="fp8")
-    with pytest.raises(ConfigError, match="layer '0' already holds its weight as FP8 codes"):
+    with pytest.raises(ConfigError, match="layer '0' already stores its weight as FP8 codes"):
         calibrate(held, mlp_batches())
 
 

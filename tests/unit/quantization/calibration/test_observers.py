@@ -9,12 +9,11 @@ import octavo
 from octavo.convert import choose_layers
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.quantization.calibration.observers import observe
+from tests.tiny_llama import tiny_llama_config
 
-SHAPE = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=32
-)
+SHAPE = tiny_llama_config(vocab_size=64, max_positions=32)
 
 
 def llama():
@@ -130,7 +129,7 @@ def test_modes_hooks_and_gradients_are_left_as_they_were():
 
 
 def test_a_batch_is_a_tensor_arguments_or_keywords():
-    class Two(nn.Module):
+    class TwoLayers(nn.Module):
         layer: nn.Module
 
         def __init__(self):
@@ -140,7 +139,7 @@ def test_a_batch_is_a_tensor_arguments_or_keywords():
         def forward(self, x, scale):
             return self.layer(input=x * scale)
 
-    model = Two()
+    model = TwoLayers()
     x, two = torch.ones(3, 4), torch.tensor(2.0)
     for batch in ((x, two), [x, two], {"x": x, "scale": two}):
         seen = observe(model, [batch], {"layer": model.layer})

@@ -10,8 +10,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.quantization.comparison.comparison import compare
-from octavo.quantization.comparison.variant_names import line_up
-from octavo.quantization.comparison.variants import FormatVariant, high_precision
+from octavo.quantization.comparison.variants import FormatVariant, high_precision, line_up
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 
 NAMES = ["fp32", "bf16", "fp8-dynamic"]

@@ -12,13 +12,15 @@ import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
 from octavo.quantization.comparison.kv_cache_round_trip import key_means
-from octavo.quantization.comparison.variant_names import FORMATS, check_formats, line_up
 from octavo.quantization.comparison.variants import (
     CACHE,
     CENTRED,
+    FORMATS,
     RECIPES,
+    check_formats,
     from_recipe,
     high_precision,
+    line_up,
     tuned,
     with_cache,
     with_scales,
@@ -30,7 +32,7 @@ TOKENS = windows(2)
 BF16 = torch.bfloat16
 
 
-class Scales:
+class StubCalibration:
     """A calibration that gives every layer the same scale."""
 
     def apply(self, model, *, hold_weights=False):
@@ -42,9 +44,9 @@ def everything(model):
     """A contestant of every format whose library is there."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     made = replace(model, model=copy.deepcopy(model.model))
-    Scales().apply(made.model)
+    StubCalibration().apply(made.model)
     means = key_means(model, windows())
-    return line_up(model, FORMATS, calibration=Scales(), tuned_model=made, means=means)
+    return line_up(model, FORMATS, calibration=StubCalibration(), tuned_model=made, means=means)
 
 
 def rounded(model) -> Any:
@@ -96,7 +98,7 @@ def test_a_recipe_is_convert_by_hand(name):
 
 def test_static_scales_are_applied():
     model = language_model()
-    made = with_scales(model, Scales())
+    made = with_scales(model, StubCalibration())
     other = from_recipe(model, "fp8-dynamic")
     assert len(made.quantized) == LINEARS
     assert not torch.equal(made.logits(TOKENS), other.logits(TOKENS))
@@ -109,17 +111,17 @@ def test_a_tuned_model_keeps_its_codes():
     """Its weights are cast as training left them, not after a rounding to BF16; the rest is rounded."""
     model = language_model()
     made = replace(model, model=copy.deepcopy(model.model))
-    Scales().apply(made.model)
+    StubCalibration().apply(made.model)
     found = tuned(made)
     expected = rounded(model)
     for path in found.quantized:
         expected.get_parameter(f"{path}.weight").data = model.model.get_parameter(f"{path}.weight").data.clone()
-    Scales().apply(expected)
+    StubCalibration().apply(expected)
     octavo.convert(expected, "bf16", convert_head=True, layer_filter=lambda path, _: path == "lm_head")
     with surroundings():
         wanted = expected(TOKENS)
     assert torch.equal(found.logits(TOKENS), wanted)
-    other = with_scales(model, Scales())
+    other = with_scales(model, StubCalibration())
     assert (found.quantized, found.storage) == (other.quantized, other.storage)
     assert not torch.equal(found.logits(TOKENS), other.logits(TOKENS)), "of weights that were rounded first"
 
@@ -238,7 +240,7 @@ def test_a_tuned_model_of_other_tokens_is_refused():
         model=copy.deepcopy(model.model),
         tokenizer=train_tokenizer(["quite another text"] * 9, vocab_size=VOCABULARY),
     )
-    Scales().apply(made.model)
+    StubCalibration().apply(made.model)
     with pytest.raises(CheckpointError, match="another model: its tokenizer has other tokens; give the folder"):
         line_up(model, ["fp8-qat"], tuned_model=made)
 
@@ -250,7 +252,7 @@ def test_a_format_that_changes_no_layer_is_refused(name):
     shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
     model = replace(language_model(), model=transformers.GPT2LMHeadModel(config).eval())
-    with pytest.raises(ConfigError, match="nothing to quantise; its weights are in Conv1D"):
+    with pytest.raises(ConfigError, match="nothing to quantize; its weights are in Conv1D"):
         line_up(model, [name], tuned_model=model)
 
 
@@ -273,7 +275,7 @@ def test_a_model_with_biases_and_layer_norms():
     with torch.no_grad():
         layers[2].bias.normal_()
 
-    class Plain(LanguageModel):
+    class FP32LanguageModel(LanguageModel):
         def logits(self, tokens, kv_transform=None):
             assert kv_transform is None
             model: Any = self.model
@@ -281,7 +283,7 @@ def test_a_model_with_biases_and_layer_norms():
             return found
 
     plain = language_model()
-    model = Plain(model=layers, tokenizer=plain.tokenizer, context=8, source="a test")
+    model = FP32LanguageModel(model=layers, tokenizer=plain.tokenizer, context=8, source="a test")
     tokens = torch.arange(8)[None]
     expected: Any = copy.deepcopy(layers)
     for parameter in expected.parameters():

@@ -12,17 +12,16 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.errors import ConfigError
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
 from octavo.nn.fp8_weight import is_own_linear
 from octavo.numerics import scale_from_amax
 from octavo.quantization import convert_qat, freeze_scales, parameter_groups, prepare_qat
 from octavo.quantization.qat.linear import QATLinear
 from octavo.recipes import CastSpec
+from tests.tiny_llama import tiny_llama_config
 
 RECIPES = ("static", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "weight_only")
-LLAMA = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16
-)
+LLAMA = tiny_llama_config(vocab_size=64, intermediate_size=48, max_positions=16)
 
 
 def small(seed: int = 0) -> nn.Sequential:
@@ -407,7 +406,7 @@ def test_prepared_twice_or_not_at_all():
     with pytest.raises(ConfigError, match=r"call octavo\.prepare_qat first"):
         convert_qat(model)
     prepare_qat(model)
-    with pytest.raises(ConfigError, match="layer '0' is already in quantisation-aware training"):
+    with pytest.raises(ConfigError, match="layer '0' is already in quantization-aware training"):
         prepare_qat(model)
     with pytest.raises(ConfigError, match="delayed"), octavo.autocast(recipe="delayed"):
         model(torch.ones(1, 70))
@@ -443,7 +442,7 @@ def regression(prepare: bool) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, x, target
 
 
-def test_training_for_fp8_beats_quantising_what_was_trained_without():
+def test_training_for_fp8_beats_quantizing_what_was_trained_without():
     """Each weight alone would round the same way and the errors add up; together they can be rounded to cancel."""
 
     def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> float:
@@ -457,9 +456,9 @@ def test_training_for_fp8_beats_quantising_what_was_trained_without():
     convert_qat(tuned)
     trained, x, target = regression(prepare=True)
     convert_qat(trained)
-    quantised, trained_for = loss(tuned, x, target), loss(trained, x, target)
-    assert exact < 0.1 * quantised
-    assert trained_for < 0.25 * quantised
+    quantized, trained_for = loss(tuned, x, target), loss(trained, x, target)
+    assert exact < 0.1 * quantized
+    assert trained_for < 0.25 * quantized
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ def test_what_is_measured_is_each_model_in_the_same_surroundings(result):
 
         return hook
 
-    quantised = tiny_language_model().model
-    report = octavo.convert(quantised, "static")
-    octavo.convert(quantised, "bf16", convert_head=True, layer_filter=lambda path, _: path not in report.converted)
+    quantized = tiny_language_model().model
+    report = octavo.convert(quantized, "static")
+    octavo.convert(quantized, "bf16", convert_head=True, layer_filter=lambda path, _: path not in report.converted)
     observed = tiny_language_model().model
     octavo.convert(observed, "bf16", convert_head=True)
     for path in report.converted:
@@ -79,8 +79,8 @@ def test_what_is_measured_is_each_model_in_the_same_surroundings(result):
     assert len(amaxes) == len(report.converted) == 14
     state = {f"{path}.input.scale": octavo.numerics.scale_from_amax(torch.tensor(amax), octavo.E4M3)
              for path, amax in amaxes.items()}  # fmt: skip
-    octavo.load_scaling_state(quantised, state)
-    assert window_nats(quantised, HELD_OUT, surroundings=AROUND) == result.windows["fp8"]
+    octavo.load_scaling_state(quantized, state)
+    assert window_nats(quantized, HELD_OUT, surroundings=AROUND) == result.windows["fp8"]
 
 
 def test_differences_are_paired_with_the_tuned_bf16_model(result):

@@ -1,4 +1,4 @@
-"""The layer that quantisation-aware training differentiates, against plain operations of torch."""
+"""The layer that quantization-aware training differentiates, against plain operations of torch."""
 
 import math
 from dataclasses import replace

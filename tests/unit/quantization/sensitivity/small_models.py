@@ -3,22 +3,16 @@
 import torch
 from torch import Tensor
 
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 
 WORDS, LENGTH = 64, 24
 
 
 def small_llama(*, tied: bool = True, layers: int = 2) -> Llama:
     """Weights six times as large as an untrained model's, so that predictions are far from uniform."""
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=LENGTH,
-        tie_embeddings=tied,
+    config = tiny_llama_config(
+        vocab_size=WORDS, intermediate_size=48, num_layers=layers, max_positions=LENGTH, tie_embeddings=tied
     )
     model = Llama(config, seed=3).eval()
     with torch.no_grad():

@@ -95,5 +95,5 @@ def test_a_model_without_linears_but_its_head_is_refused_by_the_class_that_holds
     transformers = pytest.importorskip("transformers")
     shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied)
-    with pytest.raises(ConfigError, match="nothing to quantise; its weights are in Conv1D; replace"):
+    with pytest.raises(ConfigError, match="nothing to quantize; its weights are in Conv1D; replace"):
         units_of(transformers.GPT2LMHeadModel(config))

@@ -11,20 +11,13 @@ import pytest
 import octavo
 from octavo.export import save_quantized
 from octavo.language_model import LanguageModel
-from octavo.models import Llama, LlamaConfig
+from octavo.models import Llama
+from tests.tiny_llama import tiny_llama_config
 from tests.unit.inference.conftest import byte_runner, byte_tokenizer
 
 __all__ = ["byte_runner", "byte_tokenizer"]
 
-SHAPE = LlamaConfig(
-    vocab_size=256,
-    hidden_size=48,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=320,
-)
+SHAPE = tiny_llama_config(vocab_size=256, hidden_size=48, intermediate_size=96, max_positions=320)
 
 
 class Tensor:

@@ -41,7 +41,7 @@ def _told(script, *arguments):
 
 
 @pytest.mark.parametrize("options", [[], ["--whole", "--model", "octavo"], ["--temperature", "0.9", "--seed", "3"]])
-def test_the_answer_is_the_servers(place, script, options):
+def test_client_prints_the_answer(place, script, options):
     fields = {"text_input": "one", "max_tokens": 20, "temperature": 0.9 if "--seed" in options else 0.0}
     fields |= {"seed": 3} if "--seed" in options else {}
     request = urllib.request.Request(f"{place}/v2/models/octavo/generate", json.dumps(fields).encode())
@@ -52,7 +52,7 @@ def test_the_answer_is_the_servers(place, script, options):
     assert wanted
 
 
-def test_refusals_are_the_servers_sentence(place, script):
+def test_server_errors_are_printed(place, script):
     told = _told(script, "one", "--url", place, "--max-tokens", "0")
     assert told.returncode == 1
     assert told.stderr.startswith("max_tokens must be a whole number")
@@ -60,14 +60,14 @@ def test_refusals_are_the_servers_sentence(place, script):
     assert "other" in _told(script, "one", "--url", place, "--model", "other").stderr
 
 
-def test_no_server_is_said_in_one_sentence(script):
+def test_missing_server_is_one_sentence(script):
     told = _told(script, "one", "--url", "http://127.0.0.1:9")
     assert told.returncode == 1
     assert told.stderr.startswith("no server answers at http://127.0.0.1:9 (")
     assert "--url" in told.stderr
 
 
-def test_an_address_of_another_kind_is_said_in_one_sentence(script):
+def test_wrong_url_is_one_sentence(script):
     told = _told(script, "one", "--url", "localhost")
     assert (told.returncode, told.stdout) == (1, "")
     assert "localhost/v2/models/octavo/generate_stream is not an endpoint of such a server" in told.stderr

@@ -29,7 +29,7 @@ def test_every_kind_of_value():
     )
 
 
-def test_protobuf_reads_it():
+def test_protobuf_parses_the_text():
     text_format = pytest.importorskip("google.protobuf.text_format", reason="protobuf is not installed")
     from google.protobuf.struct_pb2 import Struct
 
@@ -38,6 +38,6 @@ def test_protobuf_reads_it():
     assert dict(text_format.Parse(written, Struct())) == {text: text for text in texts}
 
 
-def test_what_it_has_no_form_for_is_refused():
+def test_unsupported_values_raise():
     with pytest.raises(TypeError, match="not a float"):
         config_text({"x": 0.5})

@@ -57,7 +57,7 @@ ASKED = [
 ]
 
 
-def test_many_requests_at_once_get_what_octavo_s_server_says_to_each(model, client):
+def test_concurrent_requests_match_octavo_server(model, client):
     requests = [Request(**asked) for asked in ASKED]
     assert model.execute(requests) is None
     for request, asked in zip(requests, ASKED, strict=True):
@@ -77,7 +77,7 @@ def test_many_requests_at_once_get_what_octavo_s_server_says_to_each(model, clie
     ],
     ids=lambda asked: next(iter(asked.items())).__repr__()[:30],
 )
-def test_what_is_refused_is_refused_in_the_same_words(model, client, asked):
+def test_errors_match_octavo_server(model, client, asked):
     request = Request(**asked)
     model.execute([request])
     response = client.post("/v2/models/octavo/generate", json=asked)
@@ -86,7 +86,7 @@ def test_what_is_refused_is_refused_in_the_same_words(model, client, asked):
     assert request.sender.error().code == "invalid"
 
 
-def test_bytes_that_are_no_text_and_several_texts_are_refused(model):
+def test_invalid_utf8_and_several_texts_are_refused(model):
     bad, several, good = (
         Request(text_input=np.array([b"\xff"], np.object_)),
         Request(text_input=["one", "two"]),
@@ -98,7 +98,7 @@ def test_bytes_that_are_no_text_and_several_texts_are_refused(model):
     good.sender.text()
 
 
-def test_a_cancelled_request_and_one_that_is_gone_end(model):
+def test_cancelled_and_dropped_requests_end(model):
     cancelled, gone = (Request(text_input="x", max_tokens=300, ignore_eos=True) for _ in range(2))
     cancelled.sender.cancelled = gone.sender.broken = True
     model.execute([cancelled, gone])
@@ -106,7 +106,7 @@ def test_a_cancelled_request_and_one_that_is_gone_end(model):
     assert gone.sender.done.wait(60)
 
 
-def test_one_that_is_gone_before_it_is_known_ends_alone(model, monkeypatch):
+def test_request_dropped_before_submission_returns_ends_alone(model, monkeypatch):
     engine, own = model._service.thread.engine, model._service.thread.engine.submit
 
     def slow(*given):
@@ -139,5 +139,5 @@ def test_a_full_queue_is_unavailable(utils, checkpoint, tmp_path):
     model.finalize()
 
 
-def test_words_are_what_the_configuration_means():
+def test_string_parameters_become_engine_config():
     assert all(isinstance(own["data_type"], EnumValue) for own in engine_config("octavo")["input"])

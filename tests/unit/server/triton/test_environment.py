@@ -40,7 +40,7 @@ def commands(monkeypatch, tmp_path):
     return at
 
 
-def test_an_environment_is_made_once(commands, tmp_path):
+def test_environment_is_created_once(commands, tmp_path):
     folder, steps = tmp_path / "new" / "triton", list[str]()
     asked = commands(folder)
     made = make_environment(folder, on_step=steps.append)
@@ -51,7 +51,7 @@ def test_an_environment_is_made_once(commands, tmp_path):
     assert len(asked) == 3, "nothing is done again"
 
 
-def test_one_that_was_interrupted_is_made_to_its_end(commands, tmp_path):
+def test_interrupted_creation_is_completed(commands, tmp_path):
     commands(tmp_path, (0, "", ""), (1, "", "no such\npackage"))
     with pytest.raises(ConfigError, match=r"ended with 1:\nno such\npackage"):
         make_environment(tmp_path)
@@ -62,7 +62,7 @@ def test_one_that_was_interrupted_is_made_to_its_end(commands, tmp_path):
     find_environment(tmp_path)
 
 
-def test_one_of_another_octavo_is_made_again(commands, monkeypatch, tmp_path):
+def test_environment_of_another_octavo_is_recreated(commands, monkeypatch, tmp_path):
     asked = commands(tmp_path)
     make_environment(tmp_path)
     monkeypatch.setattr(environment, "PACKAGES", ("nvidia-pytriton==9",))
@@ -72,14 +72,14 @@ def test_one_of_another_octavo_is_made_again(commands, monkeypatch, tmp_path):
     assert len(asked) == 6
 
 
-def test_a_folder_of_somebody_else_s_is_left_alone(commands, tmp_path):
+def test_folder_with_other_files_is_unchanged(commands, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="holds other files"):
         make_environment(tmp_path)
     assert not commands(tmp_path)
 
 
-def test_the_link_puts_octavo_s_packages_behind_the_environment_s_own(tmp_path):
+def test_linked_packages_come_after_the_environments(tmp_path):
     """As Python finds them, in an environment with a module of its own of a name that octavo's packages have too."""
     folder = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
@@ -93,7 +93,7 @@ def test_the_link_puts_octavo_s_packages_behind_the_environment_s_own(tmp_path):
     assert done.stdout.splitlines() == wanted
 
 
-def test_variables(monkeypatch, tmp_path):
+def test_variables_set_path_and_libraries(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     monkeypatch.setenv("PATH", "/programs")
     made = Environment(folder=tmp_path)
@@ -119,7 +119,7 @@ PYTHON = {"LIBDIR": "/lib", "LDLIBRARY": "libpython.a"}
     ],
     ids=["system", "machine", "old", "musl", "python", "static"],
 )
-def test_what_the_wheel_is_not_for(monkeypatch, tmp_path, place, value, says):
+def test_unsupported_machines_have_a_reason(monkeypatch, tmp_path, place, value, says):
     monkeypatch.setattr(f"octavo.server.triton.environment.{place}", value)
     assert says in str(unsupported_reason())
     with pytest.raises(ConfigError, match="octavo serve MODEL runs without it"):

@@ -55,7 +55,7 @@ def result(response):
     return tensor.as_numpy()
 
 
-def test_a_batch_is_its_requests_one_by_one(model):
+def test_batch_matches_single_requests(model):
     requests = [ids([0, 1, 2]), ids([3, 4, 5], [5, 5, 5]), ids([2, 2, 2])]
     together = [result(response) for response in model.execute(requests)]
     alone = [result(*model.execute([request])) for request in requests]
@@ -66,7 +66,7 @@ def test_a_batch_is_its_requests_one_by_one(model):
     assert np.abs(together[0][0] - exact).max() <= exact.max() / 16  # half a step of E4M3
 
 
-def test_who_asks_for_what_is_not_there_is_alone_with_the_error(model):
+def test_invalid_request_fails_alone_in_a_batch(model):
     good, bad, other = model.execute([ids([1]), ids([6]), ids([2])])
     assert "out of data bounds" in bad.error().message()
     assert result(good).shape == result(other).shape == (1, 1, 2)

@@ -49,13 +49,13 @@ def repository(byte_tokenizer, tmp_path_factory):
     return written_repository(tmp_path_factory.mktemp("triton") / "repository", byte_tokenizer).folder
 
 
-def test_everything_is_there_and_nothing_else(repository):
+def test_repository_has_exactly_the_expected_files(repository):
     assert {str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()} == FILES
     assert (repository / "other_backends/tensorrt/1").is_dir()
     assert (repository / "other_backends/tensorrt_llm/1").is_dir()
 
 
-def test_the_engine_has_the_codes_of_the_model_itself(repository):
+def test_engine_codes_match_the_model(repository):
     """And so octavo serve says the same of the repository's checkpoint as of what was exported."""
     served = load_served_model(repository / "models/octavo/1/model")
     tokens = torch.arange(40) * 5 % SHAPE.vocab_size
@@ -64,7 +64,7 @@ def test_the_engine_has_the_codes_of_the_model_itself(repository):
     assert torch.equal(*logits)
 
 
-def test_engines_and_their_settings_name_each_other(repository):
+def test_configs_refer_to_existing_files(repository):
     settings = json.loads((repository / "other_backends/vllm/1/model.json").read_text())
     assert (repository / settings["model"] / "config.json").is_file()
     text = (repository / "models/octavo/config.pbtxt").read_text()
@@ -76,21 +76,21 @@ def test_engines_and_their_settings_name_each_other(repository):
         assert "class TritonPythonModel" in (repository / f"models/{name}/1/model.py").read_text() or name == "octavo"
 
 
-def test_the_readme_says_what_is_there(repository):
+def test_readme_lists_the_models(repository):
     text = (repository / "README.md").read_text()
     for folder in ("models", "other_backends"):
         assert all(path.name in text for path in (repository / folder).iterdir())
     assert "$" not in text.replace("$ ", "")
 
 
-def test_what_is_not_in_fp8_loses_nothing(byte_tokenizer):
+def test_high_precision_tensors_are_exact(byte_tokenizer):
     made = source(byte_tokenizer, "rowwise").language_model
     assert _exact_dtype(made) == "fp32"
     made.model.bfloat16().float()
     assert _exact_dtype(made) == "bf16"
 
 
-def test_a_graph_that_onnxruntime_cannot_be_given_is_refused(byte_tokenizer, tmp_path):
+def test_bf16_graph_is_refused(byte_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="does not support bf16 tensors"):
         written_repository(tmp_path / "r", byte_tokenizer, dtype="bf16")
     assert not (tmp_path / "r").exists()

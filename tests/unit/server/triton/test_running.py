@@ -55,7 +55,7 @@ def start(tmp_path):
     return started
 
 
-def test_it_runs_as_long_as_the_block(start, tmp_path):
+def test_server_runs_during_the_block(start, tmp_path):
     with start("serves") as server:
         assert server.process.poll() is None
         assert server.ready_s >= 0
@@ -65,7 +65,7 @@ def test_it_runs_as_long_as_the_block(start, tmp_path):
         assert option in said
 
 
-def test_a_log_says_why_it_did_not_start(start):
+def test_start_failure_shows_the_log(start):
     with (
         pytest.raises(TritonError, match=r"ended with 1 before it was ready; .*\n(.*\n)*a model is broken"),
         start("fails"),
@@ -73,17 +73,17 @@ def test_a_log_says_why_it_did_not_start(start):
         pass
 
 
-def test_one_that_hangs_is_ended(start):
+def test_hanging_start_is_ended(start):
     with pytest.raises(TritonError, match=r"not ready after 1\.5 s"), start("hangs", seconds=1.5):
         pass
 
 
-def test_one_that_ends_by_itself_is_an_error(start):
+def test_unexpected_exit_is_an_error(start):
     with pytest.raises(TritonError, match="Triton ended with 3"), start("breaks") as server:
         server.wait()
 
 
-def test_one_that_does_not_end_is_killed(start, monkeypatch):
+def test_server_that_ignores_sigterm_is_killed(start, monkeypatch):
     monkeypatch.setattr("octavo.server.triton.running.ENDING_S", 0.2)
     monkeypatch.setattr("octavo.server.triton.running.KILLING_S", 0.2)
     with start("stays") as server:
@@ -108,7 +108,7 @@ with TritonServer.started(
 """
 
 
-def test_it_does_not_outlive_octavo(start, tmp_path):
+def test_server_ends_with_octavo(start, tmp_path):
     """Killed, octavo can end nothing itself."""
     start("serves")
     with Address(port=0).bind() as free:
@@ -138,7 +138,7 @@ def test_a_folder_without_models_is_refused(start, tmp_path):
     assert not (tmp_path / "log").exists(), "nothing was started"
 
 
-def test_a_model_that_was_changed_is_not_served(start, tmp_path):
+def test_changed_model_fails_its_checksums(start, tmp_path):
     model = tmp_path / "repository" / "models" / "onnx" / "1"
     model.mkdir(parents=True)
     (model / "model.onnx").write_bytes(b"weights")

@@ -38,7 +38,7 @@ def texts(response):
     return response.output_tensors()[0].as_numpy().tolist()
 
 
-def test_pieces_become_texts(model):
+def test_pieces_are_joined_per_text(model):
     requests = [
         Request(text_input="ab"),
         Request(text_input=["ab", "c"], max_tokens=[1, 3]),
@@ -48,7 +48,7 @@ def test_pieces_become_texts(model):
     assert [texts(response) for response in found] == [[b"ab"], [b"ab", b"ccc"], [b"abab", b"cc"]]
 
 
-def test_an_error_is_the_request_s_own(model):
+def test_error_fails_only_its_request(model):
     found = asyncio.run(model.execute([Request(text_input=["a", "b"], stop=["x", "y"]), Request(text_input="c")]))
     assert found[0].error().message() == "no stops: [b'x', b'y']"
     assert texts(found[1]) == [b"c"]

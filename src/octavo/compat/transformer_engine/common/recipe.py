@@ -14,9 +14,9 @@ Reference: Transformer Engine's documentation, "Common API".
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octavo import formats, recipes
 from octavo.compat.transformer_engine.common.algorithms import Algorithms
@@ -70,6 +70,13 @@ class Format(Enum):
     HYBRID = Maxima(formats.E4M3.max, formats.E5M2.max)
 
 
+_ONLY_DEFAULT = "only default"  # key in the metadata of options that octavo supports at one value
+
+
+def _only(default: object) -> Any:
+    return field(default=default, metadata={_ONLY_DEFAULT: True})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Base class of the recipes.
@@ -82,16 +89,17 @@ class Recipe:
     """
 
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = None
+    fp8_dpa: bool = _only(False)
+    fp8_mha: bool = _only(False)
+    backward_override: str | None = _only(None)
 
     def __post_init__(self) -> None:
         if self.fp8_format not in (Format.HYBRID, Format.E4M3):
             raise ConfigError(f"fp8_format must be Format.HYBRID or Format.E4M3, not {self.fp8_format}")
-        _check_default("fp8_dpa", self.fp8_dpa, default=False)
-        _check_default("fp8_mha", self.fp8_mha, default=False)
-        _check_default("backward_override", self.backward_override, default=None)
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if _ONLY_DEFAULT in option.metadata and value != option.default:
+                raise ConfigError(f"octavo supports only {option.name}={option.default!r}, not {value!r}; leave it out")
 
     def octavo_recipe(self) -> recipes.Recipe:
         """Convert to the octavo recipe with the same casts and GEMMs."""
@@ -124,18 +132,10 @@ class Recipe:
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Return False: ``NVFP4BlockScaling`` is not supported."""
+        """Return False: recipes of NVFP4 and MXFP4, and ``CustomRecipe``, are not supported."""
         return False
 
-    @classmethod
-    def mxfp4_qat(cls) -> bool:
-        """Return False: recipes of MXFP4 are not supported."""
-        return False
-
-    @classmethod
-    def custom(cls) -> bool:
-        """Return False: ``CustomRecipe`` is not supported."""
-        return False
+    mxfp4_qat = custom = nvfp4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class DelayedScaling(Recipe):
     """
 
     margin: int = 0
-    interval: int = 1
+    interval: int = _only(1)
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[..., object] = "max"
     scaling_factor_compute_algo: Callable[..., object] | None = None
@@ -174,7 +174,6 @@ class DelayedScaling(Recipe):
             raise ConfigError(
                 f"scaling_factor_compute_algo must be a function or None, not {self.scaling_factor_compute_algo!r}"
             )
-        _check_default("interval", self.interval, default=1)
         self.octavo_recipe()  # refuses a length or a margin out of range
 
     def octavo_recipe(self) -> recipes.Recipe:
@@ -241,15 +240,9 @@ class Float8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
-
-    def __post_init__(self) -> None:
-        Recipe.__post_init__(self)
-        _check_default("x_block_scaling_dim", self.x_block_scaling_dim, default=1)
-        _check_default("w_block_scaling_dim", self.w_block_scaling_dim, default=2)
-        _check_default("grad_block_scaling_dim", self.grad_block_scaling_dim, default=1)
+    x_block_scaling_dim: int = _only(1)
+    w_block_scaling_dim: int = _only(2)
+    grad_block_scaling_dim: int = _only(1)
 
     def octavo_recipe(self) -> recipes.Recipe:
         """``blockwise`` with these options."""
@@ -270,11 +263,7 @@ class MXFP8BlockScaling(Recipe):
     """
 
     fp8_format: Format = Format.E4M3
-    margin: int = 0
-
-    def __post_init__(self) -> None:
-        Recipe.__post_init__(self)
-        _check_default("margin", self.margin, default=0)
+    margin: int = _only(0)
 
     def octavo_recipe(self) -> recipes.Recipe:
         """``mxfp8``."""
@@ -290,23 +279,14 @@ MXFP4QATFloat8BlockScaling = refused("MXFP4QATFloat8BlockScaling", _FOUR_BITS)
 CustomRecipe = refused("CustomRecipe", "define each cast with octavo.recipes.Recipe and use octavo.autocast")
 
 
-def _check_default(name: str, value: object, *, default: object) -> None:
-    if value != default:
-        raise ConfigError(f"octavo supports only {name}={default!r}, not {value!r}; leave it out")
-
-
 def _each_cast(recipe: recipes.Recipe, change: Callable[[CastSpec], CastSpec]) -> recipes.Recipe:
     """Apply ``change`` to every cast of a recipe."""
 
     def changed(gemm: GemmSpec) -> GemmSpec:
         return replace(gemm, a=gemm.a and change(gemm.a), b=gemm.b and change(gemm.b))
 
-    return replace(
-        recipe,
-        output=changed(recipe.output),
-        grad_input=changed(recipe.grad_input),
-        grad_weight=changed(recipe.grad_weight),
-    )
+    output, grad_input, grad_weight = map(changed, (recipe.output, recipe.grad_input, recipe.grad_weight))
+    return replace(recipe, output=output, grad_input=grad_input, grad_weight=grad_weight)
 
 
 def _with_gradients_in(recipe: recipes.Recipe, fp8_format: Format) -> recipes.Recipe:

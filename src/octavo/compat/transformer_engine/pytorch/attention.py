@@ -24,7 +24,15 @@ from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
 from octavo.errors import ConfigError
 from octavo.nn.attention import attend
 
-__all__ = ["DotProductAttention", "MultiheadAttention", "batch_first", "check_same_mask", "rotations_of", "rows_of"]
+__all__ = [
+    "DotProductAttention",
+    "MultiheadAttention",
+    "batch_first",
+    "check_same_mask",
+    "rotations_of",
+    "rows_of",
+    "swap_unless_batch_first",
+]
 
 MaskGiven = Tensor | tuple[Tensor, ...] | None
 
@@ -90,22 +98,24 @@ class DotProductAttention(nn.Module):
         check_others("DotProductAttention", others)
         mask_type = attn_mask_type or self.attn_mask_type
         causal = is_causal(mask_type)
-        sequence = 1 if batch_first(qkv_format or self.qkv_format) else 0
-        if causal and "bottom_right" not in mask_type and query_layer.shape[sequence] != key_layer.shape[sequence]:
+        is_batch_first = batch_first(qkv_format or self.qkv_format)
+        q, k, v = (swap_unless_batch_first(x, is_batch_first) for x in (query_layer, key_layer, value_layer))
+        if causal and "bottom_right" not in mask_type and q.shape[1] != k.shape[1]:
             raise ConfigError(
                 f"octavo aligns different numbers of queries and keys at the last position, not at the first as "
                 f"{mask_type!r}; use '{mask_type}_bottom_right'"
             )
-        swap = 1 - sequence
         result = attend(
-            *(x.transpose(0, 1) if swap else x for x in (query_layer, key_layer, value_layer)),
+            q,
+            k,
+            v,
             causal=causal,
             window=window_of(window_size or self.window_size, causal=causal),
             dropout=self.attention.dropout if self.training else 0.0,
             scale=self.attention.scale,
             **visibility(mask_type, attention_mask),
         ).flatten(2)
-        return result.transpose(0, 1) if swap else result
+        return swap_unless_batch_first(result, is_batch_first)
 
 
 class MultiheadAttention(nn.Module):
@@ -219,17 +229,16 @@ class MultiheadAttention(nn.Module):
         check_others("MultiheadAttention", others)
         mask_type = attn_mask_type or self.attn_mask_type
         check_same_mask(mask_type, self.attn_mask_type, window_size, self.window_size)
-        swap = not self.batch_first
         with micro_batch(self, is_first_microbatch):
             y: Tensor = self.attention(
-                hidden_states.transpose(0, 1) if swap else hidden_states,
-                encoder_output=encoder_output.transpose(0, 1)
-                if swap and encoder_output is not None
-                else encoder_output,
+                swap_unless_batch_first(hidden_states, self.batch_first),
+                encoder_output=None
+                if encoder_output is None
+                else swap_unless_batch_first(encoder_output, self.batch_first),
                 rotations=rotations_of(rotary_pos_emb),
                 **visibility(mask_type, attention_mask),
             )
-        return y.transpose(0, 1) if swap else y
+        return swap_unless_batch_first(y, self.batch_first)
 
 
 def rows_of(
@@ -251,6 +260,11 @@ def batch_first(qkv_format: str) -> bool:
     if qkv_format not in ("sbhd", "bshd"):
         raise ConfigError(f"octavo supports the formats sbhd and bshd, not {qkv_format!r}")
     return qkv_format == "bshd"
+
+
+def swap_unless_batch_first(x: Tensor, is_batch_first: bool) -> Tensor:
+    """Exchange the sequence and batch dimensions unless the caller's tensors are batch first, in either direction."""
+    return x if is_batch_first else x.transpose(0, 1)
 
 
 def check_same_mask(

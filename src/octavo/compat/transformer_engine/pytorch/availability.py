@@ -19,8 +19,6 @@ __all__ = [
     "is_nvfp4_available",
 ]
 
-Answer = bool | tuple[bool, str]
-
 
 def check_fp8_support() -> tuple[bool, str]:
     """Return True and an empty reason: FP8 is supported on every device."""
@@ -35,39 +33,27 @@ def check_nvfp4_support() -> tuple[bool, str]:
     return False, "octavo computes in FP8 and has no FP4 recipe; use MXFP8BlockScaling()."
 
 
-def is_fp8_available(return_reason: bool = False) -> Answer:
-    """Return True: ``DelayedScaling`` and ``Float8CurrentScaling`` are supported.
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Return True: BF16 and every FP8 recipe are supported.
 
     Example:
         >>> is_fp8_available(return_reason=True)
         (True, '')
     """
-    return _answer(check_fp8_support(), return_reason)
+    return check_fp8_support() if return_reason else True
 
 
-def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """Return True: ``MXFP8BlockScaling`` is supported."""
-    return _answer(check_mxfp8_support(), return_reason)
+is_mxfp8_available = is_fp8_block_scaling_available = is_bf16_available = is_fp8_available
 
 
-def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
-    """Return True: ``Float8BlockScaling`` is supported."""
-    return _answer(check_fp8_block_scaling_support(), return_reason)
-
-
-def is_nvfp4_available(return_reason: bool = False) -> Answer:
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Return False: NVFP4 is not supported.
 
     Example:
         >>> is_nvfp4_available()
         False
     """
-    return _answer(check_nvfp4_support(), return_reason)
-
-
-def is_bf16_available(return_reason: bool = False) -> Answer:
-    """Return True: BF16 is supported."""
-    return _answer((True, ""), return_reason)
+    return check_nvfp4_support() if return_reason else False
 
 
 def get_default_recipe() -> Recipe:
@@ -76,7 +62,3 @@ def get_default_recipe() -> Recipe:
 
 
 get_default_fp8_recipe = get_default_recipe
-
-
-def _answer(support: tuple[bool, str], return_reason: bool) -> Answer:
-    return support if return_reason else support[0]

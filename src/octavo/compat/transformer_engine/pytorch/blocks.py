@@ -117,7 +117,7 @@ class Block:
             history.begin_forward(autocast_region())
             self.recorded.append(layer)
         history.record(INPUT, measure(x.to(autocast_dtype(x)), PerTensor()).amax)
-        if layer.held is None and layer.records_weight:
+        if layer.codes_layout is None and layer.records_weight:
             history.record(WEIGHT, measure(layer.weight, PerTensor()).amax)
 
 

@@ -1,6 +1,5 @@
 """Transformer Engine's linear layers and norms, in the recipe of the surrounding ``autocast``; without one in BF16."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,12 @@ from octavo.errors import ConfigError
 __all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"]
 
 
+def _alias(path: str, shape: str) -> Any:
+    """Property of a module: the parameter at ``path`` inside it, with this shape; None if there is none."""
+    layer, _, name = path.rpartition(".")
+    return property(lambda module: getattr(module.get_submodule(layer), name, None), doc=shape)
+
+
 class Linear(nn.Module):
     """``y = x @ weight.T + bias``.
 
@@ -37,6 +42,9 @@ class Linear(nn.Module):
         >>> Linear(16, 8, params_dtype=torch.bfloat16)(torch.zeros(2, 16, dtype=torch.bfloat16)).shape
         torch.Size([2, 8])
     """
+
+    weight = _alias("linear.weight", "[N, K].")
+    bias = _alias("linear.bias", "[N] or None.")
 
     def __init__(
         self,
@@ -57,16 +65,6 @@ class Linear(nn.Module):
         initialize(self.linear, init_method)
         read_names(self, linear_rows("linear.", ""))
 
-    @property
-    def weight(self) -> Tensor:
-        """[N, K]."""
-        return self.linear.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[N] or None."""
-        return self.linear.bias
-
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Tensor:
         """[..., K] to [..., N]."""
         check_others("Linear", others)
@@ -75,7 +73,29 @@ class Linear(nn.Module):
         return y
 
 
-class LayerNorm(octavo_nn.LayerNorm):
+class _Norm(nn.Module):
+    """Transformer Engine's arguments for the norm that follows in the order of base classes."""
+
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        check_others(type(self).__name__, others)
+        sizes = [size for size in (normalized_shape, hidden_size) if size is not None]
+        if len(sizes) != 1:
+            raise ConfigError(f"a norm takes one of normalized_shape and hidden_size, not {len(sizes)}")
+        super().__init__(sizes[0], eps=eps, zero_centered=zero_centered_gamma, device=device, dtype=params_dtype)
+        read_names(self, [])
+
+
+class LayerNorm(_Norm, octavo_nn.LayerNorm):
     """LayerNorm over the last dimension.
 
     Args:
@@ -92,67 +112,14 @@ class LayerNorm(octavo_nn.LayerNorm):
         [[-1.0, 1.0]]
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | None = None,
-        eps: float = 1e-5,
-        *,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        **others: Any,
-    ) -> None:
-        check_others("LayerNorm", others)
-        super().__init__(
-            _one_size(normalized_shape, hidden_size),
-            eps=eps,
-            zero_centered=zero_centered_gamma,
-            device=device,
-            dtype=params_dtype,
-        )
-        read_names(self, [])
 
-
-def _one_size(normalized_shape: int | None, hidden_size: int | None) -> int:
-    sizes = [size for size in (normalized_shape, hidden_size) if size is not None]
-    if len(sizes) != 1:
-        raise ConfigError(f"a norm takes one of normalized_shape and hidden_size, not {len(sizes)}")
-    return sizes[0]
-
-
-class RMSNorm(octavo_nn.RMSNorm):
+class RMSNorm(_Norm, octavo_nn.RMSNorm):
     """RMSNorm over the last dimension; arguments as :class:`LayerNorm`.
 
     Example:
         >>> RMSNorm(2, eps=1e-12)(torch.tensor([[3.0, -3.0]])).tolist()
         [[1.0, -1.0]]
     """
-
-    def __init__(
-        self,
-        normalized_shape: int | None = None,
-        eps: float = 1e-5,
-        *,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        **others: Any,
-    ) -> None:
-        check_others("RMSNorm", others)
-        super().__init__(
-            _one_size(normalized_shape, hidden_size),
-            eps=eps,
-            zero_centered=zero_centered_gamma,
-            device=device,
-            dtype=params_dtype,
-        )
-        read_names(self, [])
-
-
-def _bias_of(norm: nn.Module) -> Tensor | None:
-    return norm.bias if isinstance(norm, octavo_nn.LayerNorm) else None
 
 
 class LayerNormLinear(nn.Module):
@@ -176,6 +143,11 @@ class LayerNormLinear(nn.Module):
         >>> LayerNormLinear(8, 24, normalization="RMSNorm")(torch.randn(2, 8)).shape
         torch.Size([2, 24])
     """
+
+    weight = _alias("layer.linear.weight", "[N, K].")
+    bias = _alias("layer.linear.bias", "[N] or None.")
+    layer_norm_weight = _alias("layer.norm.weight", "[K].")
+    layer_norm_bias = _alias("layer.norm.bias", "[K] or None.")
 
     def __init__(
         self,
@@ -209,26 +181,6 @@ class LayerNormLinear(nn.Module):
         )
         initialize(self.layer, init_method)
         read_names(self, linear_rows("layer.linear.", "", norm="layer.norm."))
-
-    @property
-    def weight(self) -> Tensor:
-        """[N, K]."""
-        return self.layer.linear.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[N] or None."""
-        return self.layer.linear.bias
-
-    @property
-    def layer_norm_weight(self) -> Tensor:
-        """[K]."""
-        return self.layer.norm.get_parameter("weight")
-
-    @property
-    def layer_norm_bias(self) -> Tensor | None:
-        """[K] or None."""
-        return _bias_of(self.layer.norm)
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -265,6 +217,13 @@ class LayerNormMLP(nn.Module):
         torch.Size([2, 8])
     """
 
+    fc1_weight = _alias("layer.fc1.weight", "[F or 2 F, H].")
+    fc1_bias = _alias("layer.fc1.bias", "[F or 2 F] or None.")
+    fc2_weight = _alias("layer.fc2.weight", "[H, F].")
+    fc2_bias = _alias("layer.fc2.bias", "[H] or None.")
+    layer_norm_weight = _alias("layer.norm.weight", "[H].")
+    layer_norm_bias = _alias("layer.norm.bias", "[H] or None.")
+
     def __init__(
         self,
         hidden_size: int,
@@ -287,8 +246,7 @@ class LayerNormMLP(nn.Module):
         if return_layernorm_output:
             raise ConfigError("octavo's LayerNormMLP does not support return_layernorm_output=True; leave it at False")
         super().__init__()
-        build = partial(octavo_nn.LayerNormMLP, recipe="bf16", device=device, dtype=params_dtype)
-        self.layer = build(
+        self.layer = octavo_nn.LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
             activation=activation_name(activation),
@@ -296,39 +254,12 @@ class LayerNormMLP(nn.Module):
             normalization=normalization_name(normalization),
             eps=eps,
             zero_centered=zero_centered_gamma,
+            recipe="bf16",
+            device=device,
+            dtype=params_dtype,
         )
         initialize(self.layer, init_method, output_layer_init_method)
         read_names(self, mlp_rows("layer.", ""))
-
-    @property
-    def fc1_weight(self) -> Tensor:
-        """[F or 2 F, H]."""
-        return self.layer.fc1.weight
-
-    @property
-    def fc1_bias(self) -> Tensor | None:
-        """[F or 2 F] or None."""
-        return self.layer.fc1.bias
-
-    @property
-    def fc2_weight(self) -> Tensor:
-        """[H, F]."""
-        return self.layer.fc2.weight
-
-    @property
-    def fc2_bias(self) -> Tensor | None:
-        """[H] or None."""
-        return self.layer.fc2.bias
-
-    @property
-    def layer_norm_weight(self) -> Tensor:
-        """[H]."""
-        return self.layer.norm.get_parameter("weight")
-
-    @property
-    def layer_norm_bias(self) -> Tensor | None:
-        """[H] or None."""
-        return _bias_of(self.layer.norm)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Tensor:
         """[..., H] to the same."""

@@ -22,6 +22,7 @@ from octavo.compat.transformer_engine.pytorch.attention import (
     check_same_mask,
     rotations_of,
     rows_of,
+    swap_unless_batch_first,
 )
 from octavo.compat.transformer_engine.pytorch.checkpoint_names import mlp_rows, read_names
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
@@ -124,7 +125,11 @@ class TransformerLayer(nn.Module):
             dtype=params_dtype,
         )
         initialize(self.layer, init_method, output_layer_init_method)
-        self._read_names(interleaved=qkv_weight_interleaved)
+        rows = mlp_rows("layer.mlp.", "layernorm_mlp.")
+        for name, source in (("self_attention", "self_attention"), ("cross_attention", "inter_attention")):
+            if (attention := getattr(self.layer, name)) is not None:
+                rows += rows_of(attention, f"layer.{name}.", f"{source}.", interleaved=qkv_weight_interleaved)
+        read_names(self, rows)
 
     def forward(
         self,
@@ -159,27 +164,17 @@ class TransformerLayer(nn.Module):
         check_same_mask(mask_type, self.self_attn_mask_type, window_size, self.window_size)
         cross_type = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
         _check_cross_mask(cross_type)
-        swap = not self.batch_first
         with micro_batch(self, is_first_microbatch):
             y: Tensor = self.layer(
-                hidden_states.transpose(0, 1) if swap else hidden_states,
-                encoder_output=encoder_output.transpose(0, 1)
-                if swap and encoder_output is not None
-                else encoder_output,
+                swap_unless_batch_first(hidden_states, self.batch_first),
+                encoder_output=None
+                if encoder_output is None
+                else swap_unless_batch_first(encoder_output, self.batch_first),
                 encoder_padding=visibility(cross_type, enc_dec_attn_mask)["padding"],
                 rotations=rotations_of(rotary_pos_emb),
                 **visibility(mask_type, attention_mask),
             )
-        return y.transpose(0, 1) if swap else y
-
-    def _read_names(self, *, interleaved: bool) -> None:
-        layer = self.layer
-        rows = rows_of(layer.self_attention, "layer.self_attention.", "self_attention.", interleaved=interleaved)
-        if layer.cross_attention is not None:
-            rows += rows_of(
-                layer.cross_attention, "layer.cross_attention.", "inter_attention.", interleaved=interleaved
-            )
-        read_names(self, rows + mlp_rows("layer.mlp.", "layernorm_mlp."))
+        return swap_unless_batch_first(y, self.batch_first)
 
 
 def _check_cross_mask(mask_type: str) -> None:

@@ -31,7 +31,7 @@ def patched_names() -> tuple[object, ...]:
 def test_there_are_enough_and_each_has_a_name_of_its_own():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 16
     assert all({fault.code, *fault.also} <= CAUSES.keys() for fault in FAULTS)
-    assert sum(fault.mendable for fault in FAULTS) >= 10
+    assert sum(fault.is_remediable for fault in FAULTS) >= 10
 
 
 @pytest.mark.parametrize("fault", ALONE, ids=lambda fault: fault.name)

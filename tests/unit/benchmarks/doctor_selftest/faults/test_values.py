@@ -4,12 +4,7 @@ import torch
 from benchmarks.doctor_selftest.faults.values import _cancelling_gradient, add_adapter, e4m3_gradients
 from octavo import recipes
 from octavo.formats import E4M3, E5M2
-from tests.unit.benchmarks.doctor_selftest.tiny_trainer import data_in, tiny_trainer
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return data_in(tmp_path_factory.mktemp("data"))
+from tests.unit.benchmarks.doctor_selftest.tiny_trainer import tiny_trainer
 
 
 def test_a_cancelling_gradient_is_there_and_high_precision_does_not_see_it(data):

@@ -9,7 +9,7 @@ from benchmarks.doctor_selftest.faults.workloads import (
     log_normal_gradients,
     padded,
 )
-from tests.unit.benchmarks.doctor_selftest.tiny_trainer import data_in, tiny_trainer
+from tests.unit.benchmarks.doctor_selftest.tiny_trainer import tiny_trainer
 
 NAME = "mlp.up_proj"
 SCALED = {
@@ -18,11 +18,6 @@ SCALED = {
     "alternating": (alternating(NAME, binades=2), [1.0, 4.0, 1.0]),
     "larger": (larger(NAME, binades=1), [2.0, 2.0, 2.0]),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return data_in(tmp_path_factory.mktemp("data"))
 
 
 def gradients_and_input(trainer):

@@ -98,7 +98,7 @@ def test_rounding_options_and_floors():
         *((kind, {"backward_override": "dequantized"}) for kind in ALL),
     ],
 )
-def test_what_no_recipe_does_is_refused_when_it_is_built(kind, arguments):
+def test_unsupported_options_are_refused_at_construction(kind, arguments):
     with pytest.raises(ConfigError):
         kind(**arguments)
 
@@ -110,7 +110,7 @@ def test_recipes_cannot_be_changed():
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_recipe_says_which_it_is(kind):
+def test_classmethods_identify_the_recipe(kind):
     names = {
         "delayed": DelayedScaling,
         "float8_current_scaling": Float8CurrentScaling,

@@ -36,7 +36,7 @@ MODULES = pytest.mark.parametrize("kind", SIZES)
 
 
 @MODULES
-def test_what_has_no_effect_is_accepted(kind):
+def test_arguments_without_effect_are_accepted(kind):
     kind(*SIZES[kind], **dict.fromkeys(NO_EFFECT, 3), **ONLY_DEFAULT)
 
 
@@ -54,13 +54,13 @@ def test_what_has_no_effect_is_accepted(kind):
         ("alibi_slopes", torch.ones(2)),
     ],
 )
-def test_what_cannot_be_honoured_is_named(kind, name, value):
+def test_unsupported_arguments_are_refused_by_name(kind, name, value):
     with pytest.raises(ConfigError, match=f"{kind.__name__} does not support {name}="):
         kind(*SIZES[kind], **{name: value})
 
 
 @MODULES
-def test_words_are_checked(kind):
+def test_activation_and_norm_names_are_checked(kind):
     for mode in (None, "column", "row"):
         kind(*SIZES[kind], parallel_mode=mode)
     with pytest.raises(ConfigError, match="parallel_mode must be one of None, 'column', 'row', not 'nonsense'"):
@@ -135,7 +135,7 @@ def test_windows():
     assert window_of((0, 0), causal=True) == window_of((0, 0), causal=False) == 0
 
 
-def test_a_true_hides():
+def test_true_in_a_mask_hides_a_key():
     hides = torch.tensor([[False, True, False]]).reshape(1, 1, 1, 3)
     sees = [[True, False, True]]
     for found, wanted in (
@@ -159,6 +159,6 @@ def test_a_true_hides():
         ("arbitrary", torch.ones(1, 1, 1, 3)),
     ],
 )
-def test_a_mask_that_nothing_would_read_is_refused(mask_type, mask):
+def test_mask_for_a_type_without_mask_is_refused(mask_type, mask):
     with pytest.raises(ConfigError, match="mask"):
         visibility(mask_type, mask)

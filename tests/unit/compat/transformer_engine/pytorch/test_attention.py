@@ -131,7 +131,7 @@ def test_angles_turn_queries_and_keys():
         ({}, {"window_size": (2, 0)}),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options, call):
+def test_unsupported_values_are_refused(options, call):
     if call is None:
         with pytest.raises(ConfigError, match=next(iter(options.values())).__str__()):
             MultiheadAttention(24, HEADS, **options)

@@ -8,7 +8,7 @@ RUNS = ["is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_availabl
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_octavo_computes_is_available_without_a_reason_against_it(name):
+def test_supported_recipes_are_available_without_a_reason(name):
     question = getattr(te, name)
     assert question() is True
     assert question(return_reason=True) == question(True) == (True, "")
@@ -22,5 +22,5 @@ def test_fp4_is_not_available_and_the_reason_says_what_to_use():
     assert "MXFP8BlockScaling" in answer[1]
 
 
-def test_the_default_recipe_is_the_one_of_a_block_that_names_none():
+def test_default_recipe_is_that_of_a_block_without_recipe():
     assert te.get_default_recipe() == availability.get_default_fp8_recipe() == DelayedScaling()

@@ -46,7 +46,7 @@ def _layer(**options):
     return te.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, **options).eval()
 
 
-def test_every_tensor_of_a_layer_arrives():
+def test_every_tensor_of_a_layer_is_loaded():
     state, layer = _checkpoint("layers.0.", decoder=True), _layer(layer_type="decoder")
     nn.ModuleDict({"layers": nn.ModuleList([layer])}).load_state_dict(state)
     at, inner = "layers.0.", layer.layer
@@ -130,7 +130,7 @@ def test_octavos_own_state_still_loads():
         assert torch.equal(other.state_dict()[name], tensor)
 
 
-def test_what_is_missing_is_named():
+def test_missing_tensors_are_named():
     state = _checkpoint()
     del state["self_attention.layernorm_qkv.key_weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*qkv\.linear\.weight"):

@@ -98,7 +98,7 @@ def _flat(source, peer):
 
 @pytest.mark.parametrize("written", [_nested, _flat])
 @pytest.mark.parametrize("kind", MODULES)
-def test_training_goes_on_to_the_bit(kind, written):
+def test_training_continues_bit_for_bit(kind, written):
     model, peers = _trained(kind)
     beside = {f"m.{key}": value for source, peer in peers.items() for key, value in written(source, peer).items()}
     weights = {f"m.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -126,7 +126,7 @@ def test_a_history_without_a_name_is_known_by_its_shape():
         assert state[f"{path}.grad_output.steps"] == 0
 
 
-def test_scales_alone_are_turned_round():
+def test_scales_without_amaxes_are_inverted():
     layer = te.Linear(4, 4)
     layer.load_state_dict(layer.state_dict() | {"_extra_state": {"scale_fwd": torch.tensor([64.0, 1.0, 1.0])}})
     state = octavo.scaling_state(layer)

@@ -55,5 +55,5 @@ def test_other_operations_can_be_imported_and_are_refused_by_name(name):
         operation(8)
 
 
-def test_what_transformer_engine_has_not_either_is_no_attribute():
+def test_unknown_name_is_an_attribute_error():
     assert not hasattr(ops, "Convolution")

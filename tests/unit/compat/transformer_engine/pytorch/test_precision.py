@@ -51,7 +51,7 @@ def test_a_recipe_of_another_kind_is_refused():
 
 
 @pytest.mark.parametrize("context", [te.quantized_model_init, te.fp8_model_init])
-def test_weights_stay_in_high_precision_and_that_is_said(context):
+def test_weights_stay_in_high_precision_with_a_warning(context):
     with pytest.warns(UserWarning, match="high precision"), context(preserve_high_precision_init_val=True):
         layer = te.Linear(4, 4)
     assert layer.weight.dtype is torch.float32
@@ -82,7 +82,7 @@ def test_checkpoint_refuses_a_group():
 
 
 @pytest.mark.parametrize("options", [{"fp8_group": "x"}, {"fp8_group": 0}, {"fp8_group": [0, 1]}])
-def test_what_is_no_group_of_ranks_is_refused(options):
+def test_invalid_process_group_is_refused(options):
     with (
         pytest.raises(TypeError, match=r"is a torch.distributed.ProcessGroup or None, not"),
         te.fp8_autocast(**options),

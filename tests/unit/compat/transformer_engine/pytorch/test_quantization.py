@@ -41,7 +41,7 @@ def test_a_thread_has_blocks_of_its_own():
 
 
 @pytest.mark.parametrize("name", ["fp8", "quantization"])
-def test_both_modules_of_the_name_have_the_same_things(name):
+def test_fp8_and_quantization_modules_share_their_members(name):
     module = importlib.import_module(f"octavo.compat.transformer_engine.pytorch.{name}")
     assert module is getattr(te, name)
     assert module.FP8GlobalStateManager is State

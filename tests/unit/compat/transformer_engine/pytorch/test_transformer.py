@@ -125,7 +125,7 @@ def test_in_a_block_it_is_octavos_layer_of_that_recipe(recipe):
         {"attn_input_format": "thd"},
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options):
+def test_unsupported_values_are_refused(options):
     with pytest.raises(ConfigError, match="|".join(map(str, options.values()))):
         TransformerLayer(24, 40, 4, **options)
 

@@ -11,15 +11,16 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.kernels import high_precision_mm
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import hold_weight_as_codes
+from octavo.nn.fp8_weight import store_weight_as_codes
 from octavo.recipes import Recipe
 from tests.contract.gemm_oracle import assert_same_operand, recorded_products
+from tests.tiny_llama import tiny_hugging_face_config
 
 RECIPES = [name for name in octavo.recipes.names() if name not in ("bf16", "static")]
 
 
-def _held(recipe: str | Recipe, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Linear]:
-    """A frozen layer as it was, and held as codes."""
+def _stored(recipe: str | Recipe, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Linear]:
+    """A frozen layer as it was, and stored as codes."""
     torch.manual_seed(0)
     plain = nn.Linear(48, 40, dtype=dtype).requires_grad_(False)
     model = nn.Sequential(nn.Linear(48, 40, dtype=dtype))
@@ -34,13 +35,13 @@ def _held(recipe: str | Recipe, *, dtype: torch.dtype = torch.float32) -> tuple[
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_output_and_input_gradient_are_those_of_the_decoded_weight(recipe):
-    plain, layer = _held(recipe)
-    held = layer.held_weight()
-    assert held is not None
+    plain, layer = _stored(recipe)
+    stored = layer.stored_codes()
+    assert stored is not None
     assert layer.weight_codes.dtype is octavo.E4M3.torch_dtype
     assert layer.weight_codes.nbytes == plain.weight.numel()
     decoded = Linear(48, 40, recipe=recipe).requires_grad_(False)
-    decoded.load_state_dict({"weight": held.dequantize(), "bias": plain.bias})
+    decoded.load_state_dict({"weight": stored.dequantize(), "bias": plain.bias})
     results = []
     for module in (layer, decoded):
         x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -55,24 +56,24 @@ def test_output_and_input_gradient_are_those_of_the_decoded_weight(recipe):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_held_weight_computes_what_weight_only_computes_of_the_weight_itself(dtype):
+def test_stored_codes_compute_what_weight_only_computes_of_the_weight(dtype):
     """The codes decode in FP32 and are rounded once, to the input's dtype, whatever they were made of."""
-    plain, layer = _held("weight_only", dtype=torch.bfloat16)
+    plain, layer = _stored("weight_only", dtype=torch.bfloat16)
     unheld = Linear(48, 40, recipe="weight_only", dtype=torch.bfloat16)
     unheld.load_state_dict(plain.state_dict())
-    x, held = torch.randn(6, 48, dtype=dtype), layer.held_weight()
-    assert held is not None
+    x, stored = torch.randn(6, 48, dtype=dtype), layer.stored_codes()
+    assert stored is not None
     assert torch.equal(layer(x), unheld(x))
-    decoded = (held.data.float() * held.scale).to(dtype)
+    decoded = (stored.data.float() * stored.scale).to(dtype)
     assert torch.equal(layer(x), high_precision_mm(x, decoded, plain.bias))
 
 
 @pytest.mark.parametrize("surroundings", ["autocast", "disabled", "rowwise inside"])
-def test_it_runs_under_every_precision(surroundings):
-    plain, layer = _held("tensorwise")
+def test_forward_and_backward_run_under_every_precision(surroundings):
+    plain, layer = _stored("tensorwise")
     x = torch.randn(6, 48, requires_grad=True)
-    held = layer.held_weight()
-    assert held is not None
+    stored = layer.stored_codes()
+    assert stored is not None
     if surroundings == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
@@ -80,21 +81,21 @@ def test_it_runs_under_every_precision(surroundings):
     elif surroundings == "disabled":
         with octavo.autocast(enabled=False):
             y = layer(x)
-        torch.testing.assert_close(y, nn.functional.linear(x, held.dequantize(), plain.bias))
+        torch.testing.assert_close(y, nn.functional.linear(x, stored.dequantize(), plain.bias))
     else:
         with octavo.autocast("rowwise"):
             y = layer(x)
     y.float().sum().backward()
     assert x.grad is not None
-    torch.testing.assert_close(x.grad, held.dequantize().sum(0).expand(6, 48), rtol=0.07, atol=0.05)
+    torch.testing.assert_close(x.grad, stored.dequantize().sum(0).expand(6, 48), rtol=0.07, atol=0.05)
 
 
 def test_casting_the_model_keeps_codes_and_scale():
-    _, layer = _held("tensorwise")
-    before = layer.held_weight()
+    _, layer = _stored("tensorwise")
+    before = layer.stored_codes()
     assert before is not None
     layer.to(torch.bfloat16)
-    after = layer.held_weight()
+    after = layer.stored_codes()
     assert after is not None
     assert torch.equal(before.data.view(torch.uint8), after.data.view(torch.uint8))
     assert after.scale.dtype is torch.float32
@@ -103,8 +104,8 @@ def test_casting_the_model_keeps_codes_and_scale():
 
 
 def test_the_state_dict_has_the_codes_and_loads_back():
-    _, layer = _held("tensorwise")
-    _, other = _held("tensorwise")
+    _, layer = _stored("tensorwise")
+    _, other = _stored("tensorwise")
     with torch.no_grad():
         other.weight_codes.view(torch.uint8).zero_()
         other.weight_scale.fill_(9.0)
@@ -117,7 +118,7 @@ def test_the_state_dict_has_the_codes_and_loads_back():
     assert torch.equal(layer(x), other(x))
     for strict in (True, False):
         with pytest.raises(
-            RuntimeError, match=r"weight is torch.float32, .* holds FP8 codes; load weights before .*convert"
+            RuntimeError, match=r"weight is torch.float32, .* stores FP8 codes; load weights before .*convert"
         ):
             other.load_state_dict(nn.Linear(48, 40).state_dict(), strict=strict)
         plain = Linear(48, 40)
@@ -134,7 +135,7 @@ def test_the_state_dict_has_the_codes_and_loads_back():
 
 def test_codes_under_the_parameters_name_load_too():
     """As earlier versions saved them."""
-    (_, layer), (_, other) = _held("rowwise"), _held("rowwise")
+    (_, layer), (_, other) = _stored("rowwise"), _stored("rowwise")
     state = layer.state_dict()
     for strict in (True, False):
         with torch.no_grad():
@@ -145,8 +146,8 @@ def test_codes_under_the_parameters_name_load_too():
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_an_unconverted_model_never_takes_codes_for_weights(assign):
-    _, layer = _held("tensorwise")
+def test_unconverted_model_refuses_codes_as_weights(assign):
+    _, layer = _stored("tensorwise")
     state, plain = nn.Sequential(layer).state_dict(), nn.Sequential(nn.Linear(48, 40))
     kept = plain.get_parameter("0.weight").detach().clone()
     for strict in (True, False):
@@ -171,7 +172,7 @@ def test_codes_and_scales_of_another_format_are_refused(saved, other):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_that_was_cast_decodes_to_its_dtype(dtype):
-    _, layer = _held("rowwise")
+    _, layer = _stored("rowwise")
     model = nn.Sequential(layer).to(dtype)
     x = torch.randn(2, 48, dtype=dtype)
     assert nn.functional.linear(x, layer.weight, layer.bias).dtype is dtype
@@ -194,7 +195,7 @@ class _Reader(nn.Module):
         return self.out(_project(x, self.q))
 
 
-def test_a_reader_that_was_not_found_reads_decoded_weights():
+def test_undetected_reader_gets_decoded_weights():
     torch.manual_seed(0)
     model, x = _Reader().requires_grad_(False).eval(), torch.randn(4, 48)
     exact = model(x)
@@ -203,14 +204,14 @@ def test_a_reader_that_was_not_found_reads_decoded_weights():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), model(x))
     assert isinstance(model.q, Linear)
-    codes = model.q.held_weight()
+    codes = model.q.stored_codes()
     assert codes is not None
     assert torch.equal(model.q.weight, codes.dequantize())
 
 
 def test_a_decoded_weight_cannot_be_written():
     """As merging an adapter does; the codes would stay as they are."""
-    _, layer = _held("tensorwise")
+    _, layer = _stored("tensorwise")
     writes = (
         lambda: layer.weight.add_(1.0),
         lambda: layer.weight.data.add_(1.0),
@@ -232,7 +233,7 @@ def test_a_decoded_weight_cannot_be_written():
         layer.weight = nn.Parameter(torch.zeros(40, 48))
 
 
-def test_what_cannot_be_held_or_trained_is_refused():
+def test_weights_that_cannot_be_stored_or_trained_are_refused():
     layer = Linear(4, 4).requires_grad_(False)
     layer.weight[1, 1] = float("nan")
     model = nn.Sequential(layer)
@@ -242,49 +243,49 @@ def test_what_cannot_be_held_or_trained_is_refused():
     with pytest.raises(ConfigError, match="the weight of layer '1' holds NaN or infinity"):
         octavo.convert(both, frozen="fp8")
     assert isinstance(both[0], Linear)
-    assert both[0].held is None, "all or none"
-    _, held = _held("tensorwise")
-    held.requires_grad_(True)
+    assert both[0].codes_layout is None, "all or none"
+    _, layer = _stored("tensorwise")
+    layer.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"takes no gradient; octavo\.restore"):
-        held(torch.randn(2, 48))
+        layer(torch.randn(2, 48))
 
 
-def test_converting_again_says_what_is_still_held():
-    _, layer = _held("tensorwise")
+def test_converting_again_reports_the_stored_layers():
+    _, layer = _stored("tensorwise")
     report = octavo.convert(nn.Sequential(layer), "rowwise")
     assert report.held == ("0",)
 
 
 def test_restoring_gives_the_decoded_weight():
-    plain, layer = _held("tensorwise", dtype=torch.bfloat16)
-    held = layer.held_weight()
-    assert held is not None
+    plain, layer = _stored("tensorwise", dtype=torch.bfloat16)
+    stored = layer.stored_codes()
+    assert stored is not None
     model = nn.Sequential(layer)
     octavo.restore(model)
     restored = model.get_parameter("0.weight")
-    assert torch.equal(restored, held.dequantize())
+    assert torch.equal(restored, stored.dequantize())
     assert restored.dtype is torch.bfloat16
     assert set(vars(model[0])) == set(vars(nn.Linear(1, 1)))
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert (restored.float() - plain.weight.float()).abs().max() <= 2**-4 * plain.weight.float().abs().max()
 
 
-def test_only_frozen_weights_of_their_own_are_held():
-    class Model(nn.Module):
+def test_only_unshared_frozen_weights_are_stored():
+    class FrozenAndTrained(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.trained, self.frozen, self.one, self.two = (nn.Linear(4, 4) for _ in range(4))
             self.two.weight = self.one.weight
 
-    model = Model().requires_grad_(False)
+    model = FrozenAndTrained().requires_grad_(False)
     model.trained.requires_grad_(True)
     report = octavo.convert(model, frozen="fp8")
     assert report.held == ("frozen",)
-    assert "1 hold their weight as FP8 codes" in str(report)
-    with pytest.raises(ConfigError, match="only a frozen weight can be held as FP8 codes"):
-        hold_weight_as_codes(model.trained)  # type: ignore[arg-type]
+    assert "1 store their weight as FP8 codes" in str(report)
+    with pytest.raises(ConfigError, match="only a frozen weight can be stored as FP8 codes"):
+        store_weight_as_codes(model.trained)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="recipe 'bf16' casts no weight"):
-        hold_weight_as_codes(Linear(2, 2, recipe="bf16").requires_grad_(False))
+        store_weight_as_codes(Linear(2, 2, recipe="bf16").requires_grad_(False))
     with pytest.raises(ConfigError, match="frozen must be None or 'fp8', not 'int8'"):
         octavo.convert(model, frozen="int8")
 
@@ -292,7 +293,7 @@ def test_only_frozen_weights_of_their_own_are_held():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_what_torchs_fast_path_reads_is_not_held(gradients, norm_first):
+def test_weights_that_torchs_fast_path_reads_are_not_stored(gradients, norm_first):
     """In evaluation torch's encoder multiplies by its layers' weights itself; with codes there it fails."""
     encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=norm_first)
     model = nn.Sequential(nn.Linear(16, 16), nn.TransformerEncoder(encoder, 2, enable_nested_tensor=not norm_first))
@@ -304,7 +305,7 @@ def test_what_torchs_fast_path_reads_is_not_held(gradients, norm_first):
     assert report.held == ("0",)
     reason = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
     assert report.not_held == {f"1.layers.{i}.linear{j}": reason for i in (0, 1) for j in (1, 2)}
-    assert f"  1.layers.[0-1].linear1 (2): its weight is not held: {reason}" in str(report).splitlines()
+    assert f"  1.layers.[0-1].linear1 (2): its weight is not stored as codes: {reason}" in str(report).splitlines()
     with gradients():
         for options in ({}, {"src_key_padding_mask": hides}, {"mask": hides.new_zeros(5, 5)}):
             assert model[1](x, **options).isfinite().all()
@@ -312,29 +313,29 @@ def test_what_torchs_fast_path_reads_is_not_held(gradients, norm_first):
     assert (y - expected)[~hides].norm() < 0.1 * expected[~hides].norm()
 
 
-def test_an_encoders_linear_inside_an_adapter_is_not_held_either():
+def test_encoder_weights_inside_an_adapter_are_not_stored():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).requires_grad_(False)
     layer.linear2 = nn.Sequential(layer.linear2)  # type: ignore[assignment]
     assert list(octavo.convert(layer, frozen="fp8").not_held) == ["linear1", "linear2.0"]
 
 
-def test_codes_with_one_scale_serve_both_products_whatever_the_casts_say():
-    """Held codes stay what they are: decoding and casting them again for grad_input would round twice."""
+def test_codes_with_one_scale_serve_both_gemms():
+    """Stored codes do not change: decoding and casting them again for grad_input would round twice."""
     base = octavo.recipes.get("tensorwise")
     spec = base.grad_input.b
     assert spec is not None
     unlike = replace(base.grad_input, b=replace(spec, margin=3, format=octavo.E5M2))
-    _, layer = _held(replace(base, name="unlike", grad_input=unlike))
-    held = layer.held_weight()
-    assert held is not None
+    _, layer = _stored(replace(base, name="unlike", grad_input=unlike))
+    stored = layer.stored_codes()
+    assert stored is not None
     with recorded_products() as products:
         layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
-    for product, codes in zip(products, (held, held.t()), strict=True):
+    for product, codes in zip(products, (stored, stored.t()), strict=True):
         assert_same_operand(product.b, codes)
 
 
-def test_compiled_it_computes_the_same():
-    _, layer = _held("tensorwise")
+def test_compiled_layer_computes_the_same():
+    _, layer = _stored("tensorwise")
     x = torch.randn(4, 48, requires_grad=True)
     eager = layer(x)
     compiled = torch.compile(layer, fullgraph=True)(x)
@@ -348,21 +349,13 @@ class TestLora:
     """peft over a converted base, on a small Hugging Face Llama."""
 
     @staticmethod
-    def _losses(*, held: bool, steps: int = 30) -> tuple[list[float], nn.Module]:
+    def _losses(*, stored: bool, steps: int = 30) -> tuple[list[float], nn.Module]:
         peft = pytest.importorskip("peft", reason="peft is not installed")
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-        )
+        config = tiny_hugging_face_config(vocab_size=64, max_position_embeddings=32)
         model = transformers.LlamaForCausalLM(config)
-        if held:
+        if stored:
             model.requires_grad_(False)
             octavo.convert(model, "tensorwise", frozen="fp8")
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
@@ -377,20 +370,21 @@ class TestLora:
             losses.append(loss.item())
         return losses, adapted
 
-    def test_the_base_costs_one_byte_a_weight_and_the_loss_follows_the_unquantized_one(self):
-        exact, _ = self._losses(held=False)
-        losses, model = self._losses(held=True)
+    def test_base_takes_one_byte_a_weight_and_the_loss_follows_the_unquantized_one(self):
+        exact, _ = self._losses(stored=False)
+        losses, model = self._losses(stored=True)
         assert losses[-1] < losses[0] - 0.5
         assert abs(losses[-1] - exact[-1]) < 0.1 * (exact[0] - exact[-1])
-        held = [module for module in model.modules() if isinstance(module, Linear) and module.held is not None]
-        assert len(held) == 14
-        assert all(layer.weight_codes.nbytes == layer.weight_codes.numel() for layer in held)
+        layers = [module for module in model.modules() if isinstance(module, Linear)]
+        stored = [layer for layer in layers if layer.codes_layout is not None]
+        assert len(stored) == 14
+        assert all(layer.weight_codes.nbytes == layer.weight_codes.numel() for layer in stored)
         adapters = [p for name, p in model.named_parameters() if "lora_" in name]
         assert adapters
         assert all(p.requires_grad and p.dtype is torch.float32 for p in adapters)
 
     def test_adapter_gradients_are_those_of_the_decoded_base(self):
-        _, model = self._losses(held=True, steps=2)
+        _, model = self._losses(stored=True, steps=2)
         tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(2))
         gradients = []
         for enabled in (True, False):
@@ -402,7 +396,7 @@ class TestLora:
         assert torch.nn.functional.cosine_similarity(fp8, exact, dim=0) > 0.99
 
     def test_adapters_merge_once_the_base_is_restored(self):
-        _, model = self._losses(held=True, steps=2)
+        _, model = self._losses(stored=True, steps=2)
         tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(2))
         with pytest.raises(ConfigError, match="such as by merging an adapter"):
             copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
