@@ -85,6 +85,7 @@ python "$link" "$room/venv" gfloat hypothesis mmaemu pytest
 venv/bin/python -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels
 
 "$python" -m venv --without-pip "$room/bare"
+python "$link" "$room/bare" scikit-build-core nanobind # what pip would install for building
 PATH="$tools" CC=/bin/false CXX=/bin/false "$python" -m pip --python "$room/bare/bin/python" install --quiet --no-deps \
     --no-build-isolation "$dist"/octavo-*.tar.gz
 python "$link" "$room/bare" octavo
