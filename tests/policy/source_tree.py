@@ -36,9 +36,14 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
     ``from octavo.numerics import cast`` counts as octavo.numerics.cast where that is a file, else as octavo.numerics.
     """
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = {_module_of(target, known) for target in _targets(ast.parse(path.read_text()), package)}
+    found = {_module_of(target, known) for target in targets(name, path)}
     return {target for target in found if target.split(".")[0] == "octavo" and target != name}
+
+
+def targets(name: str, path: Path) -> set[str]:
+    """Everything that ``name`` imports anywhere in its text, dotted, with libraries and names taken out of them."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return set(_targets(ast.parse(path.read_text()), package))
 
 
 def _module_of(target: str, known: dict[str, Path]) -> str:

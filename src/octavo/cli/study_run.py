@@ -167,14 +167,15 @@ def _write_report(study: Study, out: Path, device: str) -> None:
 
 def _print_files(study: Study, out: Path) -> None:
     runs = ", ".join(f"{run.recipe}/" for run in study.runs)
-    print_lines(f"Files: {out}/")
-    stdout().print(
-        f"  {REPORT}  the curves, the gap and this table",
-        f"  {runs}  metrics.jsonl, TensorBoard events, checkpoints",
+    has_events = any(out.rglob("events.out.tfevents.*"))
+    lines = [
+        f"  {runs}  metrics.jsonl, {'TensorBoard events, ' if has_events else ''}checkpoints",
         f"  {CONFIG}, {STUDY}, {DATA}/  the configuration, every figure, the tokens",
-        sep="\n",
-        markup=False,
-    )
+    ]
+    if (out / REPORT).exists():
+        lines.insert(0, f"  {REPORT}  the curves, the gap and this table")
+    print_lines(f"Files: {out}/")
+    stdout().print(*lines, sep="\n", markup=False)
 
 
 def _print_sample(study: Study) -> None:

@@ -269,7 +269,7 @@ def _library() -> ModuleType:
         import gguf
     except ImportError as error:
         raise ConfigError(
-            "reading a GGUF file needs the package gguf, which is not installed; pip install 'octavo[hf]'"
+            "reading a GGUF file needs the package gguf, which is not installed; pip install 'octavo[gguf]'"
         ) from error
     library: ModuleType = gguf
     return library

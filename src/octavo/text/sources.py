@@ -264,7 +264,7 @@ def _read_parquet(path: Path, name: Path) -> Iterator[Document]:
         import pyarrow as pa
         from pyarrow import parquet
     except ModuleNotFoundError as error:
-        raise DataError(f"reading {str(path)!r} needs pyarrow; install octavo[data]") from error
+        raise DataError(f"reading {str(path)!r} needs pyarrow; install octavo[hf]") from error
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
