@@ -1,7 +1,7 @@
 """Wrong figures of the article octavo started from, each with the correct one.
 
 The correct figures are computed, from ``octavo.formats`` or by a line of arithmetic, so that they cannot drift from
-the library. Wrong statements without a figure are in docs/formats.md.
+the library. Wrong statements without a figure are in docs/concepts/formats.md.
 """
 
 import math
