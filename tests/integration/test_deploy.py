@@ -1,4 +1,4 @@
-"""docs/how-to/export-for-tensorrt.md, its commands one after the other, as far as a CPU goes: trtexec is a stand-in that takes notes."""
+"""Commands of docs/how-to/export-for-tensorrt.md in order on a CPU; trtexec is a stand-in that records arguments."""
 
 import json
 import os
