@@ -1,4 +1,4 @@
-"""docs/deploy.md, its commands one after the other, as far as a CPU goes: trtexec is a stand-in that takes notes."""
+"""Commands of docs/how-to/export-for-tensorrt.md in order on a CPU; trtexec is a stand-in that records arguments."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def workplace(tmp_path):
 
 
 def test_the_walk(workplace):
-    blocks = [block for _, block in fences((ROOT / "docs" / "deploy.md").read_text(), "bash")]
+    blocks = [block for _, block in fences((ROOT / "docs/how-to/export-for-tensorrt.md").read_text(), "bash")]
     environment = os.environ | {"PATH": f"{workplace / 'programs'}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-e", "-c", "".join(blocks)],

@@ -21,7 +21,8 @@ from octavo.parsing import parse_json
 
 __all__ = ["TOLERANCE", "reader_of", "verify"]
 
-TOLERANCE = 1e-3  # relative; correct exports differ by up to 2.4e-4 (docs/export.md), inputs that are not cast by 1e-2
+# Relative. Correct exports differ by up to 2.4e-4 (docs/concepts/verification.md), inputs that are not cast by 1e-2.
+TOLERANCE = 1e-3
 PROBE = "probe.safetensors"
 
 

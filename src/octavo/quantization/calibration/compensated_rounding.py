@@ -12,7 +12,7 @@ compensate its error:
 
 which is the least-squares solution for all columns rounded so far (Frantar et al., GPTQ, arXiv 2210.17323, equations 2
 and 3 and section 3.3). A language model's inputs are strongly correlated: a fraction of the output error is left
-(docs/qat.md).
+(docs/concepts/qat.md).
 
 The weight's cast reproduces the chosen values: all of them lie on the FP8 grid, and the largest element of each scaling
 group is not moved, so the scale does not change. Nothing else has to be stored.

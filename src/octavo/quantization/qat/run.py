@@ -20,7 +20,7 @@ teacher, and ``octavo.calibrate`` computes the initial scales of its inputs.
 
 With ``by_data`` the rounding of the weights is compensated on the training windows after the last step
 (``octavo.quantization.compensate_rounding``). Doing so before training has no lasting effect: each step changes the
-weights, which are then rounded to nearest again (measured: docs/qat.md).
+weights, which are then rounded to nearest again (docs/concepts/qat.md).
 """
 
 import copy
