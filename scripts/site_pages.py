@@ -5,12 +5,16 @@
 | `reference/api/<module>.md`   | ``__all__`` of every public module, by mkdocstrings    |
 | `reference/cli/<command>.md`  | the typer application                                  |
 | `reference/configuration.md`  | the dataclasses of a run's configuration               |
+| `reference/findings.md`       | the doctor's rules, remedies and thresholds            |
+| `reference/statistics.md`     | the doctor's catalog of statistics                     |
 | `results/<name>.md`           | benchmarks/results                                     |
 
 Links to source files, which are links in the repository, become their text.
 """
 
 import ast
+import inspect
+import itertools
 import posixpath
 import re
 from dataclasses import MISSING, fields
@@ -44,6 +48,8 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {f"reference/api/{module}.md": api_page(module, names) for module, names in public_modules().items()}
     pages |= {f"reference/cli/{slug(name)}.md": text for name, text in commands()}
     pages["reference/configuration.md"] = configuration_page()
+    pages["reference/findings.md"] = findings_page()
+    pages["reference/statistics.md"] = statistics_page()
     pages |= {f"results/{path.name}": path.read_text() for path in result_files()}
     for uri, content in pages.items():
         files.append(File.generated(config, uri, content=content))
@@ -140,3 +146,116 @@ def attributes(docstring: str) -> dict[str, str]:
     _, _, section = docstring.partition("Attributes:\n")
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def findings_page() -> str:
+    """Every finding of the doctor: its cause, when it is found, the statistics that show it, and its remedies."""
+    from octavo.doctor import Thresholds
+    from octavo.doctor.findings import CAUSES
+    from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE
+    from octavo.doctor.thresholds import source_of
+
+    text = FINDINGS_HEAD
+    rules = rules_by_code()
+    for code, cause in CAUSES.items():
+        shown_by = ", ".join(f"[`{name}`](statistics.md)" for name in STATISTIC_OF_CODE.get(code, ()))
+        text += f"\n## {code}\n\n{cause[0].upper()}{cause[1:]}.\n\n{with_values(rules[code])}\n"
+        text += f"\nShown by: {shown_by}.\n" if shown_by else ""
+        text += "\nRemedies:\n\n" + "".join(f"- {remedy}\n" for remedy in remedy_texts(code))
+    text += "\n## Thresholds\n\nFields of `octavo.doctor.Thresholds`, with their published or measured source.\n\n"
+    text += "| field | value | source | reason |\n| --- | --- | --- | --- |\n"
+    for field in fields(Thresholds):
+        source = source_of(field.name)
+        text += f"| `{field.name}` | {getattr(Thresholds(), field.name):g} | {source.kind} | {source.why} |\n"
+    return text
+
+
+FINDINGS_HEAD = """# Findings
+
+Findings that `octavo doctor`, `octavo.doctor.watch` and the autopilot report. Severity *fail*: numbers are wrong or
+training breaks; *warn*: it costs accuracy or speed; *note*: worth knowing. Remedies are ordered: the first is the
+smallest change that removes the cause. Those that depend on the layer's recipe are listed for every recipe here.
+"""
+
+
+SECTION = re.compile(r"\n\n(?:Args|Returns):")  # of a docstring
+
+
+def rules_by_code() -> dict[str, str]:
+    """Docstring of the rule or preflight check that finds each code, without its arguments."""
+    from octavo.doctor.rules import RULES, loss_gap
+    from octavo.doctor.rules.modules import slow_layers
+    from octavo.experiments.preflight import checkpoint, memory, replayed
+
+    finders = {rule.__name__.replace("_", "-"): rule for rule in (*RULES, loss_gap)}
+    checks = {"checkpoint": checkpoint.checkpoint_check, "memory": memory, "nondeterministic": replayed}
+    documented = {**finders, "slow-layer": slow_layers, **checks}
+    return {code: SECTION.split(inspect.cleandoc(one.__doc__ or ""))[0] for code, one in documented.items()}
+
+
+def with_values(docstring: str) -> str:
+    """Docstring as Markdown, with the value of every threshold that it names."""
+    from octavo.doctor import Thresholds
+
+    values = {field.name: f"`{field.name}` ({getattr(Thresholds(), field.name):g})" for field in fields(Thresholds)}
+    text = re.sub(r":func:`([^`]+)`", r"``\1``", docstring)
+    return re.sub(r"``(\w+)``", lambda match: values.get(match[1], f"`{match[1]}`"), text)
+
+
+def remedy_texts(code: str) -> list[str]:
+    """Remedies of a code under every recipe, each once."""
+    from octavo import recipes
+    from octavo.doctor import Finding, Severity
+    from octavo.doctor.facts import recipe_facts
+    from octavo.doctor.remedies import remedies_for
+    from octavo.doctor.series import Period, series_of
+
+    custom = recipes.get("tensorwise", gradient_format="E4M3")
+    facts = [{}, *(recipe_facts(one) for one in (recipes.get("article"), recipes.get("mxfp8"), custom))]
+    role = "grad_output" if code == "gradient-underflow" else "input"
+    texts: dict[str, None] = {}
+    for ratio, of_layer in itertools.product((8.0, 0.1), facts):
+        series = series_of([])
+        series.periods["LAYER"] = [Period(0.0, 0, of_layer)]
+        finding = Finding(code=code, severity=Severity.FAIL, path="LAYER", role=role, evidence={"stale_ratio": ratio})
+        texts |= dict.fromkeys(remedy.text for remedy in remedies_for(finding, series))
+    return list(texts)
+
+
+def statistics_page() -> str:
+    """Every statistic of the doctor: name, meaning, formula and healthy range."""
+    from octavo.doctor import Thresholds, statistics
+    from octavo.doctor.statistics_catalog import MODULES, all_statistics
+
+    formulas = {}
+    for line in (statistics.__doc__ or "").splitlines():
+        if line.startswith("| ") and not line.startswith("| field"):
+            name, formula, _ = re.split(r"\s+\|(?:\s|$)", line.removeprefix("| "))[:3]
+            formulas[f"casts.{name}"] = formula
+    text = STATISTICS_HEAD
+    bar = {ord("|"): "&#124;"}
+    for one in all_statistics(Thresholds(), MODULES):
+        formula = formulas.get(one.name, "")
+        cells = (f"`{one.name}`", one.title, one.meaning, formula, healthy_range(one.low, one.high))
+        text += f"| {' | '.join(cell.translate(bar) for cell in cells)} |\n"
+    return text
+
+
+STATISTICS_HEAD = """# Statistics
+
+Numbers that the doctor measures in a sampled step, of every cast to FP8 (`casts`), GEMM (`products`), parameter and
+module. x is the tensor in high precision, y its decoded codes; sums run over finite elements, in FP64. Formulas other
+than those of amax, scale, saturation and stale ratio use a sample of the rows. *Stale ratio* (g) is the current amax
+over the amax that the scale was computed for: 1 for a dynamic scale, between 0.5 and 1 for one rounded up to a power of
+two, near 1 for a delayed scale that follows its tensor.
+
+| name | title | meaning | formula | healthy |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def healthy_range(low: float | None, high: float | None) -> str:
+    """Healthy range of a statistic; empty without limits."""
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    return f"at least {low:g}" if low is not None else "" if high is None else f"at most {high:g}"

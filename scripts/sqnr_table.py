@@ -1,4 +1,4 @@
-"""Write docs/sqnr.md: the loss of each recipe on four kinds of data, in dB.
+"""Write docs/reference/sqnr.md: the loss of each recipe on four kinds of data, in dB.
 
     python scripts/sqnr_table.py [--check]
 
@@ -25,7 +25,7 @@ from octavo.numerics import QuantizedTensor, amax, scale_from_amax, sqnr_db, und
 from octavo.recipes import CastSpec
 from octavo.scaling import GRAD_OUTPUT, INPUT, OperandScaling
 
-PAGE = Path(__file__).parents[1] / "docs" / "sqnr.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "sqnr.md"
 M, K, N = 512, 1024, 512
 RECIPES = tuple(name for name in octavo.recipes.names() if name != "bf16")
 TOLERANCE = 0.11  # one in the last printed digit
@@ -155,7 +155,7 @@ def page() -> str:
         "- `delayed` and `delayed_te` have closed one step on other data of the same kind, and `static`'s input scale",
         "  is the largest magnitude of other data of the same kind over E4M3's maximum. What is larger now saturates:",
         "  heavy tails lose most. After one step both delayed recipes know the same; their windows and updates are in",
-        "  [delayed scaling](delayed-scaling.md).",
+        "  [delayed scaling](../concepts/delayed-scaling.md).",
         "- grad_weight of `rowwise_hp_grad_weight` and both gradients of `static` and `weight_only` are not cast (–),",
         "  nor is `weight_only`'s input: what remains is FP32's rounding, beyond 120 dB.",
     ]
@@ -181,7 +181,7 @@ def main() -> int:
         return 0
     stale = differs(PAGE.read_text(encoding="utf-8"), text)
     if stale:
-        sys.stderr.write("docs/sqnr.md is stale; run python scripts/sqnr_table.py\n")
+        sys.stderr.write("docs/reference/sqnr.md is stale; run python scripts/sqnr_table.py\n")
     return int(stale)
 
 

@@ -35,7 +35,13 @@ class _Rise:
 
 
 def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find a loss that ends far above its beginning or far above its best."""
+    """Find a loss that ends far above its beginning or far above its best.
+
+    Of 15 losses or more, the median of the last five is ``diverged_loss`` times that of the first five and the newest
+    has not recovered; or a gain of ``least_gain`` of the first loss is lost again by ``lost_gain`` for
+    ``lasting_rise`` steps or a tenth of the run. Severity fail where the losses settle at one level, such as the
+    unigram entropy of the tokens; otherwise a warning, since BF16 may diverge too.
+    """
     steps, losses = series.curve("loss")
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
     if len(losses) < 3 * EDGE:

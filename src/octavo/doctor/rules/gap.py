@@ -16,6 +16,8 @@ __all__ = ["loss_gap"]
 def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find a growing relative gap of the smoothed losses that exceeds the usual cost of FP8.
 
+    A warning above ``loss_gap``, a failure above ``loss_gap_fail``, judged after the warm-up and ``gap_steps`` steps.
+
     Args:
         series: the series of the run.
         reference: the series of a run in high precision with the same data in the same order.

@@ -24,7 +24,11 @@ SENSITIVE = {
 
 
 def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find heads, embeddings and routers among the layers that cast."""
+    """Find heads, embeddings and routers among the layers that cast.
+
+    A head, router or embedding is recognised by its name or shape: an output ``head_widening`` times as wide as the
+    input, or a router ``router_narrowing`` times as narrow. Severity fail where half of the gradient becomes zero.
+    """
     lost: dict[str, float] = {}
     steps_and_facts: dict[str, tuple[float, float, Mapping[str, Any]]] = {}
     for track in tracks(series):
@@ -107,7 +111,11 @@ def _module_and_name(path: str) -> tuple[str, str]:
 
 
 def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find batch norms whose batches differ from their running statistics without converging, or vary in size."""
+    """Find batch norms whose batches differ from their running statistics without converging, or vary in size.
+
+    The median channel's variance is ``batch_norm_binades`` binades off in ``batch_norm_share`` of the samples over
+    ``batch_norm_steps`` steps; or one of three samples has at most 1 / ``batch_norm_sizes`` of the rows of the largest.
+    """
     yield from _far_batches(series, limits)
     yield from _batches_of_many_sizes(series, limits)
 
@@ -168,6 +176,8 @@ def slow_layer(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 def slow_layers(layers: Mapping[str, Mapping[str, Any]], limits: Thresholds) -> Iterator[Finding]:
     """Find all layers whose weights are so small that casting costs more than the GEMMs save: one note.
+
+    Judged by the number of weights alone: fewer than ``slow_weight_elements``, on a GPU.
 
     Args:
         layers: facts by path: "in_features", "out_features", and "casts", empty for a layer that does not cast.

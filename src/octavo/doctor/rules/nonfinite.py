@@ -18,7 +18,11 @@ WORST = 1e6  # the largest weight of all findings
 
 
 def nonfinite(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find the first non-finite values: one finding at most, since others follow; a note if all were resolved."""
+    """Find the first non-finite values: one finding at most, since others follow; a note if all were resolved.
+
+    One sample of a cast is enough, as is a step that failed, or three losses in a row up to the last. Gradients that
+    overflow under a dynamic loss scale, in a step that is skipped or repeated, do not count.
+    """
     table, recovered = series.casts, recovered_steps(series)
     bad = np.nan_to_num(table.of("nonfinite")) > 0
     bad &= ~_has_absorbed_overflow(series)[:, None] | np.array(

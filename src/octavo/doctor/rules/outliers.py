@@ -15,7 +15,12 @@ EDGE = 3  # samples whose median stands for the beginning or the end
 
 
 def outlier_growth(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find gated MLPs whose gate and up rows align while their product grows, and inputs whose peak keeps growing."""
+    """Find gated MLPs whose gate and up rows align while their product grows, and inputs whose peak keeps growing.
+
+    Of a gated MLP: a cosine of ``alignment`` with a peak that grew ``outlier_growth`` times or reached
+    ``aligned_peak``, or a cosine of ``aligned_exactly``. Of an input: a peak (amax over rms) that grew
+    ``climbing_growth`` times and exceeds ``climbing_peak``.
+    """
     inputs = [track for track in tracks(series) if track.key.role == "input" and len(track.steps) >= EDGE]
     aligned = list(_find_aligned(series, limits, inputs))
     yield from aligned

@@ -18,6 +18,8 @@ READERS = {"input": ("output", "grad_weight"), "weight": ("output", "grad_input"
 def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find elements beyond the range of the scale in consecutive samples.
 
+    Three samples with more than ``saturation_fraction`` of the elements.
+
     Delayed scales are left to :func:`stale_scale`: they clip a few elements whenever their tensor grows.
     """
     for track in tracks(series):
@@ -38,7 +40,10 @@ def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def gradient_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find gradients of which many nonzero elements become zero, a loss that the SQNR does not show."""
+    """Find gradients of which many nonzero elements become zero, a loss that the SQNR does not show.
+
+    Three samples in which ``underflow_fraction`` of the nonzeros become zero.
+    """
     for track in tracks(series):
         if track.key.role == "grad_output":
             yield from _underflow(track, limits, "gradient-underflow", "small gradients")
@@ -46,6 +51,8 @@ def gradient_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 def bulk_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find inputs and weights whose largest elements set a scale under which many others become zero.
+
+    Three samples in which ``underflow_fraction`` of the nonzeros become zero.
 
     The severity is one degree lower if the lost elements have negligible energy and the GEMMs stay accurate, as for the
     smallest outputs of a softmax; but at least a warning if most elements are lost, since a few rows that outweigh all
@@ -125,7 +132,10 @@ def _are_healthy(gemms: Sequence[Floats], limits: Thresholds) -> bool:
 
 
 def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find tensors of zeros and weights that are largely zero, in consecutive samples."""
+    """Find tensors of zeros and weights that are largely zero, in consecutive samples.
+
+    Three samples in a row up to the last one; of a weight, ``zero_weight_fraction`` of zeros is enough.
+    """
     for track in tracks(series):
         zeros = np.where(track.of("amax") == 0, 1.0, track.of("zero_fraction"))
         min_share = limits.zero_weight_fraction if track.key.role == "weight" else 1.0

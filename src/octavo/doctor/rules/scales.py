@@ -20,7 +20,11 @@ ROUNDING = 1e-6  # tolerance of a logarithm
 
 
 def frozen_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find scales that stay identical in consecutive samples while their tensor's amax changes."""
+    """Find scales that stay identical in consecutive samples while their tensor's amax changes.
+
+    Three samples of one scale whose amax changed by ``frozen_motion``, where a larger amax did not raise the scale or
+    the scale outlived ``frozen_memories`` histories.
+    """
     for track in tracks(series):
         where = longest(np.diff(track.of("scale"), prepend=np.nan) == 0)
         if where.stop > where.start:
@@ -82,7 +86,11 @@ def _frozen_finding(track: Track, where: slice, limits: Thresholds, moved: float
 
 
 def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find scales that alternate by binades in consecutive samples, independently of their tensor."""
+    """Find scales that alternate by binades in consecutive samples, independently of their tensor.
+
+    Judged are turns in a row (``oscillation_turns``), each of ``oscillation_binades`` or more, of the scale and of g
+    alike. Severity fail from ``oscillation_binades_fail``, which saturates a fifth of a Gaussian at every other step.
+    """
     for track in tracks(series):
         jumps = _log2_steps(track.of("scale"))
         growth_jumps = _log2_steps(track.growth)
@@ -112,7 +120,11 @@ def _log2_steps(values: Floats) -> Floats:
 
 
 def stale_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find delayed scales that their tensor has outgrown or that a past outlier keeps too large."""
+    """Find delayed scales that their tensor has outgrown or that a past outlier keeps too large.
+
+    A g of ``stale_ratio`` in three samples is a warning, of ``stale_ratio_fail`` in two a failure. A g below
+    1 / ``loose_ratio`` counts where ``underflow_fraction`` of the nonzeros are lost too.
+    """
     for track in tracks(series):
         if track.spec("scaling") != "delayed":
             continue
@@ -173,7 +185,10 @@ def _describe_history(track: Track) -> str:
 
 
 def inexact_amax(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find dynamic scales whose g does not match their rounding: computed from a rounded amax or another tensor's."""
+    """Find dynamic scales whose g does not match their rounding: computed from a rounded amax or another tensor's.
+
+    One sample is enough, of any scaling group.
+    """
     for track in tracks(series):
         if track.spec("scaling") != "dynamic":
             continue
@@ -222,7 +237,11 @@ def _inexact_finding(
 
 
 def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find ranks with different scales: any difference for identical weights, large lasting ones for data."""
+    """Find ranks with different scales: any difference for identical weights, large lasting ones for data.
+
+    Of a weight that is identical on all ranks, one sample with any difference is enough. Data need three samples with
+    a ratio above ``rank_ratio_input`` for inputs, ``rank_ratio`` for gradients.
+    """
     for name, steps, ratios in module_tracks(series, "rank_scale_ratio"):
         path, role, _ = name.rsplit(" ", 2)
         allowed = {"weight": 1 + limits.exact_ratio, "input": limits.rank_ratio_input}.get(role, limits.rank_ratio)

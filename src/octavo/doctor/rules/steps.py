@@ -17,7 +17,10 @@ __all__ = ["gradient_below_noise", "learning_rate", "loss_scale"]
 
 
 def gradient_below_noise(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find gradients whose norm is below sqrt(3) times the norm of their quantization noise."""
+    """Find gradients whose norm is below sqrt(3) times the norm of their quantization noise.
+
+    Three samples with a ratio below ``gradient_to_noise``.
+    """
     steps, ratio = series.curve("gradient_to_noise")
     where = longest(ratio < limits.gradient_to_noise)
     if length(where) >= limits.persistent_looks:
@@ -35,7 +38,11 @@ def gradient_below_noise(series: Series, limits: Thresholds) -> Iterator[Finding
 
 
 def loss_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find a loss scale under which gradients overflow repeatedly, or vanish."""
+    """Find a loss scale under which gradients overflow repeatedly, or vanish.
+
+    Too large: ``overflows`` overflows that are ``overflow_rate`` of the steps, or a run that failed in its gradients.
+    Too small: ``vanished_fraction`` of a gradient is zero at an rms below ``fp16_rms``.
+    """
     yield from _scale_too_large(series, limits)
     yield from _scale_too_small(series, limits)
 
@@ -109,7 +116,9 @@ def _scale_too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
 def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find updates that jump when the precision changes, and rates that jump elsewhere with a lasting rise of loss.
 
-    A schedule may restart its rate on purpose: the loss then rises but recovers.
+    A rate, or updates beyond the rate, that grow ``lr_jump`` times within ``switch_window`` steps of a change of
+    precision are a warning; a failure if the loss rose. A schedule may restart its rate on purpose: the loss then rises
+    but recovers.
     """
     switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
     for switch in switches:

@@ -13,7 +13,10 @@ __all__ = ["biased_accumulation"]
 
 
 def biased_accumulation(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find GEMMs with biased sums because their terms have the same sign."""
+    """Find GEMMs with biased sums because their terms have the same sign.
+
+    Three samples with a bias of ``accumulation_bias`` or more.
+    """
     table = series.products
     for column, key in enumerate(table.keys):
         bias = np.nan_to_num(table.of("accumulation_bias")[:, column])

@@ -13,7 +13,10 @@ __all__ = ["stale_weight"]
 
 
 def stale_weight(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find codes that do not match their tensor under their own scale; stochastic rounding is skipped."""
+    """Find codes that do not match their tensor under their own scale; stochastic rounding is skipped.
+
+    One sample with more than ``code_mismatch`` of the codes is enough.
+    """
     for track in tracks(series):
         if track.spec("rounding") == "stochastic":
             continue

@@ -1,0 +1,47 @@
+"""The site's pages of findings and statistics are complete: every code, threshold and statistic appears."""
+
+from dataclasses import fields
+
+import pytest
+
+from octavo.doctor import Thresholds
+from octavo.doctor.findings import CAUSES
+from octavo.doctor.remedies.selection import FIXED_REMEDIES, REMEDY_RULES
+from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
+from octavo.doctor.thresholds import source_of
+
+site_pages = pytest.importorskip("scripts.site_pages", reason="mkdocs is not installed")
+
+
+@pytest.fixture(scope="module")
+def findings_page():
+    return site_pages.findings_page()
+
+
+def test_every_finding_appears_once_and_no_other(findings_page):
+    headings = [line.removeprefix("## ") for line in findings_page.splitlines() if line.startswith("## ")]
+    assert headings == [*CAUSES, "Thresholds"]
+    assert CAUSES.keys() == FIXED_REMEDIES.keys() | REMEDY_RULES.keys()
+
+
+@pytest.mark.parametrize("code", CAUSES)
+def test_finding_has_its_cause_its_rule_and_a_remedy(findings_page, code):
+    section = findings_page.split(f"\n## {code}\n")[1].split("\n## ")[0]
+    cause, rest = section.strip().split("\n\n", 1)
+    assert cause.lower() == f"{CAUSES[code]}.".lower()
+    assert not rest.startswith(("Shown by:", "Remedies:"))
+    assert "\n- " in rest.split("Remedies:")[1]
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(Thresholds)])
+def test_every_threshold_is_listed_with_its_value_and_source(findings_page, name):
+    source = source_of(name)
+    assert f"| `{name}` | {getattr(Thresholds(), name):g} | {source.kind} | {source.why} |" in findings_page
+
+
+def test_every_statistic_appears_with_the_formula_of_a_cast():
+    rows = [line.split(" | ") for line in site_pages.statistics_page().splitlines() if line.startswith("| `")]
+    cells = {row[0].strip("| `"): row for row in rows}
+    assert {len(row) for row in rows} == {5}
+    assert {f"casts.{name}" for name in CAST_FIELDS} | {f"products.{name}" for name in PRODUCT_FIELDS} <= cells.keys()
+    assert all(row[3] for name, row in cells.items() if name.startswith("casts."))
