@@ -155,7 +155,7 @@ def page() -> str:
         "- `delayed` and `delayed_te` have closed one step on other data of the same kind, and `static`'s input scale",
         "  is the largest magnitude of other data of the same kind over E4M3's maximum. What is larger now saturates:",
         "  heavy tails lose most. After one step both delayed recipes know the same; their windows and updates are in",
-        "  [delayed scaling](delayed-scaling.md).",
+        "  [delayed scaling](concepts/delayed-scaling.md).",
         "- grad_weight of `rowwise_hp_grad_weight` and both gradients of `static` and `weight_only` are not cast (–),",
         "  nor is `weight_only`'s input: what remains is FP32's rounding, beyond 120 dB.",
     ]
