@@ -105,8 +105,8 @@ def optional_libraries(block):
 def test_python_runs(name, tmp_path, monkeypatch):
     """A page's blocks run one after the other in one namespace, in an empty folder.
 
-    A page is skipped if a library that its first block imports is not installed. Deprecations in such a library's own code
-    are not the page's.
+    A page is skipped if a library that its first block imports is not installed. Deprecations in such a library's own
+    code are ignored.
     """
     monkeypatch.chdir(tmp_path)
     text = BY_NAME[name].read_text()
