@@ -1,4 +1,4 @@
-"""APIs and checkpoints of other software, built from octavo: see docs/compat.md and docs/delayed-scaling.md.
+"""APIs and checkpoints of other software, built from octavo: see docs/reference/transformer-engine.md.
 
 - :class:`ScalingState`: scaling state for accelerate, ``torch.distributed.checkpoint`` and others that save an
   object with ``state_dict`` and ``load_state_dict``.

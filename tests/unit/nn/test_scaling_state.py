@@ -366,7 +366,7 @@ def test_safetensors_take_the_state(tmp_path):
 
 
 def test_a_loop_with_grad_scaler_is_one_without_if_the_history_follows_the_scale():
-    """As docs/delayed-scaling.md has it; a batch whose gradients overflow is one that the other loop never saw."""
+    """As in docs/concepts/delayed-scaling.md; a batch whose gradients overflow is one that the other loop never saw."""
     batches = _batches(9, seed=3)
     broken = batches[4].clone()
     broken[0, 0] = float("inf")
