@@ -3,6 +3,8 @@
 ``OctavoError`` and ``OSError`` (a full disk, a missing permission) end a command with one sentence on stderr and exit
 code 2. Ctrl-C ends it with 130 and SIGTERM with 143, after temporary files are removed. ``--debug``, before or after
 the command's name, shows the traceback. Other exceptions are defects of octavo and always have a traceback.
+
+``-v`` and ``-q``, as free in their place, choose what octavo's loggers print (octavo/cli/verbosity.py).
 """
 
 import errno
@@ -36,6 +38,7 @@ from octavo.cli.serve import serve
 from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.cli.triton import triton
+from octavo.cli.verbosity import Verbosity, logging_to_stderr
 from octavo.errors import OctavoError
 from octavo.text.sources import is_unicode
 from octavo.training.signals import StoppedBySignal
@@ -45,6 +48,15 @@ __all__ = ["app", "main"]
 BAD_INPUT = 2
 UNHARMED = "interrupted; nothing is half-written, and the same command continues where a checkpoint was saved"
 DEBUG = "--debug"
+VERBOSITY = {
+    **dict.fromkeys(("-v", "--verbose"), Verbosity.VERBOSE),
+    **dict.fromkeys(("-q", "--quiet"), Verbosity.QUIET),
+}
+GROUPS = {  # headings of the list of commands; the first are those on the way from a plain model to a served one
+    "Commands": ("demo", "train", "study", "doctor", "eval", "calibrate", "export", "serve"),
+    "More on models": ("generate", "qat", "sensitivity", "import"),
+    "Data, formats and serving": ("data", "formats", "bench", "triton"),
+}
 
 
 def sentence_of(error: OSError) -> str:
@@ -98,19 +110,30 @@ class ErrorBoundary(TyperGroup):
     """Command group that converts errors to one sentence and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept ``--debug`` anywhere on the line; reject arguments that are not Unicode, which JSON cannot hold."""
+        """Accept ``--debug``, ``-v`` and ``-q`` anywhere; reject what is not Unicode, which JSON cannot hold."""
         for arg in args:
             if not is_unicode(arg):
                 complain(f"{arg!r} is not UTF-8; write it in UTF-8, or rename the file")
                 raise typer.Exit(BAD_INPUT)
-        ctx.obj = DEBUG in args
-        return super().parse_args(ctx, [arg for arg in args if arg != DEBUG])
+        options = args[: args.index("--")] if "--" in args else args
+        levels = [VERBOSITY[arg] for arg in options if arg in VERBOSITY]
+        ctx.obj = (DEBUG in options, levels[-1] if levels else Verbosity.NORMAL)
+        rest = [arg for arg in options if arg != DEBUG and arg not in VERBOSITY]
+        return super().parse_args(ctx, rest + args[len(options) :])
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands by group; typer's own panels need rich's markup mode."""
+        room = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(room)) for name in names])
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and handle its errors."""
         received: list[int] = []
+        shows_traceback, verbosity = ctx.obj
         try:
-            with _unwinding_on_signals(received):
+            with _unwinding_on_signals(received), logging_to_stderr(verbosity):
                 return super().invoke(ctx)
         except BaseException as error:
             if isinstance(error, StoppedBySignal):
@@ -120,7 +143,7 @@ class ErrorBoundary(TyperGroup):
             if received:
                 complain(UNHARMED)
                 raise typer.Exit(128 + received[0]) from None
-            if ctx.obj or isinstance(error, BrokenPipeError) or not isinstance(error, OctavoError | OSError):
+            if shows_traceback or isinstance(error, BrokenPipeError) or not isinstance(error, OctavoError | OSError):
                 raise
             complain(sentence_of(error) if isinstance(error, OSError) else str(error))
             raise typer.Exit(BAD_INPUT) from None
@@ -129,7 +152,6 @@ class ErrorBoundary(TyperGroup):
 app = typer.Typer(
     cls=ErrorBoundary,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # markup would remove the [default: ...] of an option's help
     help="Train PyTorch models in FP8 and measure what it costs, on a Hopper GPU or on a CPU.",
@@ -146,6 +168,10 @@ def _show_version(is_given: bool) -> None:
 @app.callback()
 def root(
     debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error; may stand anywhere.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show log records too; may stand anywhere.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show no progress or warnings; may stand anywhere.")
+    ] = False,
     version: Annotated[  # eager: ends the command as soon as it is parsed
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print octavo's version.")
     ] = False,

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from octavo.cli.console import stderr
+from octavo.cli.verbosity import is_quiet
 
 __all__ = ["Advance", "Display", "open_display", "phases"]
 
@@ -45,9 +46,10 @@ class Display(Protocol):
 
 @contextmanager
 def open_display() -> Iterator[Display]:
-    """Open a live display if stderr is a terminal, otherwise one of plain lines."""
+    """Open a live display if stderr is a terminal, otherwise one of plain lines; under ``-q`` it prints nothing."""
     console = stderr()
-    if not console.is_terminal:
+    console.quiet = is_quiet()
+    if console.quiet or not console.is_terminal:
         display = PlainDisplay(console)
         yield display
         display.close()

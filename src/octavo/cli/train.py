@@ -56,6 +56,9 @@ def train(
     checkpoint_interval: options.CheckpointInterval = None,
     threads: options.Threads = None,
     device: options.Device = None,
+    log: Annotated[
+        str | None, typer.Option(help="Loggers, such as tensorboard,wandb,mlflow,trackio. [default: tensorboard]")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a small language model with one recipe."""
@@ -76,6 +79,7 @@ def train(
         checkpoint_interval=checkpoint_interval,
         threads=threads,
         device=device,
+        log=None if log is None else [name for name in log.split(",") if name],
     )
     if threads is None and not sets_threads(config):
         run_config = run_config.with_training(threads=threads_of(out, goes_on=resume))

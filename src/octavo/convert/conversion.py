@@ -5,6 +5,7 @@ modules, and references that optimizers hold all stay as they are, and so do the
 ``state_dict``.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -118,6 +119,7 @@ def convert(
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
     report = _report(model, resolved, followed, skipped, not_stored)
     _warn_if_nothing_changed(report, resolved)
+    logging.getLogger("octavo").info("%s", report)
     return report
 
 

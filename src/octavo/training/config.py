@@ -31,6 +31,7 @@ from octavo.parsing import parse_json, read_toml
 from octavo.text.sources import BUILTIN
 from octavo.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
+from octavo.training.metric_writers import LOGGERS, TENSORBOARD
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8
@@ -152,6 +153,7 @@ class TrainingConfig:
         autopilot: act on the doctor's findings; see :mod:`octavo.training.autopilot`.
         autopilot_patience: samples after which an act is judged.
         autopilot_flips: most changes and reversals of one layer.
+        log: where the numbers are copied to: "tensorboard", "wandb", "mlflow", "trackio"; may be empty.
         checkpoint_interval: updates between checkpoints; 0 saves only at the end.
         keep_checkpoints: number of newest checkpoints to keep; 0 keeps all.
     """
@@ -186,6 +188,7 @@ class TrainingConfig:
     autopilot: bool = False
     autopilot_patience: int = 3
     autopilot_flips: int = 6
+    log: tuple[str, ...] = (TENSORBOARD,)
     checkpoint_interval: int = 0
     keep_checkpoints: int = 2
 
@@ -195,6 +198,8 @@ class TrainingConfig:
         check_schedule(self.precision_schedule, self.recipe)
         check_member("training.precision", self.precision, Precision)
         check_member("training.device", self.device, Device)
+        for name in self.log:
+            check_member("training.log", name, LOGGERS)
         _check_loss_scale(self.loss_scale)
         _check_autopilot(self)
         for name in ("steps", "batch_size", "context", "grad_accumulation", "autopilot_patience", "autopilot_flips"):
@@ -268,8 +273,8 @@ class RunConfig:
 
     @property
     def free_to_change(self) -> tuple[str, ...]:
-        """Keys without effect on results: intervals of checkpoints, and of statistics without the autopilot."""
-        saving = ("training.checkpoint_interval", "training.keep_checkpoints")
+        """Keys without effect on results: loggers, checkpoint intervals, and statistics ones without the autopilot."""
+        saving = ("training.log", "training.checkpoint_interval", "training.keep_checkpoints")
         return saving if self.training.autopilot else (*saving, "training.statistics_interval")
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import difflib
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
@@ -100,8 +100,8 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
     return f" (did you mean {str(close[0])!r}?)" if close else ""
 
 
-def check_member(name: str, value: object, kind: type[StrEnum]) -> None:
-    """Check that a value is a member of an enum.
+def check_member(name: str, value: object, kind: Collection[str] | type[StrEnum]) -> None:
+    """Check that a value is a member of an enum, or one of several names.
 
     Raises:
         ConfigError: the value is not a member.

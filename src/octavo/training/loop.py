@@ -35,6 +35,7 @@ from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Notice, OnEvent, Saved, StepDone
 from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_peak_memory
+from octavo.training.metric_writers import check_loggers
 from octavo.training.metrics import MetricsLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
@@ -61,6 +62,7 @@ def train(
         on_event: called with each :data:`octavo.training.events.Event`.
 
     Raises:
+        ConfigError: a logger's library is not installed.
         ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not available; or the
             model or a micro-batch does not fit in memory. A new run without any step is removed again.
         TrainingError: the folder cannot be written, or another process trains in it.
@@ -71,6 +73,7 @@ def train(
     folder = Path(run_dir)
     training = config.training
     check_data(data, config)
+    check_loggers(training.log)
     model, converted = build_model(config, data.vocab_size)  # an error here leaves no run behind
     with (
         claimed(folder, config, data, resume=resume),
@@ -340,6 +343,8 @@ class Trainer:
         return MetricsLog(
             self.run_dir,
             after_step=self.step if self.checkpoint else None,
+            loggers=self.config.training.log,
+            config=self.config.flat(),
             on_line=self.autopilot.see if self.autopilot else None,
             on_notice=lambda text: self.emit(Notice(text=text)),
         )

@@ -1,4 +1,4 @@
-"""Metrics of a run on disk: metrics.jsonl, and TensorBoard events if that library is installed.
+"""Metrics of a run: metrics.jsonl, and copies for TensorBoard and other loggers.
 
 metrics.jsonl has one JSON object per line, each flushed when written:
 
@@ -29,7 +29,7 @@ was saved: a changed line is refused, and so is a file with fewer lines than the
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,23 @@ from octavo.doctor.metrics_lines import METRICS, LinesWritten, LineWriter, Sampl
 from octavo.files import write_atomically
 from octavo.parsing import parse_json
 from octavo.training.checkpoint import newest_lines
+from octavo.training.metric_writers import TENSORBOARD, MetricWriters
 from octavo.training.tensorboard_events import TensorBoardEvents
 
 __all__ = ["METRICS", "MetricsLog", "each_metric", "lines_up_to", "read_metrics"]
 
-TENSORBOARD = "tensorboard"
 CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity"), "overflow": ("loss_scale",)}
 
 
 class MetricsLog:
-    """Log that appends to metrics.jsonl and to TensorBoard events.
+    """Log that appends to metrics.jsonl and to the loggers.
 
     Args:
         run_dir: the run's folder.
         after_step: step of the checkpoint that the run continues from; later lines are removed, and all lines without
             a checkpoint (None).
+        loggers: names of octavo.training.metric_writers.
+        config: the run's configuration, for the loggers.
         on_line: called with each line as it will be read back.
         on_notice: called with a message if TensorBoard events cannot be written; metrics.jsonl is still written.
     """
@@ -62,6 +64,8 @@ class MetricsLog:
         run_dir: Path,
         *,
         after_step: int | None,
+        loggers: Sequence[str] = (TENSORBOARD,),
+        config: Mapping[str, Any] | None = None,
         on_line: Callable[[dict[str, Any]], None] | None = None,
         on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -73,7 +77,10 @@ class MetricsLog:
         self._on_line = on_line
         self._file = path.open("a", encoding="utf-8")
         folder, first = run_dir / TENSORBOARD, (after_step or 0) + 1
-        self._events = TensorBoardEvents(folder, purge_step=first, on_notice=on_notice)
+        self._events = (
+            TensorBoardEvents(folder, purge_step=first, on_notice=on_notice) if TENSORBOARD in loggers else None
+        )
+        self._writers = MetricWriters(loggers, run_dir=run_dir, config=config or {}, on_notice=on_notice)
 
     def on_disk(self) -> LinesWritten:
         """Sync the written lines to disk and return their record."""
@@ -88,18 +95,24 @@ class MetricsLog:
         if self._on_line is not None:
             self._on_line({key: value for key, value in parse_json(line).items() if key != "sha256"})
         scalars = {name: values[name] for name in CURVES.get(kind, ()) if values[name] is not None}
-        self._events.add(kind, step, scalars)
+        if self._events is not None:
+            self._events.add(kind, step, scalars)
+        self._writers.write(step, {f"{kind}/{name}": value for name, value in scalars.items()})
 
     def write_sample(self, sample: Sample) -> None:
         """Append a sample of the model: names if they changed, then values."""
         for kind, values in self._samples.of(sample):
             self.write(kind, sample.step, **values)
-        self._events.add_together(sample.step, sample.scalars_by_name())
+        if self._events is not None:
+            self._events.add_together(sample.step, sample.scalars_by_name())
+        self._writers.write(sample.step, dict(sample.scalars_by_name()))
 
     def close(self) -> None:
-        """Close both files."""
+        """Close the file and the loggers."""
         self._file.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
+        self._writers.close()
 
 
 def each_metric(run_dir: Path) -> Iterator[dict[str, Any]]:

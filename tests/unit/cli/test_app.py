@@ -1,6 +1,8 @@
 """The boundary around every command, its help, and the way in as a process."""
 
 import errno
+import json
+import logging
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ from octavo.cli.app import _Terminated, app
 from octavo.errors import ConfigError
 from octavo.files import claimed_folder, replacing_folder
 
+MAIN_ROAD = ["demo", "train", "study", "doctor", "eval", "calibrate", "export", "serve"]
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
@@ -28,10 +31,19 @@ def test_help_has_an_example(octavo, command):
 def test_command_list_fits_80_columns(octavo, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = octavo("--help").stdout.splitlines()
-    listed = [line.split() for line in lines[lines.index("Commands:") + 1 :] if line.startswith("  ")]
-    assert sorted(words[0] for words in listed[: len(COMMANDS)]) == COMMANDS
-    assert all(words[-1].endswith(".") and "..." not in words[-1] for words in listed[: len(COMMANDS)])
+    listed = [line.split() for line in lines[lines.index("Commands:") + 1 :] if line.startswith("  ")][: len(COMMANDS)]
+    assert [words[0] for words in listed[: len(MAIN_ROAD)]] == MAIN_ROAD
+    assert sorted(words[0] for words in listed) == COMMANDS
+    assert all(words[-1].endswith(".") and "..." not in words[-1] for words in listed)
     assert all(len(line) <= 80 for line in lines)
+
+
+def test_command_list_has_three_groups(octavo):
+    lines = octavo("--help").stdout.splitlines()
+    after = lines[lines.index("Commands:") :]
+    headings = [line for line in after if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Commands:", "More on models:", "Data, formats and serving:"]
+    assert [line.split()[0] for line in after[1 : after.index("")]] == MAIN_ROAD
 
 
 @pytest.mark.parametrize("arguments", [["data", "--json", "--data"], ["train", "--out"], ["eval"]])
@@ -203,3 +215,64 @@ def test_ctrl_c_during_import_is_one_sentence(tmp_path, command, module):
 def test_script_entry_point_handles_ctrl_c():
     (script,) = (one for one in entry_points(group="console_scripts") if one.name == "octavo")
     assert script.value == "octavo_command.__main__:main"
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        (("formats",), ["a warning", "an error"]),
+        (("-v", "formats"), ["what was done", "a warning", "an error"]),
+        (("formats", "--verbose"), ["what was done", "a warning", "an error"]),
+        (("formats", "-q"), ["an error"]),
+        (("--quiet", "formats"), ["an error"]),
+        (("-v", "formats", "-q"), ["an error"]),  # the last one counts
+    ],
+)
+def test_verbosity_chooses_the_log_records_printed(octavo, monkeypatch, line, printed):
+    def log():
+        logger = logging.getLogger("octavo.anything")
+        logger.info("what was done")
+        logger.warning("a warning")
+        logger.error("an error")
+        return ()
+
+    monkeypatch.setattr("octavo.cli.formats.errata", log)
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    result = octavo(*line, "--errata")
+    assert result.exit_code == 0, result.output
+    assert [text.split(": ")[-1] for text in result.stderr.splitlines()] == printed
+    assert (root.level, root.handlers) == before
+
+
+def test_quiet_hides_progress_but_not_the_result(octavo, setting, tmp_path):
+    result = octavo("train", *setting, "--out", tmp_path / "run", "-q", "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert json.loads(result.stdout)["steps"] == 4
+
+
+def test_verbose_prints_the_conversion_report(octavo, setting, tmp_path):
+    result = octavo("-v", "train", *setting, "--out", tmp_path / "run")
+    assert "INFO octavo: 7 layers run tensorwise" in result.stderr
+
+
+def test_words_after_two_dashes_are_no_options(octavo):
+    result = octavo("eval", "--", "-v")
+    assert result.exit_code == 2
+    assert "-v" in result.stderr
+
+
+def test_shell_completion_names_the_commands():
+    words = {"COMP_WORDS": "octavo ca", "COMP_CWORD": "1", "_OCTAVO_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "octavo"]
+    done = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["calibrate"])
+
+
+def test_shell_completion_is_installed_in_the_users_home(tmp_path):
+    command = [sys.executable, "-m", "octavo", "--install-completion", "bash"]
+    environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "_OCTAVO_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "octavo.sh").read_text()

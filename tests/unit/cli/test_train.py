@@ -173,3 +173,13 @@ def test_a_tokenizer_that_is_missing_is_written_again(octavo, begun_run):
     path.unlink()
     assert octavo("train", "--out", begun_run, "--resume").exit_code == 0
     assert path.read_text() == before
+
+
+def test_log_chooses_the_loggers_and_resuming_may_choose_others(octavo, setting, tmp_path):
+    out = tmp_path / "run"
+    assert octavo("train", *setting, "--out", out, "--log", "").exit_code == 0
+    assert not (out / "tensorboard").exists()
+    result = octavo("train", "--out", out, "--resume", "--log", "wandbb")
+    assert result.exit_code == 2
+    assert "training.log must be one of tensorboard, wandb, mlflow, trackio, not 'wandbb'" in result.stderr
+    assert octavo("train", "--out", out, "--resume", "--log", "tensorboard").exit_code == 0
