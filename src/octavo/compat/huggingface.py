@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from octavo.compat.huggingface_folders import register
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.parsing import parse_tensors
 from octavo.recipes import Recipe
@@ -63,3 +64,6 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
             self.saved = base64.b64encode(safetensors.torch.save(tensors)).decode("ascii")
         recipe = self.recipe if isinstance(self.recipe, str) else None
         return {"args": {"recipe": recipe}, "attributes": {"saved": self.saved}}
+
+
+register()
