@@ -4,8 +4,8 @@ Importing ``octavo.compat.huggingface`` registers a quantizer for the quantizati
 transformers has quantizers of its own for the other methods that octavo writes, compressed-tensors and fp8.
 
 transformers loads the tensors in high precision. The FP8 layers have no weight while it does; the quantizer then
-converts them to ``octavo.nn.Linear`` and stores the file's codes and scales, as ``octavo.load_quantized`` does. No weight
-is decoded on the way. transformers has no entry point for quantizers, so the import is required.
+converts them to ``octavo.nn.Linear`` and stores the file's codes and scales, as ``octavo.load_quantized`` does. No
+weight is decoded on the way. transformers has no entry point for quantizers, so the import is required.
 """
 
 import re
