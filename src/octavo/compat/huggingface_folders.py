@@ -37,7 +37,7 @@ OCTAVO, METHODS = "octavo", ("octavo", "modelopt")
 SHARED_SCALES = r"\.(k_scale|v_scale)$"  # of keys and values, which the model does not cast
 
 
-class FolderConfig(PreTrainedConfig):
+class FolderConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """Configuration of a folder in octavo's own format: reads as that of the model's own type."""
 
     model_type = OCTAVO
@@ -50,7 +50,7 @@ class FolderConfig(PreTrainedConfig):
             CheckpointError: transformers does not have that type.
         """
         kind = (config_dict.get("quantization_config") or {}).get("model_type")
-        if kind == OCTAVO or kind not in CONFIG_MAPPING:
+        if not isinstance(kind, str) or kind == OCTAVO or kind not in CONFIG_MAPPING:
             raise CheckpointError(
                 f"the folder's model_type is {kind!r}, which this transformers does not have; update transformers, or "
                 "export the folder again"
