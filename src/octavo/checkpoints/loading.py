@@ -35,7 +35,7 @@ from octavo.recipes import Recipe
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["QuantizedModel", "load_quantized"]
+__all__ = ["QuantizedModel", "check_names", "load_layers", "load_quantized", "read_layout"]
 
 INSTALL = "pip install 'octavo[hf]'"
 EXPERT = ".experts."  # in a tensor's name; shared experts are ordinary layers
@@ -88,13 +88,9 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{str(folder)!r} holds no model: it has no {CONFIG}; name a folder that has one")
     check_sums(path)
-    fmt, record, config = read_configuration(path)
-    files = TensorFiles(path)
-    _check_no_experts(path, files, fmt)
-    model = _empty_model(path, record, files)
-    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    layout = fmt.layout(config, linears, path)
-    _check_codes(path, files, layout, linears)
+    _, record, _ = read_configuration(path)
+    model = _empty_model(path, record, TensorFiles(path))
+    fmt, layout, files = read_layout(path, model)
     dtype = _dtype(files, {name for name in model.state_dict() if name in files} - _code_names(layout))
     tables = _tables(path, model, files, layout)
     with torch.no_grad():
@@ -112,6 +108,22 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
         kv_scales=kv_scales,
         tables=tables,
     )
+
+
+def read_layout(folder: Path, model: nn.Module) -> tuple[FileFormat, Layout, TensorFiles]:
+    """Read which layers of an architecture a folder stores as codes, and check that its tensors agree.
+
+    Args:
+        folder: of the checkpoint.
+        model: of the folder's architecture; its weights are not read and may be on the meta device.
+    """
+    fmt, _, config = read_configuration(folder)
+    files = TensorFiles(folder)
+    _check_no_experts(folder, files, fmt)
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    layout = fmt.layout(config, linears, folder)
+    _check_codes(folder, files, layout, linears)
+    return fmt, layout, files
 
 
 def _empty_model(folder: Path, record: dict[str, Any], files: TensorFiles) -> nn.Module:
@@ -193,21 +205,33 @@ def _load(
         state_dict[f"{path}.weight"].copy_(table.decoded())
     used = _load_rest(state_dict, files, _code_names(layout), {f"{path}.weight" for path in tables})
     used |= {name for path in tables for name in table_names(path)}
-    for recipe in set(layout.recipes.values()):
-        _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
-    for path, recipe in layout.recipes.items():
-        used |= _load_layer(model.get_submodule(path), path, recipe, files, fmt.names)
-    guard_save_pretrained(model)
+    used |= load_layers(model, files, fmt, layout)
     kv_scales = dict[int, tuple[Tensor, Tensor]]()
     if layout.has_kv_scales:
         kv_scales, names = _kv_scales(model, files, fmt.names)
         used |= names
+    check_names(files, used, fmt)
+    return kv_scales
+
+
+def check_names(files: TensorFiles, used: set[str], fmt: FileFormat) -> None:
+    """Raise CheckpointError if the folder has other tensors than those used."""
     if unknown := sorted(set(files.names) - used):
         raise CheckpointError(
             f"the folder has {unknown[0]} and {len(unknown) - 1} more tensors that are neither the model's nor "
             f"{fmt.name}'s; {AGAIN}"
         )
-    return kv_scales
+
+
+def load_layers(model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout) -> set[str]:
+    """Convert the FP8 layers of a model and store the folder's codes and scales; returns the scales' names."""
+    used = set[str]()
+    for recipe in set(layout.recipes.values()):
+        _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
+    for path, recipe in layout.recipes.items():
+        used |= _load_layer(model.get_submodule(path), path, recipe, files, fmt.names)
+    guard_save_pretrained(model)
+    return used
 
 
 def _convert(model: nn.Module, recipe: Recipe, paths: set[str]) -> None:

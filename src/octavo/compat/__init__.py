@@ -2,7 +2,8 @@
 
 - :class:`ScalingState`: scaling state for accelerate, ``torch.distributed.checkpoint`` and others that save an
   object with ``state_dict`` and ``load_state_dict``.
-- ``octavo.compat.huggingface.ScalingStateCallback``: the same for transformers' ``Trainer``.
+- ``octavo.compat.huggingface.FP8Callback``: FP8 training in transformers' ``Trainer``, scaling state included;
+  ``ScalingStateCallback`` there does the state alone.
 - ``octavo.compat.lightning.ScalingStateCallback``: the same for Lightning's ``Trainer``.
 """
 

@@ -1,6 +1,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -444,10 +446,14 @@ def test_a_plain_folder_is_not_read(broken):
 
 
 @pytest.mark.parametrize("kind", ["own rows", "own groups"])
-def test_transformers_refuses_what_is_octavos_own(folders, kind):
-    transformers = pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match="model type `octavo`"):
-        transformers.AutoModelForCausalLM.from_pretrained(folders / kind)
+def test_transformers_without_octavos_quantizer_refuses_its_format(folders, kind):
+    pytest.importorskip("transformers")
+    load = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    command = [sys.executable, "-c", load, str(folders / kind)]  # another test registers the quantizer in this process
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "ValueError" in result.stderr
+    assert "model type `octavo`" in result.stderr
 
 
 def test_transformers_is_asked_for_other_architectures(broken, monkeypatch):

@@ -8,7 +8,7 @@ import octavo
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
-from octavo.compat.huggingface import ScalingStateCallback  # noqa: E402 (needs transformers)
+from octavo.compat.huggingface import FP8Callback, ScalingStateCallback  # noqa: E402 (needs transformers)
 from tests.tiny_llama import tiny_hugging_face_config  # noqa: E402
 
 
@@ -21,11 +21,12 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def trainer_of(folder, *callbacks, steps=6, seed=0, **changes):
+def trainer_of(folder, *callbacks, steps=6, seed=0, convert=True, **changes):
     torch.manual_seed(seed)
     config = tiny_hugging_face_config(vocab_size=32, num_hidden_layers=1)
     model = transformers.LlamaForCausalLM(config)
-    octavo.convert(model, "delayed")
+    if convert:
+        octavo.convert(model, "delayed")
     arguments = {
         "max_steps": steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.01,
         "lr_scheduler_type": "constant", "logging_steps": 1, "save_steps": 3, "report_to": [], "disable_tqdm": True,
@@ -63,3 +64,25 @@ def test_missing_callback_warns_on_saving_and_on_resuming(tmp_path):
     with pytest.warns(UserWarning, match="holds no scaling state: delayed scaling starts anew"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "through/checkpoint-3"))
     assert losses_of(resumed) != losses_of(through), "the scaling state matters here"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_resume_matches_uninterrupted_run_with_one_callback(tmp_path, recipe):
+    through = trainer_of(tmp_path / "through", FP8Callback(recipe, interval=2), convert=False)
+    through.train()
+    resumed = trainer_of(tmp_path / "resumed", FP8Callback(recipe, interval=2), seed=1, convert=False)
+    assert isinstance(resumed.model.model.layers[0].self_attn.q_proj, octavo.nn.Linear)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "through/checkpoint-3"))
+    assert losses_of(resumed) == losses_of(through)
+    for one, other in zip(resumed.model.parameters(), through.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    state, same = octavo.scaling_state(resumed.model), octavo.scaling_state(through.model)
+    assert state.keys() == same.keys()
+    assert all(torch.equal(state[key], same[key]) for key in same)
+    logged = through.state.log_history[0]
+    assert logged["fp8/nonfinite"] == 0
+    assert (tmp_path / "through/metrics.jsonl").is_file()
+    if recipe == "delayed":
+        histories = [value.max().item() for key, value in same.items() if key.endswith(".weight.amax_history")]
+        last = [line for line in through.state.log_history if "loss" in line][-1]
+        assert (last["fp8/weight_amax_min"], last["fp8/weight_amax_max"]) == (min(histories), max(histories))

@@ -1,0 +1,74 @@
+"""FP8 folders that transformers reads with octavo's quantizer."""
+
+import pytest
+import torch
+
+import octavo
+from octavo.errors import CheckpointError, ConfigError
+from octavo.nn.fp8_weight import FP8WeightLinear
+from tests.unit.checkpoints.folders import LAYER, change_config, change_tensors, layer_of, written
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import octavo.compat.huggingface  # noqa: E402 (needs transformers)
+
+KINDS = ["own rows", "own groups", "modelopt"]
+TOKENS = (torch.arange(24) % 50)[None]
+
+
+def read(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_are_the_files(tmp_path, kind):
+    written(tmp_path / kind, kind)
+    expected = octavo.load_quantized(tmp_path / kind)
+    model, report = read(tmp_path / kind, output_loading_info=True)
+    assert not any(report.values())
+    for path in expected.recipes:
+        layer, same = layer_of(model, path), layer_of(expected.model, path)
+        assert isinstance(layer, FP8WeightLinear)
+        assert layer.recipe == same.recipe
+        assert torch.equal(layer.weight_codes.view(torch.uint8), same.weight_codes.view(torch.uint8))
+        assert torch.equal(layer.weight_scale, same.weight_scale)
+        assert "weight" not in layer._parameters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_those_of_load_quantized(tmp_path, kind):
+    written(tmp_path / kind, kind)
+    expected = octavo.load_quantized(tmp_path / kind).model(TOKENS)
+    logits = read(tmp_path / kind)(TOKENS).logits
+    assert torch.equal(logits, expected)
+
+
+def test_default_dtype_is_the_folders(tmp_path):
+    written(tmp_path / "m", "own rows")
+    model = read(tmp_path / "m", dtype=torch.bfloat16)
+    assert model(TOKENS).logits.dtype == torch.bfloat16
+    assert layer_of(model, LAYER).weight_codes.dtype == torch.float8_e4m3fn
+
+
+def test_damaged_codes_are_refused(tmp_path):
+    written(tmp_path / "m", "own rows")
+
+    def change(tensors):
+        tensors[f"{LAYER}.weight"].view(torch.uint8)[0, 0] = 0x7F
+
+    change_tensors(tmp_path / "m", change)
+    with pytest.raises(CheckpointError, match="holds NaN"):
+        read(tmp_path / "m")
+
+
+def test_unknown_model_type_is_refused(tmp_path):
+    written(tmp_path / "m", "own rows")
+    change_config(tmp_path / "m", lambda config: config.update(model_type="nonesuch"))
+    with pytest.raises(CheckpointError, match="model_type is 'nonesuch', which this transformers does not have"):
+        read(tmp_path / "m")
+
+
+def test_several_devices_are_refused(tmp_path):
+    written(tmp_path / "m", "own rows")
+    with pytest.raises(ConfigError, match="onto one device"):
+        read(tmp_path / "m", device_map={"model": "cpu", "lm_head": "disk"})
