@@ -12,7 +12,7 @@ import torch
 
 from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
-from octavo.convert.fp8_storage import allow_save_pretrained, store_weights_as_codes
+from octavo.convert.fp8_storage import allow_save_pretrained, store_weights_as_codes, refuse_sharded
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
@@ -168,12 +168,16 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     Returns:
         The paths of the restored layers.
 
+    Raises:
+        ConfigError: FSDP2 has sharded layers or their codes; nothing is restored then.
+
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> _ = convert(model)
         >>> restore(model), type(model[0]) is torch.nn.Linear
         (('0',), True)
     """
+    refuse_sharded(model)
     restored = []
     for path, module in model.named_modules():
         if is_own_linear(module):
