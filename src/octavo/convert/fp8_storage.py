@@ -1,7 +1,6 @@
 """Frozen weights stored as FP8 codes, and the reasons why some cannot be."""
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -17,9 +16,9 @@ from octavo.nn.fp8_weight import FP8WeightLinear, check_storable, store_weight_a
 __all__ = [
     "allow_save_pretrained",
     "guard_save_pretrained",
-    "store_weights_as_codes",
     "read_by_others",
     "refuse_sharded",
+    "store_weights_as_codes",
 ]
 
 SAVE = "save_pretrained"

@@ -87,14 +87,15 @@ class FP8WeightLinear(Linear):
         return self
 
     def _guard_codes(self) -> None:
-        """Make codes that torch has put in place of others a :class:`WeightCodes` again; sharded ones stay as they are."""
+        """Make codes that torch has put in place of others :class:`WeightCodes` again, unless they are sharded."""
         codes = self._parameters[CODES]
-        if type(codes) is torch.nn.Parameter:
-            self._parameters[CODES] = WeightCodes(codes.detach(), requires_grad=codes.requires_grad)
+        assert codes is not None
+        if type(codes) is not WeightCodes and not is_traceable_wrapper_subclass(codes):
+            self._parameters[CODES] = WeightCodes(plain(codes), requires_grad=codes.requires_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.codes_dtype = self.weight_codes.dtype
+        vars(self).setdefault("codes_dtype", self.weight_codes.dtype)
         self._guard_codes()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -115,14 +116,14 @@ class FP8WeightLinear(Linear):
     @property
     def _no_weight(self) -> Tensor:
         """Empty tensor whose shape names the formats, so that codes of other formats do not load by their size."""
-        formats = (self.weight_scale.element_size(), FP8_DTYPES.index(self.weight_codes.dtype))
+        formats = (self.weight_scale.element_size(), FP8_DTYPES.index(self.codes_dtype))
         return torch.empty((0, *formats), device=self.weight_codes.device)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         """Load codes, also those that an earlier octavo saved as ``weight``; refuse a weight in high precision."""
         tensors = dict(state_dict)
         weight = tensors.pop(f"{prefix}weight", None)
-        if weight is not None and f"{prefix}{CODES}" not in tensors:
+        if weight is not None and weight.ndim == 2 and f"{prefix}{CODES}" not in tensors:  # not the empty one
             if weight.dtype not in FP8_DTYPES:
                 *_, error_messages = rest
                 error_messages.append(

@@ -57,6 +57,10 @@ class GuardedTensor(Tensor):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))  # type: ignore[no-untyped-call]
 
+    def set_(self, *args: Any, **options: Any) -> Any:
+        """As of ``torch.Tensor``, which alone of its methods does not ask ``__torch_function__``."""
+        return self.__torch_function__(Tensor.set_, (type(self),), (self, *args), options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return plain(self).clone()
 
