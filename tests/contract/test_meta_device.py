@@ -150,3 +150,36 @@ def test_meta_weight_is_not_stored_and_the_report_names_the_remedy():
         store_weight_as_codes(model[0])  # type: ignore[arg-type]
     model.load_state_dict(_mlp().state_dict(), assign=True)
     assert octavo.convert(model.requires_grad_(False), frozen="fp8").held == ("0", "2")
+
+
+@pytest.mark.parametrize("on_meta", ["converted", "moved"])
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+def test_state_that_is_loaded_after_assigned_weights_is_kept(recipe, on_meta):
+    torch.manual_seed(0)
+    weights, trained = _mlp().state_dict(), _mlp()
+    octavo.convert(trained, recipe)
+    if recipe == "static":
+        octavo.load_scaling_state(trained, dict.fromkeys(octavo.scaling_state(trained), torch.tensor(0.02)))
+    else:
+        _trained(trained)
+    state = octavo.scaling_state(trained)
+    model = _mlp("meta" if on_meta == "converted" else None)
+    octavo.convert(model, recipe)
+    model.to("meta").load_state_dict({key: value.clone() for key, value in weights.items()}, assign=True)
+    octavo.load_scaling_state(model, state)
+    loaded = octavo.scaling_state(model)
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+    x = torch.randn(3, 8)
+    trained.load_state_dict(weights)
+    octavo.load_scaling_state(trained, state)
+    assert torch.equal(model(x), trained(x))
+
+
+def test_state_is_not_loaded_before_the_weights():
+    trained = _mlp()
+    octavo.convert(trained, "delayed")
+    _trained(trained)
+    model = _mlp("meta")
+    octavo.convert(model, "delayed")
+    with pytest.raises(ConfigError, match=r"the weight of its layer is on the meta device; load the weights first"):
+        octavo.load_scaling_state(model, octavo.scaling_state(trained))

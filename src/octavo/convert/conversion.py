@@ -7,13 +7,14 @@ modules, and references that optimizers hold all stay as they are, and so do the
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
-from octavo.convert.fp8_storage import allow_save_pretrained, store_weights_as_codes
+from octavo.convert.fp8_storage import allow_save_pretrained, refuse_sharded, store_weights_as_codes
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
@@ -26,6 +27,8 @@ from octavo.scaling import ScaleUpdates
 from octavo.scaling.scale_updates import stop_following
 
 __all__ = ["convert", "restore"]
+
+_conversions = Counter[tuple[tuple[str, int, int], ...]]()  # of models by their layers: ranks tell alike ones apart
 
 _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
@@ -108,7 +111,10 @@ def convert(
         keep_last_blocks=keep_last_blocks,
     )
     _check_effect(overriding, paths, skipped, chosen)
-    updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
+    kind = tuple((path, layer.in_features, layer.out_features) for path, layer in chosen.items())
+    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group, number=_conversions[kind])
+    _conversions[kind] += 1
+    shared_input = SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
         if not isinstance(module, Linear):
@@ -170,12 +176,16 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     Returns:
         The paths of the restored layers.
 
+    Raises:
+        ConfigError: FSDP2 has sharded layers or their codes; nothing is restored then.
+
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> _ = convert(model)
         >>> restore(model), type(model[0]) is torch.nn.Linear
         (('0',), True)
     """
+    refuse_sharded(model)
     restored = []
     for path, module in model.named_modules():
         if is_own_linear(module):

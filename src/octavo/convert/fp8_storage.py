@@ -1,19 +1,25 @@
 """Frozen weights stored as FP8 codes, and the reasons why some cannot be."""
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.fp8_weight import check_storable, store_weight_as_codes
+from octavo.nn.fp8_weight import FP8WeightLinear, check_storable, store_weight_as_codes
 
-__all__ = ["allow_save_pretrained", "guard_save_pretrained", "read_by_others", "store_weights_as_codes"]
+__all__ = [
+    "allow_save_pretrained",
+    "guard_save_pretrained",
+    "read_by_others",
+    "refuse_sharded",
+    "store_weights_as_codes",
+]
 
 SAVE = "save_pretrained"
 
@@ -68,19 +74,18 @@ def guard_save_pretrained(model: torch.nn.Module) -> None:
 
 
 def allow_save_pretrained(model: torch.nn.Module) -> None:
-    """Undo :func:`guard_save_pretrained`."""
+    """Undo :func:`guard_save_pretrained`, where no layer stores codes any more."""
     for module in model.modules():
         guard = vars(module).get(SAVE)
-        if isinstance(guard, partial) and guard.func is _save_pretrained:
+        if isinstance(guard, partial) and guard.func is _save_pretrained and not _coded_weights(module):
             del vars(module)[SAVE]
 
 
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     """Call the model's ``save_pretrained`` if it writes no codes: with a ``state_dict`` without any, or adapters."""
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
-    codes = [f"{path}.weight" for path, layer in layers.items() if layer.codes_layout is not None]
+    codes = _coded_weights(model)
     state_dict = options.get("state_dict", args[2] if len(args) > 2 else None)  # transformers' third parameter
-    if state_dict is not None:
+    if isinstance(state_dict, Mapping):  # diffusers' third parameter is a function
         codes = [name for name in codes if f"{name}_codes" in state_dict]
     if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters
         raise ConfigError(
@@ -89,6 +94,26 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
             "octavo.restore(model) first, which decodes them"
         )
     return type(model).save_pretrained(model, *args, **options)
+
+
+def refuse_sharded(model: torch.nn.Module) -> None:
+    """Raise ConfigError where FSDP2 has taken over octavo's layers, or the parameters of codes."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrapped = () if fsdp is None else (fsdp.FSDPModule,)
+    inside = any(isinstance(module, wrapped) for module in model.modules())
+    for path, layer in model.named_modules():
+        codes = layer.stored_weight if isinstance(layer, FP8WeightLinear) else None
+        taken_codes = codes is not None and (inside or is_traceable_wrapper_subclass(codes))
+        if taken_codes or (isinstance(layer, Linear) and isinstance(layer, wrapped)):
+            raise ConfigError(
+                f"fully_shard has taken over layer {path!r}, which cannot be restored any more; call "
+                "octavo.restore(model) before fully_shard"
+            )
+
+
+def _coded_weights(model: torch.nn.Module) -> list[str]:
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
+    return [f"{path}.weight" for path, layer in layers.items() if layer.codes_layout is not None]
 
 
 def read_by_others(model: torch.nn.Module) -> dict[str, str]:
@@ -101,7 +126,7 @@ def read_by_others(model: torch.nn.Module) -> dict[str, str]:
         >>> read_by_others(model)
         {'head': 'other modules use it too'}
     """
-    owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
+    shared = _overlapping(tensor for module in model.modules() for tensor in module.parameters(recurse=False))
     fast_path, readers = _read_by_fast_path(model), weight_readers(model)
     reasons = {}
     for path, layer in model.named_modules():
@@ -109,11 +134,38 @@ def read_by_others(model: torch.nn.Module) -> dict[str, str]:
             continue
         if layer in fast_path:
             reasons[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
-        elif owners[id(layer.weight)] > 1:
+        elif id(layer.stored_weight if isinstance(layer, Linear) else layer.weight) in shared:
             reasons[path] = "other modules use it too"
         elif layer in readers:
             reasons[path] = f"{type(readers[layer].module).__name__} reads it in high precision"
     return reasons
+
+
+def _overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Identities of the tensors that share bytes with others of them: the same tensors, or views of one storage.
+
+    Those in a storage are visited in order of their first bytes: one that overlaps any before it overlaps the one among
+    these that reaches the farthest.
+    """
+    shared, farthest = set[int](), (None, 0, 0)
+    for storage, start, stop, name in sorted(map(_span, tensors)):
+        last_storage, last_stop, last_name = farthest
+        overlaps = storage == last_storage and start < last_stop
+        if overlaps:
+            shared |= {name, last_name}
+        if not overlaps or stop > last_stop:
+            farthest = (storage, stop, name)
+    return shared
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """A tensor's storage, first byte, end, and identity; one without a storage, such as a sparse one, is its own."""
+    if not torch._C._has_storage(tensor):  # noqa: SLF001
+        return id(tensor), 0, 1, id(tensor)
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start, length = tensor.storage_offset(), reach if tensor.numel() else 0
+    item = tensor.element_size()
+    return tensor.untyped_storage()._cdata, start * item, (start + length) * item, id(tensor)  # noqa: SLF001
 
 
 def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:

@@ -6,59 +6,20 @@ as ``F.linear(x, layer.weight)``, computes right, and code that writes into it i
 """
 
 from collections.abc import Mapping
-from typing import Any, Self, TypeGuard
+from typing import Any, NoReturn, Self, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 from octavo.errors import ConfigError
 from octavo.functional import quantize_operand
 from octavo.kernels import quantize
+from octavo.nn.guarded_tensors import DecodedWeight, WeightCodes, plain
 from octavo.nn.linear import CODES, FP8_DTYPES, CodesLayout, Linear
 from octavo.numerics import QuantizedTensor
 
 __all__ = ["FP8WeightLinear", "check_storable", "is_own_linear", "runs_in_fp8", "store_codes", "store_weight_as_codes"]
-
-
-class DecodedWeight(Tensor):
-    """Values of FP8 codes, decoded on each read: operations return plain tensors, and writes are refused.
-
-    Views are decoded weights too. What writes past torch's functions, such as through ``numpy()``, is not seen.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that write, and run all others on the plain values."""
-        options = kwargs or {}
-        if func is Tensor.requires_grad_ or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-            if next(iter((*args[1:], *options.values())), True):
-                raise ConfigError("a weight stored as FP8 codes takes no gradient; octavo.restore(model) decodes it")
-            return args[0]
-        if _writes(func, options):
-            raise ConfigError(
-                "this weight is stored as FP8 codes, and what is written into its decoded values would be lost; call "
-                "octavo.restore(model), which decodes it, before changing it, such as by merging an adapter"
-            )
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            result = func(*args, **options)
-            return tree_map_only(Tensor, lambda each: each.as_subclass(cls) if _is_view(each, args) else each, result)
-
-
-def _writes(func: Any, options: Mapping[str, Any]) -> bool:
-    name = func.__name__
-    in_place = name in _WRITING or (name.endswith("_") and not name.endswith("__")) or options.get("inplace") is True
-    return in_place or isinstance(options.get("out"), DecodedWeight) or func == Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def _is_view(result: Tensor, args: Any) -> bool:
-    """Return whether a result shares memory with a decoded weight among the arguments."""
-    storages = {each.untyped_storage().data_ptr() for each in args if isinstance(each, DecodedWeight)}
-    return result.untyped_storage().data_ptr() in storages
-
-
-_WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 
 
 class FP8WeightLinear(Linear):
@@ -70,6 +31,7 @@ class FP8WeightLinear(Linear):
     """
 
     codes_layout: CodesLayout
+    codes_dtype: torch.dtype
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -82,6 +44,13 @@ class FP8WeightLinear(Linear):
         decoded = self.stored_codes().dequantize()
         return decoded if torch.compiler.is_compiling() else decoded.as_subclass(DecodedWeight)
 
+    @weight.setter
+    def weight(self, _: Tensor) -> NoReturn:
+        raise ConfigError(
+            f"the weight of {self.called} is stored as FP8 codes and cannot be set; call octavo.restore(model), which "
+            "decodes it, first, and give functional_call the named_parameters and named_buffers, not a state_dict"
+        )
+
     @property
     def stored_weight(self) -> Tensor:
         """The codes [N, K]."""
@@ -89,12 +58,15 @@ class FP8WeightLinear(Linear):
 
     def stored_codes(self) -> QuantizedTensor:
         """The weight's codes and scale."""
-        return QuantizedTensor(self.weight_codes.detach(), self.weight_scale, *self.codes_layout)
+        codes = plain(self.weight_codes)
+        if codes.dtype is not self.codes_dtype:  # FSDP2's mixed precision casts a parameter by value, exactly here
+            codes = codes.to(self.codes_dtype)
+        return QuantizedTensor(codes, self.weight_scale, *self.codes_layout)
 
     def release_weight(self) -> None:
         """Become a :class:`Linear` with the decoded weight as its parameter."""
         decoded, bias = self.stored_codes().dequantize(), self._parameters.pop("bias")
-        del self.weight_codes, self.weight_scale
+        del self.weight_codes, self.weight_scale, self.codes_dtype
         self.__class__, self.codes_layout = Linear, None  # type: ignore[assignment]
         self.weight = torch.nn.Parameter(decoded, requires_grad=False)  # type: ignore[misc]
         self.register_parameter("bias", bias)
@@ -105,28 +77,53 @@ class FP8WeightLinear(Linear):
         self.codes_layout = self.codes_layout._replace(
             hp_dtype=fn(torch.empty(0, dtype=self.codes_layout.hp_dtype)).dtype
         )
-        super()._apply(fn, recurse)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (codes that are cast are put back below)
+            super()._apply(fn, recurse)
         if self.weight_codes.dtype is not before.data.dtype:
             device = self.weight_codes.device
             self.weight_codes = torch.nn.Parameter(before.data.to(device), requires_grad=False)
             self.weight_scale = before.scale.to(device)
+        self._guard_codes()
         return self
+
+    def _guard_codes(self) -> None:
+        """Make codes that torch has put in place of others :class:`WeightCodes` again, unless they are sharded."""
+        codes = self._parameters[CODES]
+        assert codes is not None
+        if type(codes) is not WeightCodes and not is_traceable_wrapper_subclass(codes):
+            self._parameters[CODES] = WeightCodes(plain(codes), requires_grad=codes.requires_grad)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        vars(self).setdefault("codes_dtype", self.weight_codes.dtype)
+        self._guard_codes()
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Refuse another ``weight``, such as one that is to be tied to an embedding's."""
+        if name == "weight":
+            raise ConfigError(
+                f"the weight of {self.called} is stored as FP8 codes and cannot be set or tied; call "
+                "octavo.restore(model), which decodes it, first"
+            )
+        super().register_parameter(name, param)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[prefix + CODES] = plain(destination[prefix + CODES])
         destination[f"{prefix}weight"] = self._no_weight
 
     @property
     def _no_weight(self) -> Tensor:
         """Empty tensor whose shape names the formats, so that codes of other formats do not load by their size."""
-        formats = (self.weight_scale.element_size(), FP8_DTYPES.index(self.weight_codes.dtype))
+        formats = (self.weight_scale.element_size(), FP8_DTYPES.index(self.codes_dtype))
         return torch.empty((0, *formats), device=self.weight_codes.device)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         """Load codes, also those that an earlier octavo saved as ``weight``; refuse a weight in high precision."""
         tensors = dict(state_dict)
         weight = tensors.pop(f"{prefix}weight", None)
-        if weight is not None and f"{prefix}{CODES}" not in tensors:
+        if weight is not None and weight.ndim == 2 and f"{prefix}{CODES}" not in tensors:  # not the empty one
             if weight.dtype not in FP8_DTYPES:
                 *_, error_messages = rest
                 error_messages.append(
@@ -135,6 +132,12 @@ class FP8WeightLinear(Linear):
                 )
                 return
             tensors[f"{prefix}{CODES}"] = weight
+        missing = [prefix + name for name in (CODES, "weight_scale") if prefix + name not in tensors]
+        if len(missing) == 1:
+            *_, missing_keys, _, error_messages = rest
+            missing_keys.extend(missing)
+            error_messages.append(f"{missing[0]} is missing: codes mean values only with their own scale; load both")
+            return
         for name in (CODES, "weight_scale"):
             loaded, own = tensors.get(prefix + name), getattr(self, name)
             if loaded is not None and loaded.dtype is not own.dtype:
@@ -144,6 +147,7 @@ class FP8WeightLinear(Linear):
                 )
                 return
         torch.nn.Module._load_from_state_dict(self, tensors, prefix, *rest)  # noqa: SLF001
+        self._guard_codes()
 
 
 @torch.no_grad()
@@ -211,7 +215,8 @@ def store_codes(layer: Linear, codes: QuantizedTensor) -> None:
         del layer.weight
         layer.__class__ = FP8WeightLinear
     bias = layer._parameters.pop("bias")  # noqa: SLF001 (the order of parameters stays)
-    layer.weight_codes = torch.nn.Parameter(codes.data, requires_grad=False)
+    layer.codes_dtype = codes.data.dtype
+    layer.weight_codes = WeightCodes(codes.data, requires_grad=False)
     layer.register_buffer("weight_scale", codes.scale)
     layer.register_parameter("bias", bias)
 

@@ -232,7 +232,7 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def _layer_scaling(self, recipe: Recipe) -> LayerScaling:
         """Scaling state that this call reads and updates; closes the previous step if it is over."""
-        self._follow_weight()
+        self.follow_weight()
         counts = self.nonfinite_counts if self.training and not self.stored_weight.is_meta else None
         scaling = LayerScaling(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)
         if recipe.has_static_input:
@@ -265,7 +265,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         """Name of the layer in messages."""
         return f"layer {self.path!r}" if self.path else "this layer"
 
-    def _follow_weight(self) -> None:
+    def follow_weight(self) -> None:
         """Move the state to the weight's device, as after ``load_state_dict(assign=True)``; from meta, create it."""
         device = self.stored_weight.device
         if self.nonfinite_counts.device == device or device.type == "meta":

@@ -130,6 +130,7 @@ def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
         >>> scaling_state(torch.nn.Linear(2, 2))
         {}
     """
+    _follow_weights(model)
     histories = copy.deepcopy(_histories(model))
     layers = _layers(model)
     over = {id(layer.scale_updates) for layer in layers.values() if is_written(layer)}
@@ -159,7 +160,7 @@ def load_scaling_state(
     Raises:
         CheckpointError: missing or unexpected keys, a tensor of the wrong shape or dtype, or a value that no state
             has; nothing is loaded then.
-        ConfigError: an unknown recipe, or one that is not delayed.
+        ConfigError: an unknown recipe, or one that is not delayed; or the model's weights are still on the meta device.
 
     Example:
         >>> import octavo
@@ -171,11 +172,17 @@ def load_scaling_state(
         >>> torch.equal(scaling_state(other)["input.amax"], state["input.amax"])
         True
     """
+    _follow_weights(model)
     new = {} if recipe is None else _new_histories(model, state, recipes.get(recipe))
     histories = _histories(model) | new
     slots = _slots(model, histories)
     _check_keys(slots, state)
     for key, slot in slots.items():
+        if slot.is_meta:
+            raise ConfigError(
+                f"scaling state {key!r} would be lost: the weight of its layer is on the meta device; load the weights "
+                "first, then the scaling state"
+            )
         _check_tensor(key, state[key], slot)
     for key, slot in slots.items():
         if slot.ndim:
@@ -215,6 +222,15 @@ def nonfinite_counts(model: torch.nn.Module) -> dict[str, int]:
         for role, count in zip(ROLES, layer.nonfinite_counts.tolist(), strict=True)
     }
     return {key: count for key, count in found.items() if count}
+
+
+def _follow_weights(model: torch.nn.Module) -> None:
+    """Let the layers' state follow their weights, as their next forward would: loading may have assigned them."""
+    for layer in _layers(model).values():
+        layer.follow_weight()
+        history, device = layer.amax_history, layer.stored_weight.device
+        if history is not None and device.type != "meta" and history.amax.device != device:
+            history.follow(device)
 
 
 def _new_histories(model: torch.nn.Module, state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, AmaxHistory]:

@@ -8,7 +8,8 @@ the reset is not allowed, the figure is the peak since the process began; where 
 On a CPU the figure therefore depends on earlier work of the process: the second of two equal runs starts with memory
 left by the first. It is the memory that a machine needs, and not comparable between runs.
 :func:`extra_memory_bytes` is comparable: the memory of one call beyond that in use, after unreachable objects are
-collected and the C allocator has returned its free memory.
+collected and the C allocator has returned its free memory. Pages of files that the kernel reclaims during the call
+lower it.
 """
 
 import ctypes

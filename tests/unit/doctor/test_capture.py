@@ -206,7 +206,7 @@ def test_a_killed_writer_leaves_no_half_capture(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("octavo.files.sync_file", killed)
+    monkeypatch.setattr("octavo.files.sync", killed)
     with pytest.raises(KeyboardInterrupt):
         Captures(tmp_path / "captures").add(some_capture())
     assert not Captures(tmp_path / "captures").files()

@@ -65,7 +65,7 @@ def test_building_ahead_times_nothing_and_writes_nothing(hopper, on_gpu, tmp_pat
         (["--rehearse", "--out", "x"], "a rehearsal writes no results; leave out --out"),
         (["--prebuild", "0/1", "--out", "x"], "building ahead writes no results; leave out --out"),
         (["--prebuild", "2/2"], "--prebuild takes I/N with I below N"),
-        ([], "say where the results go with --out"),
+        ([], "name a folder for the results with --out"),
         (["--out", "x"], "needs an H100 or H200, and torch sees no CUDA device"),
         (["--out", "x", "--only", "y"], "there is no part 'y'"),
         (["--out", "x", "--from", "nowhere.json"], "nowhere.json: no such file"),
@@ -172,7 +172,7 @@ def test_a_result_that_is_not_among_the_joined_is_kept(hopper, measured):
     one, two = measured
     before = contents(two.parent)
     line = refused(hopper, "--from", one, "--out", two.parent)
-    assert f"{two} holds what none of the given files has; name another folder with --out" in line
+    assert f"{two} holds a part that none of the given files has; name another folder with --out" in line
     assert contents(two.parent) == before
 
 

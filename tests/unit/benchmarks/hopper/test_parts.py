@@ -122,8 +122,8 @@ def test_delayed_is_cast_as_a_layer_with_that_recipe_casts(session, both_ways, m
 
     def noting(x, spec, **options):
         seen.append(settings(spec, options))
-        into = options["into"]
-        records.append([each is not None for each in (into.amax, into.overflowed, into.nonfinite)])
+        record = options["record"]
+        records.append([each is not None for each in (record.amax, record.overflowed, record.nonfinite)])
         return cast(x, spec, **options)
 
     monkeypatch.setattr(saved_operands, "cast", noting)
@@ -147,7 +147,7 @@ def test_delayed_is_cast_for_the_amax_of_the_past_and_records_its_own(session, m
 
     def noting(x, spec, **options):
         result = cast(x, spec, **options)
-        seen.append((result.output.scale.item(), options["into"].amax.item(), x.abs().max().item()))
+        seen.append((result.output.scale.item(), options["record"].amax.item(), x.abs().max().item()))
         return result
 
     monkeypatch.setattr(casts, "cast", noting)
