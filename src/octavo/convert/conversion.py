@@ -7,7 +7,6 @@ modules, and references that optimizers hold all stay as they are, and so do the
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -27,8 +26,6 @@ from octavo.scaling import ScaleUpdates
 from octavo.scaling.scale_updates import stop_following
 
 __all__ = ["convert", "restore"]
-
-_conversions = Counter[tuple[tuple[str, int, int], ...]]()  # of models by their layers: ranks tell alike ones apart
 
 _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
@@ -111,10 +108,7 @@ def convert(
         keep_last_blocks=keep_last_blocks,
     )
     _check_effect(overriding, paths, skipped, chosen)
-    kind = tuple((path, layer.in_features, layer.out_features) for path, layer in chosen.items())
-    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group, number=_conversions[kind])
-    _conversions[kind] += 1
-    shared_input = SharedInput()
+    updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
         if not isinstance(module, Linear):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from octavo.convert.weight_readers import has_fast_path, weight_readers
@@ -159,8 +160,8 @@ def _overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int, int]:
-    """A tensor's storage, first byte, end, and identity; one without a storage, such as a sparse one, is its own."""
-    if not torch._C._has_storage(tensor):  # noqa: SLF001
+    """A tensor's storage, first byte, end, and identity; one without a storage or a shape yet is its own."""
+    if is_lazy(tensor) or not torch._C._has_storage(tensor):  # noqa: SLF001
         return id(tensor), 0, 1, id(tensor)
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     start, length = tensor.storage_offset(), reach if tensor.numel() else 0

@@ -131,7 +131,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _written(func: Any, args: Any, options: Mapping[str, Any]) -> list[Any]:
-    """What a torch function writes into, among its arguments."""
+    """Arguments of a torch function that it writes into."""
     name, targets = func.__name__, [options.get("out")]
     in_place = name in ("__setitem__", *_OPERATORS) or (name.endswith("_") and not name.endswith("__"))
     if (in_place and name not in _KEEP_VALUES) or func in _UNFREEZES or func == _SET_DATA or options.get("inplace"):

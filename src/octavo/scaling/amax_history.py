@@ -37,14 +37,13 @@ _LARGEST = torch.finfo(torch.float32).max
 class ScaleUpdates:
     """Ends of the steps of a model's delayed layers, which share one; decided in :mod:`octavo.scaling.scale_updates`.
 
-    Copies and pickles keep the first four attributes, so that a copied model waits for an optimizer of its own.
+    Copies and pickles keep the first three attributes, so that a copied model waits for an optimizer of its own.
 
     Attributes:
         manual: whether only ``octavo.update_scales`` ends a step.
         reminded: whether the user has been warned of a model whose steps are never closed.
         group: the process group that takes the largest amax of its ranks; None is the default one, "rank" this rank
             alone.
-        number: how many models of the same layers this process had converted before; ranks compare it.
         ran: whether a layer ran in training since the last step was closed.
         weights_seen: the layers' weights as the running step found them, by history, while no optimizer is known.
         block: number of the autocast block that the layers last ran in, where ranks close together.
@@ -61,7 +60,6 @@ class ScaleUpdates:
     manual: bool = False
     reminded: bool = False
     group: Any = None
-    number: int = 0
     ran: bool = field(default=False, init=False)
     weights_seen: "weakref.WeakKeyDictionary[AmaxHistory, WeightSeen]" = field(
         default_factory=weakref.WeakKeyDictionary, init=False
@@ -86,10 +84,10 @@ class ScaleUpdates:
         return len(self.optimizers) > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ScaleUpdates":
-        return ScaleUpdates(self.manual, self.reminded, self.group, self.number)  # a process group has no copies
+        return ScaleUpdates(self.manual, self.reminded, self.group)  # a process group has no copies
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ScaleUpdates, (self.manual, self.reminded, self.group, self.number)
+        return ScaleUpdates, (self.manual, self.reminded, self.group)
 
 
 @dataclass(frozen=True, slots=True)

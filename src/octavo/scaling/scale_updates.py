@@ -361,7 +361,6 @@ def _described(layers: Sequence[DelayedLayer]) -> list[str]:
     return [
         f"step {layer.scale_updates.closed_steps + 1} of layer {layer.path!r}, {layer.in_features} to "
         f"{layer.out_features}"
-        + (f", of model {number} of its kind" if (number := layer.scale_updates.number + 1) > 1 else "")
         for layer in layers
     ]
 
