@@ -1,6 +1,7 @@
 """``octavo.convert`` before and after other libraries' wrappers: the same losses, or a warning that nothing changed."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -92,8 +93,11 @@ def test_conversion_after_accelerate_s_offloading_warns_that_nothing_changed():
 def test_conversion_in_any_of_lightning_s_hooks_trains_alike(recipe):
     lightning = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
 
+    def convert_in_hook(module, *_, **__):
+        octavo.convert(module, recipe)
+
     def fit(hook):
-        class Module(lightning.LightningModule):
+        class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
             def __init__(self):
                 super().__init__()
                 self.network, self.losses = _model(), []
@@ -109,10 +113,10 @@ def test_conversion_in_any_of_lightning_s_hooks_trains_alike(recipe):
                 return torch.optim.SGD(self.parameters(), lr=0.05)
 
         if hook is not None:
-            setattr(Module, hook, lambda self, *_, **__: octavo.convert(self, recipe) and None)
+            setattr(Module, hook, convert_in_hook)
         module = Module()
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        data = torch.utils.data.DataLoader(list(BATCHES), batch_size=None)
+        data: Any = torch.utils.data.DataLoader(list(BATCHES), batch_size=None)  # type: ignore[arg-type]
         lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(module, data)
         return module.losses
 

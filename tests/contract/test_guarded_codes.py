@@ -140,12 +140,17 @@ def test_codes_compile_without_graph_breaks(backend):
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
 
 
+def _foreach_copy(target, source):
+    torch._foreach_copy_([target], [source])
+    return target
+
+
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "copy_": lambda w: torch.zeros(40, 48).copy_(w),
     "item": lambda w: _set(torch.zeros(80, 48), w)[:40],
     "iadd": lambda w: torch.zeros(40, 48).__iadd__(w),
     "lerp_": lambda w: torch.zeros(40, 48).lerp_(w, 1.0),
-    "foreach": lambda w: torch._foreach_copy_([torch.zeros(40, 48)], [w])[0],
+    "foreach": lambda w: _foreach_copy(torch.zeros(40, 48), w),
     "out": lambda w: torch.mul(w, 1.0, out=torch.empty(40, 48)),
     "data": lambda w: _data(nn.Linear(48, 40), w),
     "parameter": lambda w: nn.Parameter(w.float()).detach(),
@@ -190,7 +195,7 @@ WRITES: dict[str, Callable[[FP8WeightLinear], Any]] = {
     "flatten": lambda layer: torch.flatten(input=layer.weight).zero_(),
     "sort": lambda layer: torch.sort(layer.weight, out=(layer.weight, torch.empty(0, dtype=torch.long))),
     "embedding": lambda layer: F.embedding(torch.tensor([0, 1]), layer.weight, max_norm=1e-3),
-    "set_": lambda layer: layer.weight.set_(torch.zeros(40, 48)),
+    "set_": lambda layer: layer.weight.set_(torch.zeros(40, 48).untyped_storage()),
     "data": lambda layer: setattr(layer.weight, "data", torch.zeros(40, 48)),
     "rows": lambda layer: [row.zero_() for row in layer.weight],
     "fill_": lambda layer: torch.fill_(value=0.0, input=layer.weight),
@@ -248,7 +253,7 @@ def test_weights_that_share_bytes_are_not_stored_apart(of):
     weights = {"storage": (0, 0), "slice": (0, 64), "overlap": (0, 32)}[of]
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False), nn.Linear(8, 8))
     for layer, start in zip(model, weights, strict=False):
-        size = layer.out_features * 8
+        size = layer.out_features * 8  # type: ignore[operator]
         layer.weight = nn.Parameter(memory[start : start + size].view(-1, 8))
     report = octavo.convert(model.requires_grad_(False), frozen="fp8")
     assert report.held == (("0", "1", "2") if of == "slice" else ("2",))
@@ -299,7 +304,8 @@ def _sharded(rank: int, world: int, folder: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mesh, results = init_device_mesh("cpu", (world,)), {}
+    mesh = init_device_mesh("cpu", (world,))
+    results: dict[Any, Any] = {}
     x = torch.randn(3, 48, generator=torch.Generator().manual_seed(1))
     for recipe in ("rowwise", "weight_only", "mxfp8"):
         for dtype in CODES_ARE_EXACT:

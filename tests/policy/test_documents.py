@@ -1,7 +1,11 @@
 """README and docs/ are true: their paths and links exist, their commands are real, their Python runs."""
 
+import ast
+import importlib.util
+import itertools
 import os
 import re
+import sys
 import warnings
 from typing import Any
 
@@ -21,6 +25,9 @@ INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
 GENERATED = re.compile(r"docs/(reference/(api|cli)/|reference/(configuration|findings|statistics)\.md$|results/)")
 PATH = re.compile(r"(?<![\w/.-])(?:src|tests|docs|scripts|benchmarks|examples)/[\w./-]*[\w/]")
+
+# Dependencies of octavo itself: a page is never skipped for lack of one.
+REQUIRED = {"numpy", "octavo", "rich", "safetensors", "tokenizers", "tomli_w", "torch", "typer"}
 
 # The names at the start of a line of the file map, with one space between them: "  backend.py dispatch.py   who runs".
 DRAWN = re.compile(r"^ *((?:[\w./-]+(?:/|\.\w+)(?: |$))*)")
@@ -93,16 +100,33 @@ def test_readme_shows_the_two_commands_first():
     assert {"demo", "test"} <= commands(first_screen, "make")
 
 
+def optional_libraries(block):
+    """Top-level packages that a block imports, apart from Python's own and those that octavo always needs."""
+    nodes = list(ast.walk(ast.parse(block)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - REQUIRED
+
+
 @pytest.mark.parametrize("name", [name for name, page in BY_NAME.items() if fences(page.read_text(), "python")])
 def test_python_runs(name, tmp_path, monkeypatch):
-    """A page's blocks run one after the other in one namespace, in an empty folder."""
+    """A page's blocks run one after the other in one namespace, in an empty folder.
+
+    A page is skipped if a library that its first block imports is not installed. Deprecations in such a library's own
+    code are ignored.
+    """
     monkeypatch.chdir(tmp_path)
     text = BY_NAME[name].read_text()
+    libraries = optional_libraries(fences(text, "python")[0][1])
+    if missing := sorted(library for library in libraries if importlib.util.find_spec(library) is None):
+        pytest.skip(f"{name} needs {', '.join(missing)}, not installed")
     namespace = {"__name__": "__main__"}
     for start, block in fences(text, "python"):
         line = text[:start].count("\n") + 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            for library, category in itertools.product(libraries, (DeprecationWarning, FutureWarning)):
+                warnings.filterwarnings("ignore", category=category, module=rf"{library}(\.|$)")
             exec(compile("\n" * line + block, ROOT / name, "exec"), namespace)  # inspect finds the source there
 
 
@@ -119,6 +143,11 @@ src/octavo/
 docs/
 ```
 """
+
+
+def test_optional_libraries_are_those_beside_octavo_s_own():
+    block = "import os.path, torch\nimport peft.tuners as tuners\nfrom octavo.compat import x\nfrom datasets import y"
+    assert optional_libraries(block) == {"peft", "datasets"}
 
 
 def test_the_readings_see_what_they_should():

@@ -148,7 +148,7 @@ def _overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     Those in a storage are visited in order of their first bytes: one that overlaps any before it overlaps the one among
     these that reaches the farthest.
     """
-    shared, farthest = set[int](), (None, 0, 0)
+    shared, farthest = set[int](), (-1, 0, 0)
     for storage, start, stop, name in sorted(map(_span, tensors)):
         last_storage, last_stop, last_name = farthest
         overlaps = storage == last_storage and start < last_stop
@@ -166,7 +166,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     start, length = tensor.storage_offset(), reach if tensor.numel() else 0
     item = tensor.element_size()
-    return tensor.untyped_storage()._cdata, start * item, (start + length) * item, id(tensor)  # noqa: SLF001
+    return tensor.untyped_storage()._cdata, int(start * item), int((start + length) * item), id(tensor)  # noqa: SLF001
 
 
 def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:

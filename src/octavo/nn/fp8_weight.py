@@ -34,7 +34,7 @@ class FP8WeightLinear(Linear):
     codes_dtype: torch.dtype
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """The decoded weight [N, K]; see :class:`DecodedWeight`."""
         if CODES not in self._parameters:
             raise AttributeError("weight")
@@ -68,7 +68,7 @@ class FP8WeightLinear(Linear):
         decoded, bias = self.stored_codes().dequantize(), self._parameters.pop("bias")
         del self.weight_codes, self.weight_scale, self.codes_dtype
         self.__class__, self.codes_layout = Linear, None  # type: ignore[assignment]
-        self.weight = torch.nn.Parameter(decoded, requires_grad=False)  # type: ignore[misc]
+        self.weight = torch.nn.Parameter(decoded, requires_grad=False)
         self.register_parameter("bias", bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -90,7 +90,8 @@ class FP8WeightLinear(Linear):
         """Make codes that torch has put in place of others :class:`WeightCodes` again, unless they are sharded."""
         codes = self._parameters[CODES]
         assert codes is not None
-        if type(codes) is not WeightCodes and not is_traceable_wrapper_subclass(codes):
+        is_sharded: bool = is_traceable_wrapper_subclass(codes)
+        if type(codes) is not WeightCodes and not is_sharded:
             self._parameters[CODES] = WeightCodes(plain(codes), requires_grad=codes.requires_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,7 +216,7 @@ def store_codes(layer: Linear, codes: QuantizedTensor) -> None:
         del layer.weight
         layer.__class__ = FP8WeightLinear
     bias = layer._parameters.pop("bias")  # noqa: SLF001 (the order of parameters stays)
-    layer.codes_dtype = codes.data.dtype
+    vars(layer)["codes_dtype"] = codes.data.dtype
     layer.weight_codes = WeightCodes(codes.data, requires_grad=False)
     layer.register_buffer("weight_scale", codes.scale)
     layer.register_parameter("bias", bias)

@@ -55,7 +55,7 @@ class GuardedTensor(Tensor):
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.unbind(0))  # type: ignore[no-untyped-call]
+        return iter(self.unbind(0))
 
     def set_(self, *args: Any, **options: Any) -> Any:
         """As of ``torch.Tensor``, which alone of its methods does not ask ``__torch_function__``."""
@@ -117,10 +117,10 @@ class CodesView(GuardedTensor):
         return view.dtype is self.dtype
 
 
-class WeightCodes(CodesView, torch.nn.Parameter):  # type: ignore[misc]
+class WeightCodes(CodesView, torch.nn.Parameter):
     """Parameter of FP8 codes; its views are :class:`CodesView`."""
 
-    __deepcopy__ = torch.nn.Parameter.__deepcopy__  # type: ignore[assignment]
+    __deepcopy__ = torch.nn.Parameter.__deepcopy__
     __reduce_ex__ = torch.nn.Parameter.__reduce_ex__
 
 
@@ -154,5 +154,5 @@ def _guarded(result: Tensor, owners: list[GuardedTensor], func: Any) -> Tensor:
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are views of one storage; sparse tensors and those of torch.func have none."""
-    has_storage = torch._C._has_storage(one) and torch._C._has_storage(other)  # type: ignore[attr-defined]  # noqa: SLF001
-    return has_storage and torch._C._is_alias_of(one, other)  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001
+    has_storage = torch._C._has_storage(one) and torch._C._has_storage(other)  # noqa: SLF001
+    return has_storage and torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]  # noqa: SLF001
