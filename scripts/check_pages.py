@@ -80,9 +80,9 @@ def check_page(browser: Any, url: str, name: str, views: Sequence[tuple[int, str
         page.on("console", lambda message: check.console.append(message.text[:160]))
         page.on("pageerror", lambda error: check.console.append(str(error)[:160]))
         requests: list[Any] = []
-        page.on("requestfinished", requests.append)
+        page.on("requestfinished", lambda request, finished=requests: finished.append(request))
         page.goto(url)
-        page.wait_for_load_state("networkidle")
+        page.wait_for_load_state("load")
         check.overflow_px = max(check.overflow_px, page.evaluate(OVERFLOW))
         check.paint_s = max(check.paint_s, page.evaluate(PAINT) / 1000)
         check.size_mb = max(check.size_mb, sum(map(_own_bytes, requests)) / 1e6)
