@@ -33,7 +33,9 @@ def names(requirements):
 
 
 def declared():
-    return names(PROJECT["dependencies"]).union(*(names(EXTRAS[extra]) for extra in EXTRAS if extra not in ("docs", "dev")))
+    return names(PROJECT["dependencies"]).union(
+        *(names(EXTRAS[extra]) for extra in EXTRAS if extra not in ("docs", "dev"))
+    )
 
 
 def imported():
