@@ -177,5 +177,5 @@ def test_missing_file_is_refused(tmp_path):
 
 def test_missing_library_names_the_package_to_install(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[gguf\]'"):
         GGUFFile(path)

@@ -61,7 +61,7 @@ def check_extra_memory(run, mebibytes):
     extra = extra_memory_bytes(CPU, run)
     reclaimed = max(0, before - resident_file_bytes())
     assert extra is not None
-    assert (mebibytes - 8) * MIB - reclaimed < extra < (mebibytes + 8) * MIB
+    assert (mebibytes - 16) * MIB - reclaimed < extra < (mebibytes + 8) * MIB  # the allocator may have had a block free
 
 
 class Cycle:
