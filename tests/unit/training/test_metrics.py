@@ -119,7 +119,7 @@ def test_failing_events_are_reported_once_and_lines_continue(tmp_path, capfd, sp
     log = MetricsLog(tmp_path, after_step=None, on_notice=said.append)
     for step in range(1, 200):
         log.write("step", step, loss=1.0, lr=0.1, grad_norm=2.0)
-        if step == {"at first": 0, "in between": 5, "at the end": 198}[when]  # one line is written after it:
+        if step == {"at first": 0, "in between": 5, "at the end": 198}[when]:
             spoil(tmp_path / "tensorboard")
     log.close()
     (sentence,) = said
