@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from octavo.models import LlamaConfig
 
 
@@ -19,3 +21,14 @@ def tiny_hugging_face_config(**changes: Any) -> Any:
     shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     return transformers.LlamaConfig(**{**shape, **attention, **changes})
+
+
+class TinyTexts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """32 texts of eight tokens below 32, as transformers' Trainer reads them."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(8) * (index % 5 + 1) + index) % 32
+        return {"input_ids": ids, "labels": ids}

@@ -9,16 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 from octavo.compat.huggingface import FP8Callback, ScalingStateCallback  # noqa: E402 (needs transformers)
-from tests.tiny_llama import tiny_hugging_face_config  # noqa: E402
-
-
-class Texts(torch.utils.data.Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        ids = (torch.arange(8) * (index % 5 + 1) + index) % 32
-        return {"input_ids": ids, "labels": ids}
+from tests.tiny_llama import TinyTexts, tiny_hugging_face_config  # noqa: E402
 
 
 def trainer_of(folder, *callbacks, steps=6, seed=0, convert=True, **changes):
@@ -33,7 +24,7 @@ def trainer_of(folder, *callbacks, steps=6, seed=0, convert=True, **changes):
         "use_cpu": True,
     }  # fmt: skip
     settings = transformers.TrainingArguments(output_dir=str(folder), **(arguments | changes))
-    return transformers.Trainer(model=model, args=settings, train_dataset=Texts(), callbacks=list(callbacks))
+    return transformers.Trainer(model=model, args=settings, train_dataset=TinyTexts(), callbacks=list(callbacks))
 
 
 def losses_of(trainer):

@@ -1,5 +1,9 @@
 """FP8 folders that transformers reads with octavo's quantizer."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -43,9 +47,20 @@ def test_logits_equal_those_of_load_quantized(tmp_path, kind):
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize("kind", ["own rows", "own groups"])
+def test_transformers_without_octavos_quantizer_refuses_its_format(tmp_path, kind):
+    written(tmp_path / kind, kind)
+    load = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    command = [sys.executable, "-c", load, str(tmp_path / kind)]  # this module registers the quantizer in this process
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert re.search("ValueError: .*model type `octavo`", result.stderr)
+
+
 def test_default_dtype_is_the_folders(tmp_path):
     written(tmp_path / "m", "own rows")
-    model = read(tmp_path / "m", dtype=torch.bfloat16)
+    change_config(tmp_path / "m", lambda config: config.update(dtype="bfloat16"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert model(TOKENS).logits.dtype == torch.bfloat16
     assert layer_of(model, LAYER).weight_codes.dtype == torch.float8_e4m3fn
 

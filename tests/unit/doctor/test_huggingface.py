@@ -16,18 +16,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 from octavo.doctor.huggingface import DoctorCallback  # noqa: E402 (needs transformers)
-from tests.tiny_llama import tiny_hugging_face_config  # noqa: E402
+from tests.tiny_llama import TinyTexts, tiny_hugging_face_config  # noqa: E402
 
 STEPS, MICRO_BATCHES, INTERVAL = 5, 2, 2
-
-
-class Texts(torch.utils.data.Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        ids = (torch.arange(8) * (index % 5 + 1) + index) % 32
-        return {"input_ids": ids, "labels": ids}
 
 
 def tiny_model(**conversion):
@@ -46,7 +37,7 @@ def trainer_of(model, folder, callback, **changes):
     }  # fmt: skip
     settings = transformers.TrainingArguments(output_dir=str(folder), **(arguments | changes))
     return transformers.Trainer(
-        model=model, args=settings, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[callback]
+        model=model, args=settings, train_dataset=TinyTexts(), eval_dataset=TinyTexts(), callbacks=[callback]
     )
 
 
@@ -140,7 +131,7 @@ def test_a_step_that_a_loss_scale_skipped_stands_in_the_file(tmp_path):
     callback.on_train_begin(*told, model=model, optimizer=optimizer)
     for step in range(3):
         callback.on_step_begin(*told)
-        ids = Texts()[step]["input_ids"][None]
+        ids = TinyTexts()[step]["input_ids"][None]
         scaler.scale(model(input_ids=ids, labels=ids).loss * (torch.inf if step == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()

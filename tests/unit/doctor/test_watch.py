@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 import octavo.doctor
-from octavo.doctor import Sample, Watcher, watch
+from octavo.doctor import Sample, watch
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.series import CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS
@@ -453,7 +453,10 @@ def test_models_without_octavo_layers_or_weights_are_rejected():
         watch(model)
     model.to_empty(device="cpu")
     torch.nn.init.normal_(model.get_parameter("0.weight"))
-    assert isinstance(watch(model), Watcher)
+    watcher = watch(model)
+    with watcher.step():
+        model(torch.ones(2, 8)).sum().backward()
+    assert [sample.step for sample in watcher.samples] == [1]
 
 
 def test_a_state_dict_saved_in_a_sampled_step_is_that_of_an_unwatched_model():

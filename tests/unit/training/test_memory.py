@@ -1,7 +1,8 @@
 """Peak memory sees what is allocated after a reset, and forgets what was before."""
 
-import gc
 import mmap
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,57 +34,54 @@ def test_peak_rises_with_use_and_falls_with_a_reset():
     assert peak_memory_bytes(CPU) - before < 100 * MIB
 
 
+def extra_mebibytes(program):
+    """Figures that a program prints in a new process, without other tests' garbage and free blocks."""
+    if not reset_peak_memory(CPU):
+        pytest.skip("this kernel does not let a process reset its peak memory")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return [int(line) / MIB for line in result.stdout.splitlines()]
+
+
+BLOCKS = """
+import gc, torch
+from octavo.training.memory import extra_memory_bytes
+
+def run(collect=False):
+    if collect:
+        gc.collect()
+    return [torch.ones({size} * 2**20 // 4) for _ in range(128 // {size})]
+
+CPU = torch.device("cpu")
+"""
+
+
 @pytest.mark.parametrize("size", [64, 8])
 def test_peak_of_a_call_does_not_depend_on_memory_freed_before(size):
     """Blocks of a size that the C allocator keeps when they are freed, and of one that it gives back."""
-    if not reset_peak_memory(CPU):
-        pytest.skip("this kernel does not let a process reset its peak memory")
-
-    def run():
-        return [torch.ones(size * MIB // 4) for _ in range(128 // size)]
-
-    for _ in range(3):
-        check_extra_memory(run, 128)
-    extra = extra_memory_bytes(CPU, lambda: None)
-    assert extra is not None
-    assert extra < 2 * MIB
+    calls = "for _ in range(3):\n    print(extra_memory_bytes(CPU, run))\nprint(extra_memory_bytes(CPU, lambda: None))"
+    *extra, nothing = extra_mebibytes(BLOCKS.format(size=size) + calls)
+    assert len(extra) == 3
+    assert all(120 < each < 136 for each in extra)
+    assert nothing < 2
 
 
-def resident_file_bytes():
-    """Resident pages of files, such as torch's libraries, which the kernel may reclaim at any time."""
-    (line,) = (line for line in memory.STATUS.read_text().splitlines() if line.startswith("RssFile:"))
-    return int(line.split()[1]) * 1024
-
-
-def check_extra_memory(run, mebibytes):
-    """Compare the extra memory of a call with a known amount; file pages reclaimed meanwhile lower the figure."""
-    before = resident_file_bytes()
-    extra = extra_memory_bytes(CPU, run)
-    reclaimed = max(0, before - resident_file_bytes())
-    assert extra is not None
-    assert (mebibytes - 16) * MIB - reclaimed < extra < (mebibytes + 8) * MIB  # the allocator may have had a block free
-
-
+CYCLES = """
 class Cycle:
-    """An object that only the garbage collector frees, with 24 MiB."""
-
     def __init__(self):
-        self.itself, self.data = self, torch.ones(24 * MIB // 4)
+        self.itself, self.data = self, torch.ones(24 * 2**20 // 4)
+
+for _ in range(3):
+    Cycle()
+    print(extra_memory_bytes(CPU, lambda: run(collect=True)))
+"""
 
 
 @pytest.mark.parametrize("size", [64, 8])
 def test_extra_memory_does_not_depend_on_garbage_from_before(size):
     """Freed during the call, it would be subtracted from the call's own memory."""
-    if not reset_peak_memory(CPU):
-        pytest.skip("this kernel does not let a process reset its peak memory")
-
-    def run():
-        gc.collect()
-        return [torch.ones(size * MIB // 4) for _ in range(128 // size)]
-
-    for _ in range(3):
-        Cycle()
-        check_extra_memory(run, 128)
+    extra = extra_mebibytes(BLOCKS.format(size=size) + CYCLES)
+    assert len(extra) == 3
+    assert all(120 < each < 136 for each in extra)
 
 
 def test_peak_of_a_call_is_none_if_it_cannot_be_reset(tmp_path, monkeypatch):

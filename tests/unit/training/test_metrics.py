@@ -118,9 +118,9 @@ def test_failing_events_are_reported_once_and_lines_continue(tmp_path, capfd, sp
         (tmp_path / "tensorboard").write_text("")
     log = MetricsLog(tmp_path, after_step=None, on_notice=said.append)
     for step in range(1, 200):
+        if step == {"at first": 0, "in between": 5, "at the end": 199}[when]:
+            spoil(tmp_path / "tensorboard")  # before a line, since events that are on disk already cannot fail
         log.write("step", step, loss=1.0, lr=0.1, grad_norm=2.0)
-        if step == {"at first": 0, "in between": 5, "at the end": 198}[when]:
-            spoil(tmp_path / "tensorboard")
     log.close()
     (sentence,) = said
     assert sentence.startswith("TensorBoard events are no longer written (")
