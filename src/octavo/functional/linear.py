@@ -4,13 +4,13 @@
     grad_input  = grad_output [M, N] @ weight          the weight's transpose [K, N] is its right operand
     grad_weight = grad_output.T [N, M] @ input         the input's transpose [K, M] is its right operand
 
-Forward casts input and weight and multiplies them. octavo/functional/saved_operands.py selects what backward keeps: not the
-high-precision tensors but codes and scales, one byte an element, or the tensors to recompute these from.
+Forward casts input and weight and multiplies them. octavo/functional/saved_operands.py selects what backward keeps: not
+the high-precision tensors but codes and scales, one byte an element, or the tensors to recompute these from.
 
 FP8 or high precision is decided in this order:
 
-1. ``octavo.nn.Linear.recipe_now`` is the recipe of the call: ``octavo.autocast``'s, or else the layer's own. If all of it
-   is in high precision, no operand is cast.
+1. ``octavo.nn.Linear.recipe_now`` is the recipe of the call: ``octavo.autocast``'s, or else the layer's own. If all of
+   it is in high precision, no operand is cast.
 2. Each of the recipe's three GemmSpecs has a CastSpec for each operand, or None, which leaves that operand uncast.
 3. :func:`multiply` multiplies two QuantizedTensors in FP8, and anything else in high precision.
 
