@@ -81,7 +81,7 @@ environment "$room/venv" "$dist"/octavo-*.whl
 python "$link" "$room/venv" octavo
 venv/bin/octavo doctor --env
 venv/bin/octavo demo --quick --out "$room/demo"
-python "$link" "$room/venv" gfloat hypothesis ml-dtypes mmaemu pytest
+python "$link" "$room/venv" gfloat hypothesis ml-dtypes mmaemu pytest triton
 venv/bin/python -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels
 
 "$python" -m venv --without-pip "$room/bare"
