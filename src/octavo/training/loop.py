@@ -35,7 +35,6 @@ from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Notice, OnEvent, Saved, StepDone
 from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_peak_memory
-from octavo.training.metric_writers import check_loggers
 from octavo.training.metrics import MetricsLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
@@ -73,7 +72,6 @@ def train(
     folder = Path(run_dir)
     training = config.training
     check_data(data, config)
-    check_loggers(training.log)
     model, converted = build_model(config, data.vocab_size)  # an error here leaves no run behind
     with (
         claimed(folder, config, data, resume=resume),

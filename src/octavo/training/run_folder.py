@@ -38,6 +38,7 @@ from octavo.training.checkpoint import (
     remove_checkpoints,
 )
 from octavo.training.config import Device, RunConfig, load_config, save_config
+from octavo.training.metric_writers import check_loggers
 from octavo.training.metrics import METRICS, lines_up_to, read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 
@@ -192,6 +193,7 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
     Raises:
         ConfigError: it cannot.
     """
+    check_loggers(config.training.log)
     if not (resume or (run_dir / CONFIG).exists()) and (run_folders := runs_in(run_dir)):
         raise ConfigError(
             f"{str(run_dir)!r} holds other runs ({', '.join(run_folders)}); give this one a folder of its own, "

@@ -183,3 +183,11 @@ def test_log_chooses_the_loggers_and_resuming_may_choose_others(octavo, setting,
     assert result.exit_code == 2
     assert "training.log must be one of tensorboard, wandb, mlflow, trackio, not 'wandbb'" in result.stderr
     assert octavo("train", "--out", out, "--resume", "--log", "tensorboard").exit_code == 0
+
+
+def test_missing_logger_is_refused_before_any_text_is_read(octavo, tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.training.metric_writers.importlib.util.find_spec", lambda name: None)
+    result = octavo("train", "--log", "wandb", "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "logging to wandb needs its package; pip install wandb" in result.stderr
+    assert not (tmp_path / "run").exists()
