@@ -80,9 +80,9 @@ def convert(
             in the place of ``weight``.
 
     Raises:
-        ConfigError: unknown recipe, ``scale_updates``, ``amax_group`` or ``frozen``, a ``skip`` that is a bare string,
-            ``overrides`` that are no mapping, a pattern that matches nothing, an override of layers that all stay as
-            they are, more blocks to keep than there are.
+        ConfigError: a traced or scripted module, unknown recipe, ``scale_updates``, ``amax_group`` or ``frozen``, a
+            ``skip`` that is a bare string, ``overrides`` that are no mapping, a pattern that matches nothing, an
+            override of layers that all stay as they are, more blocks to keep than there are.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -93,6 +93,7 @@ def convert(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    _check_uncompiled(model)
     resolved = recipes.get(recipe)
     _check_words(scale_updates, frozen)
     overriding = _looked_up(overrides)
@@ -119,6 +120,8 @@ def convert(
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
     report = _report(model, resolved, followed, skipped, not_stored)
     _warn_if_nothing_changed(report, resolved)
+    if frozen is not None:
+        _warn_if_nothing_stored(report)
     logging.getLogger("octavo").info("%s", report)
     return report
 
@@ -162,6 +165,16 @@ def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
     )
 
 
+def _warn_if_nothing_stored(report: ConversionReport) -> None:
+    if report.held or not report.converted:
+        return
+    why = next(iter(report.not_held.items()), None)
+    reason = "they all take gradients; freeze some with requires_grad_(False), then call convert again"
+    if why is not None:
+        reason = f"{shown(why[0])}: {why[1]}"
+    warnings.warn(f"frozen='fp8' stored none of the {len(report.converted)} weights as codes: {reason}", stacklevel=3)
+
+
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """Make every octavo linear layer a plain ``nn.Linear`` again; weights are untouched, scaling state is dropped.
 
@@ -203,6 +216,15 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
             restored.append(path)
     allow_save_pretrained(model)
     return tuple(restored)
+
+
+def _check_uncompiled(model: torch.nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{shown(path)} is a {type(module).__name__} of torch.jit, whose layers cannot be exchanged; "
+                "convert the model first, then trace it"
+            )
 
 
 def _check_words(scale_updates: str, frozen: str | None) -> None:

@@ -321,3 +321,27 @@ def test_the_projections_that_torchs_attention_has_as_parameters_are_in_the_repo
     products = 24 * 8 + 8 * 8 + 2 * 8 * 12  # in_proj, out_proj, linear1 and linear2
     share = f"({100 * 24 * 8 / total:.1f} % of the parameters, {100 * 24 * 8 / products:.1f} % of the multiplications)"
     assert f"  self_attn.in_proj_weight: {PARAMETER} {share}" in str(report).splitlines()
+
+
+def test_frozen_without_a_frozen_weight_warns():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match=r"^frozen='fp8' stored none of the 1 weights as codes: .*requires_grad_"):
+        report = octavo.convert(model, frozen="fp8")
+    assert report.held == ()
+    model.requires_grad_(False)
+    assert octavo.convert(model, frozen="fp8").held == ("0",)
+
+
+def test_frozen_with_a_recipe_without_casts_warns():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16)).requires_grad_(False)
+    with pytest.warns(UserWarning, match="stored none of the 1 weights as codes: 0: bf16 casts no weight"):
+        octavo.convert(model, "bf16", frozen="fp8")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("nested", [False, True])
+def test_traced_model_is_refused(nested):
+    model = torch.jit.trace(torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.ones(1, 16))
+    place = "block" if nested else r"\(the model itself\)"
+    with pytest.raises(ConfigError, match=f"^{place} is a .* of torch.jit, .* convert the model first, then trace"):
+        octavo.convert(torch.nn.ModuleDict({"block": model}) if nested else model)
