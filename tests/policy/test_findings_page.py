@@ -1,5 +1,6 @@
-"""The site's pages of findings and statistics are complete: every code, threshold and statistic appears."""
+"""The pages of findings, statistics and symptoms: every code, threshold and statistic appears, and no other."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -9,6 +10,7 @@ from octavo.doctor.findings import CAUSES
 from octavo.doctor.remedies.selection import FIXED_REMEDIES, REMEDY_RULES
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.doctor.thresholds import source_of
+from tests.policy.source_tree import ROOT
 
 site_pages = pytest.importorskip("scripts.site_pages", reason="mkdocs is not installed")
 
@@ -45,3 +47,12 @@ def test_every_statistic_appears_with_the_formula_of_a_cast():
     assert {len(row) for row in rows} == {5}
     assert {f"casts.{name}" for name in CAST_FIELDS} | {f"products.{name}" for name in PRODUCT_FIELDS} <= cells.keys()
     assert all(row[3] for name, row in cells.items() if name.startswith("casts."))
+
+
+def test_symptoms_are_shown_by_findings_that_exist():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    codes = {code for row in rows if len(row) == 4 for code in re.findall(r"`([a-z]+(?:-[a-z]+)*)`", row[1])}
+    not_codes = {"message", "param"}  # of the server's answers
+    assert codes - not_codes <= CAUSES.keys()
+    assert len(codes) > 15
