@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.interpreter import let_indices_be_arrays
+from tests.interpreter import prepare_interpreter
 
 if TYPE_CHECKING:
     from octavo.text.tokens import TokenData
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    let_indices_be_arrays()
+    prepare_interpreter()
 
 # No test asserts a time, not even by accident: a slow machine must not make a property fail.
 hypothesis.settings.register_profile("octavo", parent=hypothesis.settings(), deadline=None)

@@ -22,7 +22,7 @@ from octavo.kernels.triton import gemm
 from octavo.kernels.triton.grouped_gemm import grouped_product
 from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize
 from octavo.numerics.accumulate import CHAIN
-from tests.interpreter import let_indices_be_arrays
+from tests.interpreter import prepare_interpreter
 
 NO_ACCESS = 0
 FORBIDDEN = 1 << 20  # bytes on both sides
@@ -84,7 +84,7 @@ def experts(pair: tuple[Granularity, Granularity], *, at_end: bool) -> None:
 
 
 def main() -> None:
-    let_indices_be_arrays()
+    prepare_interpreter()
     torch.manual_seed(0)
     for tile, call, pair, at_end in itertools.product(gemm.TILES, (product, experts), PAIRS, (True, False)):
         if tile.halves == 1 or gemm.block_width(pair, K)[0] == CHAIN:

@@ -35,7 +35,7 @@ from octavo.kernels import fused_casts, triton_bindings
 from octavo.kernels.backend import CastProblem
 from octavo.kernels.triton import codes
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear
-from tests.interpreter import let_indices_be_arrays
+from tests.interpreter import prepare_interpreter
 from tests.recorded_state import recorded_state
 from tests.triton.hopper_build import NoDevice
 
@@ -140,7 +140,7 @@ def _modules() -> list[Any]:
 def _interpret() -> None:
     """What TRITON_INTERPRET=1 would have made of every function of Triton's had it been set from the beginning."""
     triton.knobs.runtime.interpret = True
-    let_indices_be_arrays()
+    prepare_interpreter()
     for module in _modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
