@@ -6,6 +6,7 @@ many were, so that a green run on a CPU is not mistaken for a green run on a GPU
 Triton's kernels run in its interpreter where there is no GPU. It must be told before Triton is imported first.
 """
 
+import gc
 import os
 import random
 from typing import TYPE_CHECKING
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection look again through the million objects that imports and collected tests are."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

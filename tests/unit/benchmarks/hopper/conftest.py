@@ -14,7 +14,8 @@ from benchmarks.hopper.session import Session, rehearsal_session
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """All that tests before imported and left stays frozen: no collection looks through its million objects again.
 
-    A comparison would thaw it together with what it has frozen itself, so it freezes nothing here.
+    A comparison would thaw it together with what it has frozen itself, so it freezes nothing here. Nor is it thawed
+    after a test: the rest of the suite has frozen its objects too.
     """
     gc.collect()
     gc.freeze()
@@ -22,7 +23,6 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
         frozen.setattr(gc, "freeze", lambda: None)
         frozen.setattr(gc, "unfreeze", lambda: None)
         yield freezing_session()
-    gc.unfreeze()
 
 
 def freezing_session() -> Session:
