@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from multiprocessing import get_context
@@ -299,12 +300,12 @@ def run_selftest(
             f"prepare it with vocab_size={chosen.setting.vocab_size}"
         )
     report, started = on_progress or _silent, time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="octavo-") as name:
+    with tempfile.TemporaryDirectory(prefix="octavo-") as name, _pool(processes) as pool:
         room = _Room(setting=chosen.setting, data=str(data.folder), starts=name)
-        _all(_begin, [(room, seed) for seed in chosen.seeds], processes, lambda *done: report("start", *done))
-        runs = _all(_run, [(room, case) for case in chosen.cases()], processes, lambda *done: report("run", *done))
+        _all(_begin, [(room, seed) for seed in chosen.seeds], pool, lambda *done: report("start", *done))
+        runs = _all(_run, [(room, case) for case in chosen.cases()], pool, lambda *done: report("run", *done))
         cures = list(_cures(room, chosen, runs))
-        runs += _all(_run, cures, processes, lambda *done: report("remedy", *done)) if cures else []
+        runs += _all(_run, cures, pool, lambda *done: report("remedy", *done)) if cures else []
     return SelftestResult(config=chosen, runs=tuple(runs), seconds=time.perf_counter() - started)
 
 
@@ -351,27 +352,34 @@ def _run(room: _Room, case: SelftestCase, remedy: Remedy | None = None) -> Judge
     )
 
 
+def _pool(processes: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
+    """Processes for every phase, since each takes seconds to start; None for this one alone."""
+    return nullcontext() if processes == 1 else ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+
+
 def _all(
-    work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], processes: int, report: Callable[[int, int], None]
+    work: Callable[..., Found],
+    tasks: Sequence[tuple[Any, ...]],
+    pool: ProcessPoolExecutor | None,
+    report: Callable[[int, int], None],
 ) -> list[Found]:
     """``work`` on every task, in the tasks' order."""
     report(0, len(tasks))
-    if processes == 1:
+    if pool is None:
         found = []
         for number, task in enumerate(tasks, 1):
             found.append(work(*task))
             report(number, len(tasks))
         return found
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(work, *task) for task in tasks]
-        try:
-            for number, future in enumerate(as_completed(futures), 1):
-                future.result()
-                report(number, len(tasks))
-        except BaseException:  # such as SIGTERM's, which reaches this process alone: what has not begun does not begin
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
+    futures = [pool.submit(work, *task) for task in tasks]
+    try:
+        for number, future in enumerate(as_completed(futures), 1):
+            future.result()
+            report(number, len(tasks))
+    except BaseException:  # such as SIGTERM's, which reaches this process alone: what has not begun does not begin
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    return [future.result() for future in futures]
 
 
 def _silent(phase: str, done: int, total: int) -> None:

@@ -34,52 +34,57 @@ def test_peak_rises_with_use_and_falls_with_a_reset():
     assert peak_memory_bytes(CPU) - before < 100 * MIB
 
 
-def extra_mebibytes(program):
-    """Figures that a program prints in a new process, without other tests' garbage and free blocks."""
-    if not reset_peak_memory(CPU):
-        pytest.skip("this kernel does not let a process reset its peak memory")
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return [int(line) / MIB for line in result.stdout.splitlines()]
-
-
-BLOCKS = """
+PROGRAM = """
 import gc, torch
 from octavo.training.memory import extra_memory_bytes
 
-def run(collect=False):
-    if collect:
-        gc.collect()
-    return [torch.ones({size} * 2**20 // 4) for _ in range(128 // {size})]
-
 CPU = torch.device("cpu")
+
+class Cycle:
+    def __init__(self):
+        self.itself, self.data = self, torch.ones(24 * 2**20 // 4)
+
+for size in 64, 8:
+    def run(collect=False):
+        if collect:
+            gc.collect()
+        return [torch.ones(size * 2**20 // 4) for _ in range(128 // size)]
+
+    freed = [extra_memory_bytes(CPU, run) for _ in range(3)]
+    nothing = extra_memory_bytes(CPU, lambda: None)
+    garbage = []
+    for _ in range(3):
+        Cycle()
+        garbage.append(extra_memory_bytes(CPU, lambda: run(collect=True)))
+    print(*freed, nothing, *garbage)
 """
 
 
+@pytest.fixture(scope="module")
+def extra_mebibytes():
+    """What a program prints in a new process, without other tests' garbage and free blocks, by the size of blocks.
+
+    First of a size that the C allocator gives back when it is freed, then of one that it keeps.
+    """
+    if not reset_peak_memory(CPU):
+        pytest.skip("this kernel does not let a process reset its peak memory")
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    large, small = ([int(figure) / MIB for figure in line.split()] for line in result.stdout.splitlines())
+    return {64: large, 8: small}
+
+
 @pytest.mark.parametrize("size", [64, 8])
-def test_peak_of_a_call_does_not_depend_on_memory_freed_before(size):
-    """Blocks of a size that the C allocator keeps when they are freed, and of one that it gives back."""
-    calls = "for _ in range(3):\n    print(extra_memory_bytes(CPU, run))\nprint(extra_memory_bytes(CPU, lambda: None))"
-    *extra, nothing = extra_mebibytes(BLOCKS.format(size=size) + calls)
+def test_peak_of_a_call_does_not_depend_on_memory_freed_before(size, extra_mebibytes):
+    *extra, nothing = extra_mebibytes[size][:4]
     assert len(extra) == 3
     assert all(120 < each < 136 for each in extra)
     assert nothing < 2
 
 
-CYCLES = """
-class Cycle:
-    def __init__(self):
-        self.itself, self.data = self, torch.ones(24 * 2**20 // 4)
-
-for _ in range(3):
-    Cycle()
-    print(extra_memory_bytes(CPU, lambda: run(collect=True)))
-"""
-
-
 @pytest.mark.parametrize("size", [64, 8])
-def test_extra_memory_does_not_depend_on_garbage_from_before(size):
+def test_extra_memory_does_not_depend_on_garbage_from_before(size, extra_mebibytes):
     """Freed during the call, it would be subtracted from the call's own memory."""
-    extra = extra_mebibytes(BLOCKS.format(size=size) + CYCLES)
+    extra = extra_mebibytes[size][4:]
     assert len(extra) == 3
     assert all(120 < each < 136 for each in extra)
 
