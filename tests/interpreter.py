@@ -18,6 +18,7 @@ def prepare_interpreter() -> None:
     if installed < (3, 7):
         _let_indices_be_arrays()
     _change_the_language_once()
+    _remember_dtypes()
 
 
 def _let_indices_be_arrays() -> None:
@@ -48,3 +49,18 @@ def _change_the_language_once() -> None:
         return own(fn) if kept or not modules else unchanged()
 
     interpreter._patch_lang = patched
+
+
+def _remember_dtypes() -> None:
+    """NumPy's dtype of Triton's, which is looked up several times an operation in a table built anew each time."""
+    from triton.runtime import interpreter
+
+    own, known = interpreter._get_np_dtype, dict[str, Any]()
+
+    def remembered(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = own(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = remembered
