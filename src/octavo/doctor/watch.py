@@ -23,7 +23,7 @@ from octavo.doctor.capture import Captures
 from octavo.doctor.capture_scheduler import CaptureScheduler
 from octavo.doctor.diagnose import diagnose
 from octavo.doctor.facts import layer_facts
-from octavo.doctor.findings import Finding
+from octavo.doctor.findings import Findings
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
@@ -181,7 +181,7 @@ class Watcher:
         """
         return nullcontext() if self.captor is None else self.captor.capturing(paths, self.number)
 
-    def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
+    def findings(self, thresholds: Thresholds | None = None) -> Findings:
         """Findings in the stored samples, worst first."""
         lines = [*self.steps, *self.overflows.lines]
         return diagnose(series_of(lines, list(self.samples)), thresholds or Thresholds())

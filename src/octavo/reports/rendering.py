@@ -1,13 +1,10 @@
-"""Rendering of templates/ to HTML: autoescape everywhere, no undefined names, plotly's script (about 5 MB) inlined."""
+"""Rendering of templates/ to HTML by octavo.html's engine, with plotly's script (about 5 MB) inlined."""
 
-from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from octavo.html.environment import environment
 
 __all__ = ["check_report_extra", "render"]
 
@@ -36,21 +33,8 @@ def render(template: str, /, **values: Any) -> str:
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    return _environment().get_template(f"{template}.html.jinja").render(values, plotly=Markup(get_plotlyjs()))
-
-
-@cache
-def _environment() -> "Environment":
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("octavo.reports"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    return (
+        environment("octavo.reports")
+        .get_template(f"{template}.html.jinja")
+        .render(values, plotly=Markup(get_plotlyjs()))
     )
-    # tojson escapes <, > and &, so that no text ends its script element.
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment
