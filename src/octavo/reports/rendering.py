@@ -6,7 +6,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.html.environment import environment
 
-__all__ = ["check_report_extra", "render"]
+__all__ = ["check_library", "check_report_extra", "render"]
 
 
 def check_report_extra(page: str, *, then: str = "") -> None:
@@ -20,12 +20,27 @@ def check_report_extra(page: str, *, then: str = "") -> None:
         ConfigError: plotly or jinja2 is missing; names the extra.
     """
     for library, module in (("plotly", "plotly.offline"), ("jinja2", "jinja2")):
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"{page} needs {library}, which is not installed; pip install 'octavo[report]'{then}"
-            ) from error
+        check_library(page, library, module, then=then)
+
+
+def check_library(what: str, library: str, module: str, *, then: str = "") -> None:
+    """Raise unless a module of the extra ``report`` can be imported.
+
+    Args:
+        what: subject of the error's sentence.
+        library: its name for pip.
+        module: the module.
+        then: what to do after installing.
+
+    Raises:
+        ConfigError: it cannot; names the extra.
+    """
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs {library}, which is not installed; pip install 'octavo[report]'{then}"
+        ) from error
 
 
 def render(template: str, /, **values: Any) -> str:
