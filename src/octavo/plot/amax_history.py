@@ -80,7 +80,7 @@ def history(model: torch.nn.Module, *, layers: Iterable[str] = ()) -> "Figure":
     figure = notebook_figure("amax", x="finished step; bars: range of the next scale", panels=roles)
     for one in tensors:
         _draw(figure, one, colours[one.path], row=roles.index(one.role) + 1, named=one.role == roles[0])
-    figure.update_yaxes(type="log", exponentformat="power", nticks=6)
+    figure.update_yaxes(type="log", exponentformat="power", nticks=4)
     figure.update_xaxes(rangemode="normal", tickformat="d")
     if not layers and len(paths) < (total := len({one.path for one in every if one.amaxes})):
         figure.update_layout(
