@@ -14,6 +14,12 @@ from octavo.html.notebook import Table, summary
 HOSTILE = "</table><script>alert('x')</script>&\""
 
 
+def html_of(shown) -> str:
+    html = shown._repr_html_()
+    assert html is not None
+    return html
+
+
 def finding(**fields):
     return Finding(code="saturation", severity=Severity.FAIL, **fields)
 
@@ -34,7 +40,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_summary_has_no_script_no_markup_from_text_and_no_background(name):
-    html = SHOWN[name]()._repr_html_()
+    html = html_of(SHOWN[name]())
     assert "<script" not in html
     assert "<b>head" not in html
     assert "background: none" in html
@@ -52,6 +58,7 @@ def test_without_jinja2_ipython_falls_back_to_the_plain_text(name, monkeypatch):
 
 def test_long_tables_are_folded_after_their_first_rows():
     html = summary("t", tables=[Table(columns=("n",), rows=[(f"row {n}",) for n in range(1000)])])
+    assert html is not None
     before, folded = html.split("<details>")
     assert "992 more" in folded
     assert (before.count('scope="row"'), folded.count('scope="row"')) == (8, 992)
@@ -59,13 +66,13 @@ def test_long_tables_are_folded_after_their_first_rows():
 
 def test_a_model_of_a_thousand_layers_is_shown_in_few_lines():
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(1000))
-    html = octavo.convert(layers, "tensorwise")._repr_html_()
+    html = html_of(octavo.convert(layers, "tensorwise"))
     assert "[0-999] (1000)" in html
     assert len(html) < 10_000
 
 
 def test_a_recipe_shows_each_operand_s_cast():
-    html = recipes.get("rowwise_hp_grad_weight")._repr_html_()
+    html = html_of(recipes.get("rowwise_hp_grad_weight"))
     rows = [row.split("<td>") for row in html.partition("<tbody>")[2].split("<tr>")[1:]]
     cells = [[cell.partition("</td>")[0] for cell in row[1:4]] for row in rows]
     assert cells == [
@@ -83,7 +90,7 @@ def test_findings_show_severity_place_evidence_and_remedies():
         path="layers.0.up", role="input", first_step=3, last_step=9, cause="it saturates",
         evidence={"saturation_fraction": 0.25}, remedies=(Remedy(text="first"), Remedy(text="second")),
     )  # fmt: skip
-    html = Findings([one])._repr_html_()
+    html = html_of(Findings([one]))
     for text in ("■ fail", "layers.0.up<br>input<br>steps 3 to 9", "It saturates.", "saturation_fraction = 0.25"):
         assert text in html
     assert "1. first<br>2. second" in html
@@ -92,4 +99,4 @@ def test_findings_show_severity_place_evidence_and_remedies():
 def test_diagnose_gives_findings_that_a_notebook_shows():
     found = octavo.doctor.diagnose(octavo.doctor.series_of([]))
     assert found == []
-    assert "0 findings" in found._repr_html_()
+    assert "0 findings" in html_of(found)

@@ -7,11 +7,12 @@ import torch
 
 from octavo import PerBlock, PerRow, QuantizedTensor, quantize
 from octavo.formats import E4M3, E5M2, E8M0, FP8_FORMATS
+from octavo.numerics import ScaleRounding
 from octavo.numerics.code_counts import code_counts
 from octavo.numerics.tensor_summary import code_bars
 
 
-def facts(tensor):
+def facts(tensor) -> dict[str, str]:
     return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", tensor._repr_html_()))
 
 
@@ -19,7 +20,7 @@ def facts(tensor):
 def test_bars_count_every_finite_code_once(fmt):
     every = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype)
     bars = code_bars(code_counts(every), fmt)
-    total = sum(int(re.search(r": ([\d,]+) code", bar.title)[1].replace(",", "")) for bar in bars)
+    total = sum(int(count.replace(",", "")) for bar in bars for count in re.findall(r": ([\d,]+) code", bar.title))
     assert total == every.float().isfinite().sum()
     assert max(bar.height for bar in bars) == 1.0
     assert [bar.tick for bar in bars if bar.tick] == [f"−{fmt.max:,.0f}", "−1", "0", "1", f"{fmt.max:,.0f}"]
@@ -37,13 +38,14 @@ def test_facts_name_shape_scales_and_lost_values():
 
 def test_e8m0_scales_are_shown_as_numbers():
     x = torch.ones(1, 32, dtype=torch.bfloat16)
-    spec = {"granularity": PerBlock(1, 32), "scale_rounding": "rceil", "scale_format": E8M0}
-    assert facts(quantize(x, E4M3, **spec))["scale"] == "1 scale, one per 1×32 block, E8M0 bytes: 0.00391"
+    block, power = PerBlock(1, 32), ScaleRounding.RCEIL
+    q = quantize(x, E4M3, granularity=block, scale_rounding=power, scale_format=E8M0)
+    assert facts(q)["scale"] == "1 scale, one per 1×32 block, E8M0 bytes: 0.00391"
 
 
 def test_tensors_without_values_are_shown_without_a_histogram():
     empty = quantize(torch.empty(0, 4), E5M2)
     meta = QuantizedTensor(empty.data.to("meta"), empty.scale.to("meta"), empty.granularity, torch.float32)
     for tensor in (empty, meta):
-        assert "<rect" not in tensor._repr_html_()
+        assert "<rect" not in (tensor._repr_html_() or "<rect")
         assert "codes" not in facts(tensor)

@@ -88,6 +88,7 @@ def test_a_missing_plotly_is_named_with_the_extra(monkeypatch, delayed):
 def test_codes_of_values_are_those_of_the_cast_by_the_spec():
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     spec = recipes.get("rowwise").output.a
+    assert spec is not None
     cast = octavo.quantize(x, spec.format, granularity=spec.granularity, scale_rounding=spec.scale_rounding)
     drawn, expected = octavo.plot.codes(x, spec).data[0], octavo.plot.codes(cast).data[0]
     assert drawn.y == expected.y
