@@ -11,6 +11,7 @@ from octavo.nn.scaling_state import load_scaling_state, nonfinite_counts, scalin
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize
 
 if _typing.TYPE_CHECKING:  # loaded on first use
+    from octavo import plot
     from octavo.export import load_quantized, save_quantized
     from octavo.quantization import calibrate, convert_qat, load_calibration, prepare_qat
 
@@ -37,6 +38,7 @@ __all__ = [
     "load_scaling_state",
     "nn",
     "nonfinite_counts",
+    "plot",
     "prepare_qat",
     "quantize",
     "recipes",

@@ -12,9 +12,10 @@ from typing import Any
 
 __all__ = ["LATER", "__dir__", "__getattr__", "own_version"]
 
-LATER = {  # name → where
+LATER = {  # name → its module, or itself for a module
     **dict.fromkeys(("calibrate", "convert_qat", "load_calibration", "prepare_qat"), "quantization"),
     **dict.fromkeys(("load_quantized", "save_quantized"), "export"),
+    "plot": "plot",
 }
 
 
@@ -24,7 +25,8 @@ def __getattr__(name: str) -> Any:
         return own_version()
     if name not in LATER:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"octavo.{LATER[name]}"), name)
+    module = importlib.import_module(f"octavo.{LATER[name]}")
+    return module if LATER[name] == name else getattr(module, name)
 
 
 def __dir__() -> list[str]:

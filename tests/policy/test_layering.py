@@ -8,6 +8,7 @@ from tests.policy.source_tree import imports, modules
 ROWS = (
     "errors",
     "files",
+    "html",
     "parsing",
     "checksums",
     "control_groups",
@@ -39,6 +40,7 @@ ROWS = (
     "bench",
     "server",
     "reports",
+    "plot",
     "compat",
     "cli",
     "__main__",

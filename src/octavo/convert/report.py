@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.html.notebook import Table, summary
+from octavo.html.wording import counted
 from octavo.nn.fp8_weight import runs_in_fp8
 
 __all__ = [
@@ -107,6 +109,27 @@ class ConversionReport:
         stay = self.skipped | self.parameters
         lines += [f"  {path}: {reason}" for path, reason in _grouped(stay, self.shares.by_path)]
         return "\n".join(lines + [f"note: {path} {note}" for path, note in _grouped(self.notes)])
+
+    def _repr_html_(self) -> str | None:
+        facts = {
+            "in FP8": f"{_percent(self.shares.parameters)} of the parameters, "
+            f"{_percent(self.shares.multiplications)} of the multiplications, counting each weight once a token",
+            "converted": counted(len(self.converted), "layer"),
+            "high precision": counted(len(self.skipped), "layer"),
+        }
+        if self.held:
+            facts["stored as codes"] = counted(len(self.held), "weight")
+        runs = {path: self.overridden.get(path, self.recipe) for path in self.converted}
+        stay = self.skipped | self.parameters
+        tables = (
+            Table(title="Converted layers", columns=("layers", "recipe"), rows=list(_grouped(runs))),
+            Table(
+                title="In high precision", columns=("weights", "reason"), rows=list(_grouped(stay, self.shares.by_path))
+            ),
+            Table(title="Not stored as codes", columns=("layers", "reason"), rows=list(_grouped(self.not_held))),
+            Table(title="Notes", columns=("module", "note"), rows=list(_grouped(self.notes))),
+        )
+        return summary(f"ConversionReport: recipe {self.recipe}", facts=facts, tables=tables)
 
 
 def shown(path: str) -> str:

@@ -3,7 +3,7 @@
 from octavo.doctor.candidates import Candidate
 from octavo.doctor.capture import Capture, Captures, load_capture
 from octavo.doctor.diagnose import diagnose
-from octavo.doctor.findings import Finding, Remedy, Severity
+from octavo.doctor.findings import Finding, Findings, Remedy, Severity
 from octavo.doctor.replay import Trial, replay
 from octavo.doctor.series import Sample, Series, series_of
 from octavo.doctor.thresholds import Thresholds
@@ -14,6 +14,7 @@ __all__ = [
     "Capture",
     "Captures",
     "Finding",
+    "Findings",
     "Remedy",
     "Sample",
     "Series",

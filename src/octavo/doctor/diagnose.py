@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octavo.doctor.findings import Finding, Severity, worst_first
+from octavo.doctor.findings import Finding, Findings, Severity, worst_first
 from octavo.doctor.losses import SEEN_AT
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.resolved import RESOLVED_AT, as_note_if_resolved
@@ -68,7 +68,7 @@ EXPLAINS = {
 }
 
 
-def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference: Series | None = None) -> list[Finding]:
+def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference: Series | None = None) -> Findings:
     """Diagnose a run: findings with their rule-based remedies, worst first; empty for a healthy run.
 
     Args:
@@ -89,7 +89,7 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
         causes = run_wide(
             _without_consequences(_worst_per_tensor(findings), series), {key.path for key in series.casts.keys}
         )
-    return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
+    return Findings(replace(finding, remedies=remedies_for(finding, series)) for finding in causes)
 
 
 def _worst_per_tensor(findings: Iterable[Finding]) -> list[Finding]:

@@ -1,11 +1,14 @@
 """Findings and remedies of the doctor."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["CAUSES", "Finding", "Remedy", "Severity", "worst_first"]
+from octavo.html.notebook import Table, summary
+from octavo.html.wording import counted, number
+
+__all__ = ["CAUSES", "SIGNS", "Finding", "Findings", "Remedy", "Severity", "capitalized", "worst_first"]
 
 
 class Severity(StrEnum):
@@ -14,6 +17,9 @@ class Severity(StrEnum):
     FAIL = "fail"  # training is broken or will be
     WARN = "warn"  # it costs accuracy or speed
     NOTE = "note"  # worth knowing
+
+
+SIGNS = {Severity.FAIL: "■", Severity.WARN: "▲", Severity.NOTE: "●"}  # seen without colours
 
 
 CAUSES = {
@@ -124,12 +130,65 @@ class Finding:
         steps = f"step {self.first_step}" if same else f"steps {self.first_step}-{self.last_step}"
         return f"{self.severity}: {self.code} at {place}, {steps}: {self.cause}"
 
+    def _repr_html_(self) -> str | None:
+        return summary(f"octavo.doctor: {self.severity}", tables=[_table([self])])
+
+    @property
+    def sentence(self) -> str:
+        """The cause, capitalized, with a full stop."""
+        text = self.cause or CAUSES[self.code]
+        return capitalized(text if text.endswith((".", "!", "?")) else f"{text}.")
+
+    @property
+    def when(self) -> str:
+        """The steps in words."""
+        same = self.first_step == self.last_step
+        return f"step {self.first_step:,}" if same else f"steps {self.first_step:,} to {self.last_step:,}"
+
     def is_at(self, path: str) -> bool:
         """True if the finding concerns this module, alone or among others; "" is the run as a whole."""
         return path == self.path or path in self.places
+
+
+class Findings(list[Finding]):
+    """List of findings; a notebook shows it as a table.
+
+    Example:
+        >>> Findings([]) == []
+        True
+    """
+
+    def _repr_html_(self) -> str | None:
+        return summary(f"octavo.doctor: {counted(len(self), 'finding')}", tables=[_table(self)])
 
 
 def worst_first(findings: list[Finding]) -> list[Finding]:
     """Sort findings by severity, then weight, then first step."""
     order = list(Severity)
     return sorted(findings, key=lambda one: (order.index(one.severity), -one.weight, one.first_step))
+
+
+def capitalized(text: str) -> str:
+    """Text with a capital first letter, the others as they are.
+
+    Example:
+        >>> capitalized("a NaN")
+        'A NaN'
+    """
+    return text[0].upper() + text[1:]
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    return Table(
+        columns=("severity", "where", "finding", "evidence", "remedies, best first"),
+        rows=[
+            (
+                f"{SIGNS[one.severity]} {one.severity}",
+                tuple(filter(None, (one.path or "the whole run", one.role, one.when))),
+                (one.code, one.sentence),
+                tuple(f"{name} = {number(value)}" for name, value in one.evidence.items()),
+                tuple(f"{place}. {remedy.text}" for place, remedy in enumerate(one.remedies, 1)),
+            )
+            for one in findings
+        ],
+    )

@@ -18,7 +18,7 @@ from octavo.formats import Format
 from octavo.numerics import QuantizedTensor
 from octavo.scaling import ROLES
 
-__all__ = ["Histogram", "histograms_of"]
+__all__ = ["CAST_IN", "Histogram", "histograms_of"]
 
 BARS_A_BINADE = 4
 MOST_BINADES = 48

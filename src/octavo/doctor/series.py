@@ -23,15 +23,11 @@ import numpy as np
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.doctor.tables import CurveRows, Floats, StatisticsTable, TableRows
 from octavo.errors import TrainingError
+from octavo.recipes.specs import OPERANDS
 
 __all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "Period", "ProductKey", "Sample", "Series", "series_of"]
 
 PARAMETER_FIELDS = ("grad_norm", "gradient_variance", "update_ratio")
-OPERANDS = {  # roles of each GEMM's left and right operand
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
 DIGITS = 5  # significant digits of the numbers in a file
 LATER_FIELDS = ("least_stale_ratio",)  # missing in older files
 _REQUIRED = {"overflow": ("loss_scale",)}  # keys of a kind of line, besides its step

@@ -23,13 +23,13 @@ from octavo.doctor.capture import Captures
 from octavo.doctor.capture_scheduler import CaptureScheduler
 from octavo.doctor.diagnose import diagnose
 from octavo.doctor.facts import layer_facts
-from octavo.doctor.findings import Finding
+from octavo.doctor.findings import Findings
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
 from octavo.doctor.overflows import Overflows
 from octavo.doctor.ranks import RankComparison
-from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
+from octavo.doctor.series import CastKey, ProductKey, Sample, Series, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.tables import Floats, Key
 from octavo.doctor.thresholds import Thresholds
@@ -181,10 +181,13 @@ class Watcher:
         """
         return nullcontext() if self.captor is None else self.captor.capturing(paths, self.number)
 
-    def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
+    def findings(self, thresholds: Thresholds | None = None) -> Findings:
         """Findings in the stored samples, worst first."""
-        lines = [*self.steps, *self.overflows.lines]
-        return diagnose(series_of(lines, list(self.samples)), thresholds or Thresholds())
+        return diagnose(self.series(), thresholds or Thresholds())
+
+    def series(self) -> Series:
+        """Series of the stored samples and of the newest 1,000 steps."""
+        return series_of([*self.steps, *self.overflows.lines], list(self.samples))
 
     @contextmanager
     def _monitored_step(self) -> Iterator[Callable[[], Sample]]:

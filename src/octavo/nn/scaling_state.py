@@ -32,6 +32,7 @@ __all__ = [
     "discard_step",
     "load_scaling_state",
     "nonfinite_counts",
+    "read_scaling_state",
     "rescale_gradient_history",
     "scaling_state",
     "update_scales",
@@ -130,6 +131,20 @@ def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
         >>> scaling_state(torch.nn.Linear(2, 2))
         {}
     """
+    state = read_scaling_state(model)
+    for layer in _layers(model).values():
+        layer.scale_updates.state_read = True
+    return state
+
+
+@torch.no_grad()
+def read_scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """:func:`scaling_state` for display: a checkpoint without it is still warned of.
+
+    Example:
+        >>> read_scaling_state(torch.nn.Linear(2, 2))
+        {}
+    """
     _follow_weights(model)
     histories = copy.deepcopy(_histories(model))
     layers = _layers(model)
@@ -138,8 +153,6 @@ def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
         if id(layers[path].scale_updates) in over:
             history.close()
         history.close_if_left(autocast_region())
-    for layer in layers.values():
-        layer.scale_updates.state_read = True
     return {key: slot.clone() for key, slot in _slots(model, histories).items()}
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "PerTensor",
     "granularity_as_list",
     "granularity_from_list",
+    "granularity_in_words",
     "granularity_or_default",
     "stacks",
 ]
@@ -197,6 +198,18 @@ def granularity_from_list(values: list[int] | None) -> Granularity:
     if not values:
         return PerTensor()
     return PerBlock(*values) if len(values) == 2 else PerRow()
+
+
+def granularity_in_words(granularity: Granularity) -> str:
+    """Scaling group in words, after "one scale per".
+
+    Example:
+        >>> granularity_in_words(PerTensor()), granularity_in_words(PerBlock(1, 128))
+        ('tensor', '1×128 block')
+    """
+    if isinstance(granularity, PerBlock):
+        return f"{granularity.rows}×{granularity.columns} block"
+    return "row" if isinstance(granularity, PerRow) else "tensor"
 
 
 def stacks(granularity: Granularity, shape: torch.Size) -> bool:

@@ -43,6 +43,7 @@ from octavo.numerics.scaling import (
     measure,
     scale_from_e8m0,
 )
+from octavo.numerics.tensor_summary import tensor_summary
 
 __all__ = [
     "QuantizedTensor",
@@ -122,6 +123,9 @@ class QuantizedTensor:
     def dequantize(self) -> Tensor:
         """See :func:`dequantize`."""
         return dequantize(self)
+
+    def _repr_html_(self) -> str | None:
+        return tensor_summary(self.data, self.scale, self.granularity, self.hp_dtype)
 
     def t(self) -> "QuantizedTensor":
         """The transpose, without copying codes.

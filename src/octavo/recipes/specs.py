@@ -4,18 +4,27 @@ Specifications are values: frozen, compared by their fields, checked on construc
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, Format
+from octavo.html.notebook import Table, summary
+from octavo.html.wording import counted
 from octavo.numerics import Accumulate, CastSpec, PerBlock, Rounding, Scaling
 from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.cast_spec import check_integer, check_member, is_number
+from octavo.numerics.granularity import granularity_in_words
 
-__all__ = ["Close", "GemmSpec", "History", "Recipe", "Statistic"]
+__all__ = ["OPERANDS", "Close", "GemmSpec", "History", "Recipe", "Statistic"]
+
+OPERANDS = {  # roles of each GEMM's left and right operand
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 
 
 class Statistic(StrEnum):
@@ -146,6 +155,9 @@ class Recipe:
         if self.emulate_tensor_cores:
             self._check_tensor_cores_take_it()
 
+    def _repr_html_(self) -> str | None:
+        return summary(f"Recipe {self.name}", facts=_facts(self), tables=[_cast_table(self)])
+
     def with_gradients_in(self, fmt: Format, rounding: Rounding | None = None) -> "Recipe":
         """This recipe with other casts of grad_output; under another name if that changes it.
 
@@ -209,3 +221,41 @@ class Recipe:
     def is_high_precision(self) -> bool:
         """Return whether nothing is cast to FP8."""
         return self.output.b is None and self.grad_input.b is None and self.grad_weight.b is None
+
+
+def _facts(recipe: Recipe) -> dict[str, str]:
+    facts = {"accumulation": ", ".join(f"{name} {getattr(recipe, name).accumulate}" for name in OPERANDS)}
+    if recipe.emulate_tensor_cores:
+        facts["accumulation"] += "; tensor cores are emulated"
+    history = recipe.history
+    if history is not None:
+        statistic = history.statistic if isinstance(history.statistic, Statistic) else repr(history.statistic)
+        backoff = "" if history.backoff == 1 else f", backoff {history.backoff}"
+        every = f", changed every {history.update_interval} steps" if history.update_interval > 1 else ""
+        facts["history"] = f"{statistic} of {counted(history.length, 'step')}{every}{backoff}"
+    return facts
+
+
+def _cast_table(recipe: Recipe) -> Table:
+    """Cast of each operand of each GEMM."""
+    return Table(
+        columns=("GEMM", "operand", "format", "one scale per", "scale from", "options"),
+        rows=[
+            (gemm, role, *_cast_cells(spec))
+            for gemm, roles in OPERANDS.items()
+            for role, spec in zip(roles, (getattr(recipe, gemm).a, getattr(recipe, gemm).b), strict=True)
+        ],
+    )
+
+
+def _cast_cells(spec: CastSpec | None) -> tuple[str, ...]:
+    """Format, granularity, source of the scale, and every option that differs from its default."""
+    if spec is None:
+        return ("high precision", "–", "–", "")
+    shown = ("format", "granularity", "scaling")
+    options = (
+        f"{field.name} {getattr(spec, field.name)}"
+        for field in fields(spec)
+        if field.name not in shown and getattr(spec, field.name) != field.default
+    )
+    return (str(spec.format), granularity_in_words(spec.granularity), str(spec.scaling), ", ".join(options))

@@ -16,7 +16,7 @@ from octavo.doctor.thresholds import Thresholds
 from octavo.reports import findings as wording
 from octavo.reports import packing
 from octavo.reports.doctor_figures import COLOURS, gap_figure, loss_figure
-from octavo.reports.figures import new_figure
+from octavo.reports.figures import MISSING, PALE, TINTED, WARM, new_figure
 from octavo.reports.rendering import check_report_extra, render
 
 __all__ = ["doctor_page"]
@@ -79,6 +79,7 @@ def _data(
         "layers": layers,
         "facts": {path: _facts(series.layers.get(path, {})) for path in layers},
         "histograms": [one.facts() for one in histograms],
+        "colours": {"missing": MISSING, "pale": PALE, "tinted": TINTED, "warm": WARM},
         "layout": new_figure("").to_plotly_json()["layout"],
         "statistics": [],
     }

@@ -9,7 +9,7 @@ from octavo.curves import Curve, difference, smoothed, thinned
 from octavo.doctor.series import Series
 from octavo.reports.figures import MUTED, add_level, add_line, add_points, new_figure
 
-__all__ = ["COLOURS", "gap_figure", "loss_figure"]
+__all__ = ["COLOURS", "add_loss", "gap_figure", "loss_figure"]
 
 COLOURS = {"run": "#0072b2", "reference": "#6b7280"}
 MOST_POINTS = 2000
@@ -23,7 +23,7 @@ def loss_figure(series: Series, reference: Series | None) -> Any:
     figure = new_figure("nats a token")
     for name, one in (("reference", reference), ("run", series)):
         if one is not None:
-            _draw(figure, name, one)
+            add_loss(figure, name, one, COLOURS[name])
     for event in [one for one in series.events if one["kind"] in MARKED][:MOST_MARKS]:
         add_level(figure, event["step"], MARKED[event["kind"]], axis="x", position="top left")
     return figure
@@ -42,8 +42,9 @@ def gap_figure(series: Series, reference: Series) -> Any:
     return figure
 
 
-def _draw(figure: Any, name: str, series: Series) -> None:
-    colour, raw = COLOURS[name], _curve(series, "loss")
+def add_loss(figure: Any, name: str, series: Series, colour: str) -> None:
+    """Add a run's training loss, faint and smoothed, and its validation loss."""
+    raw = _curve(series, "loss")
     add_line(figure, thinned(raw, MOST_POINTS), name, colour, width=1, opacity=0.25)
     add_line(figure, thinned(smoothed(raw, _span(raw)), MOST_POINTS), f"{name}, smoothed", colour, width=2.2, opacity=1)
     add_points(figure, _curve(series, "nats"), f"{name}, validation", colour)

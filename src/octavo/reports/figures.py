@@ -1,13 +1,30 @@
 """Plotly figures in the style of all pages."""
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from octavo.curves import Curve
 
-__all__ = ["GRID", "INK", "MUTED", "PALETTE", "add_level", "add_line", "add_points", "new_figure", "plain"]
+__all__ = [
+    "GRID",
+    "INK",
+    "MISSING",
+    "MUTED",
+    "PALE",
+    "PALETTE",
+    "TINTED",
+    "WARM",
+    "add_level",
+    "add_line",
+    "add_points",
+    "new_figure",
+    "plain",
+]
 
 INK, MUTED, GRID = "#1f2328", "#6b7280", "#e7e5e0"
+# Heat maps: not measured; healthy, from nothing to the limit; from the limit on.
+MISSING, PALE, TINTED, WARM = "#dedbd4", "#fefdf9", "#f8ecd0", ("#fbd07c", "#f08a24", "#c2410c", "#701a07")
 PALETTE = {
     "blue": "#2563eb",
     "orange": "#d9480f",
@@ -18,11 +35,18 @@ PALETTE = {
 }
 
 
-def new_figure(unit: str, *, x: str = "step") -> Any:
-    """An empty figure with titled axes, a step of training on the horizontal one by default."""
+def new_figure(unit: str, *, x: str = "step", panels: Sequence[str] = (), gap: float = 0.07) -> Any:
+    """An empty figure with titled axes, a step of training on the horizontal one by default.
+
+    Args:
+        unit: title of the vertical axis.
+        x: title of the horizontal axis.
+        panels: titles of panels below each other, which share the horizontal axis; empty for one panel without a title.
+        gap: space between panels, as a share of the figure.
+    """
     import plotly.graph_objects as go
 
-    figure = go.Figure()
+    figure = _with_panels(panels, gap) if panels else go.Figure()
     figure.update_layout(
         template="none",
         paper_bgcolor="rgba(0,0,0,0)",
@@ -33,8 +57,18 @@ def new_figure(unit: str, *, x: str = "step") -> Any:
         showlegend=False,
         autosize=True,
     )
-    figure.update_xaxes(title=x, gridcolor=GRID, zeroline=False, ticks="", linecolor=MUTED, rangemode="tozero")
+    figure.update_xaxes(gridcolor=GRID, zeroline=False, ticks="", linecolor=MUTED, rangemode="tozero")
+    figure.update_xaxes(title=x, **({"row": len(panels), "col": 1} if panels else {}))
     figure.update_yaxes(title=unit, gridcolor=GRID, zeroline=False, ticks="", automargin=True)
+    return figure
+
+
+def _with_panels(titles: Sequence[str], gap: float) -> Any:
+    from plotly.subplots import make_subplots
+
+    rows, texts = len(titles), [plain(title) for title in titles]
+    figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, subplot_titles=texts, vertical_spacing=gap)
+    figure.update_annotations(font_size=13)
     return figure
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.doctor.findings import CAUSES, Finding, Remedy, Severity
+from octavo.doctor.findings import CAUSES, SIGNS, Finding, Remedy, Severity, capitalized
+from octavo.html.wording import counted, number
 
 __all__ = [
     "SHOWN_AT_ONCE",
@@ -14,12 +15,9 @@ __all__ = [
     "counts",
     "headline",
     "number",
-    "sentence",
-    "steps",
 ]
 
 SHOWN_AT_ONCE = 6
-SIGNS = {Severity.FAIL: "■", Severity.WARN: "▲", Severity.NOTE: "●"}  # a second mark beside the colour
 COUNTED = {Severity.FAIL: "failure", Severity.WARN: "warning", Severity.NOTE: "note"}
 
 
@@ -52,7 +50,7 @@ def headline(findings: Sequence[Finding], samples: int, layers: int) -> str:
     where = f" in {worst.path}" if worst.path else ""
     role = f" ({worst.role})" if worst.role else ""
     opening = "Healthy, with a note: " if worst.severity is Severity.NOTE else ""
-    return f"{opening}{_capital(CAUSES[worst.code])}{where}{role}, {steps(worst)}."
+    return f"{opening}{capitalized(CAUSES[worst.code])}{where}{role}, {worst.when}."
 
 
 def counts(findings: Sequence[Finding]) -> str:
@@ -64,28 +62,6 @@ def counts(findings: Sequence[Finding]) -> str:
     """
     totals = {name: sum(one.severity is severity for one in findings) for severity, name in COUNTED.items()}
     return (", ".join(counted(total, name) for name, total in totals.items() if total) or "No findings") + "."
-
-
-def counted(count: int, name: str) -> str:
-    """A count with its noun.
-
-    Example:
-        >>> counted(1, "sample"), counted(2000, "sample")
-        ('1 sample', '2,000 samples')
-    """
-    return f"{count:,} {name}" + ("" if count == 1 else "s")
-
-
-def number(value: float) -> str:
-    """Three digits, plain where that is short.
-
-    Example:
-        >>> number(0.62154), number(41000.0), number(2.5e-7), number(float("inf"))
-        ('0.622', '41,000', '2.5e-07', 'inf')
-    """
-    if value == int(value) if abs(value) < 1e9 else False:
-        return f"{int(value):,}"
-    return f"{value:.3g}"
 
 
 def bars(remedies: Sequence[Remedy]) -> list[tuple[str, tuple[RemedyBar, ...]]]:
@@ -112,19 +88,3 @@ def _ratio(label: str, value: float | None) -> RemedyBar:
     return (
         RemedyBar(label) if value is None else RemedyBar(label, f"{value:.2f}×", max(0.0, min(1.0, value / 2)), "cost")
     )
-
-
-def sentence(finding: Finding) -> str:
-    """The finding's cause as a sentence."""
-    text = finding.cause or CAUSES[finding.code]
-    return _capital(text if text.endswith((".", "!", "?")) else f"{text}.")
-
-
-def steps(one: Finding) -> str:
-    """The finding's steps in words."""
-    same = one.first_step == one.last_step
-    return f"step {one.first_step:,}" if same else f"steps {one.first_step:,} to {one.last_step:,}"
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

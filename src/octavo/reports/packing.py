@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from octavo.doctor.series import CastKey, ProductKey, Series
 from octavo.doctor.statistics_catalog import PageStatistic, StatisticKind, Worst
 
-__all__ = ["MOST_COLUMNS", "Columns", "columns_of", "encode", "layers_of", "sheets"]
+__all__ = ["MOST_COLUMNS", "CellMap", "Columns", "cell_maps", "columns_of", "encode", "layers_of", "sheets"]
 
 MOST_COLUMNS = 400
 BY_CAST = "rank_scale_ratio"  # of Series.modules, the one whose keys are casts: "path role gemm"
@@ -90,8 +90,34 @@ def layers_of(series: Series) -> list[str]:
     return list(dict.fromkeys([*executed, *others, *modules]))
 
 
+@dataclass(frozen=True, slots=True)
+class CellMap:
+    """Map of a statistic for one role or GEMM.
+
+    Attributes:
+        name: the role or GEMM, or its second cast; "" for a parameter or module.
+        role: the role or GEMM.
+        rows: [R] places in ``layers_of``.
+        cells: [R, B] the worst of each column's samples.
+    """
+
+    name: str
+    role: str
+    rows: list[int]
+    cells: Floats
+
+
 def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[dict[str, Any]]:
-    """Maps of a statistic by role or GEMM: "name", "role", "rows" (of ``layers_of``), and the keys of ``encode``."""
+    """Maps of a statistic for the page: "name", "role", "rows" (of ``layers_of``), and the keys of ``encode``."""
+    logarithmic = is_logarithmic(statistic.kind)
+    return [
+        {"name": one.name, "role": one.role, "rows": one.rows, **encode(one.cells, logarithmic)}
+        for one in cell_maps(series, statistic, columns)
+    ]
+
+
+def cell_maps(series: Series, statistic: PageStatistic, columns: Columns) -> list[CellMap]:
+    """Maps of a statistic by role or GEMM; those without a number are left out."""
     position = {path: index for index, path in enumerate(layers_of(series))}
     maps = []
     for name, role, places in _groups(series, statistic):
@@ -101,8 +127,7 @@ def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[d
             continue
         rows = [position[path] for path in places]
         order = sorted(range(len(rows)), key=rows.__getitem__)
-        packed = encode(cells[order], is_logarithmic(statistic.kind))
-        maps.append({"name": name, "role": role, "rows": [rows[index] for index in order], **packed})
+        maps.append(CellMap(name, role, [rows[index] for index in order], cells[order]))
     return maps
 
 

@@ -1,15 +1,12 @@
-"""Rendering of templates/ to HTML: autoescape everywhere, no undefined names, plotly's script (about 5 MB) inlined."""
+"""Rendering of templates/ to HTML by octavo.html's engine, with plotly's script (about 5 MB) inlined."""
 
-from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.html.environment import environment
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-__all__ = ["check_report_extra", "render"]
+__all__ = ["check_library", "check_report_extra", "render"]
 
 
 def check_report_extra(page: str, *, then: str = "") -> None:
@@ -23,12 +20,27 @@ def check_report_extra(page: str, *, then: str = "") -> None:
         ConfigError: plotly or jinja2 is missing; names the extra.
     """
     for library, module in (("plotly", "plotly.offline"), ("jinja2", "jinja2")):
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"{page} needs {library}, which is not installed; pip install 'octavo[report]'{then}"
-            ) from error
+        check_library(page, library, module, then=then)
+
+
+def check_library(what: str, library: str, module: str, *, then: str = "") -> None:
+    """Raise unless a module of the extra ``report`` can be imported.
+
+    Args:
+        what: subject of the error's sentence.
+        library: its name for pip.
+        module: the module.
+        then: what to do after installing.
+
+    Raises:
+        ConfigError: it cannot; names the extra.
+    """
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs {library}, which is not installed; pip install 'octavo[report]'{then}"
+        ) from error
 
 
 def render(template: str, /, **values: Any) -> str:
@@ -36,21 +48,8 @@ def render(template: str, /, **values: Any) -> str:
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    return _environment().get_template(f"{template}.html.jinja").render(values, plotly=Markup(get_plotlyjs()))
-
-
-@cache
-def _environment() -> "Environment":
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("octavo.reports"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    return (
+        environment("octavo.reports")
+        .get_template(f"{template}.html.jinja")
+        .render(values, plotly=Markup(get_plotlyjs()))
     )
-    # tojson escapes <, > and &, so that no text ends its script element.
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment

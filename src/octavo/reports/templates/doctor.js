@@ -6,8 +6,7 @@ const COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7", "#8a6d00", "#56b4e9
 const PANELS = ["casts.amax", "casts.scale", "casts.stale_ratio", "casts.sqnr_db", "casts.underflow_fraction",
   "casts.saturation_fraction"];
 const MOST_DOUBLINGS = 5; // marks of a panel's axis: more would touch
-const PALE = "#fefdf9", TINTED = "#f8ecd0", MISSING = "#dedbd4";
-const WARM = ["#fbd07c", "#f08a24", "#c2410c", "#701a07"];
+const { missing: MISSING, pale: PALE, tinted: TINTED, warm: WARM } = data.colours;
 const COOL = ["#eef3f8", "#a9cce6", "#4a92c6", "#1b5a96", "#0a2a52"];
 const COLD = ["#10305e", "#2f6fb5", "#9cc3e6"];
 const MONOSPACE = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
