@@ -1,8 +1,10 @@
-"""What transformers' ``save_pretrained`` makes of a converted model: the model, or a refusal; no codes as weights."""
+"""transformers' ``save_pretrained`` of a converted model: decoded weights, never codes as weights."""
 
 import copy
 import io
+import json
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import store_weight_as_codes
+from octavo.numerics import QuantizedTensor
 from octavo.text.tokenizer import train_tokenizer
 from tests.tiny_llama import tiny_hugging_face_config
 
@@ -21,7 +24,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing is saved with it")
 
-REFUSED = r"would write FP8 codes as weights \(model\.layers\.0\.self_attn\.q_proj\.weight and 6 more\)"
+LAYER = "model.layers.0.self_attn.q_proj"
 
 
 def _llama() -> Any:
@@ -47,22 +50,54 @@ def _pickled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("of", [lambda model: model, copy.deepcopy, _pickled])
-def test_codes_are_never_saved_as_weights(of, tmp_path):
-    model = of(_held())
-    with pytest.raises(
-        ConfigError, match=REFUSED + r".*octavo\.save_quantized, or call octavo\.restore\(model\) first"
-    ):
-        model.save_pretrained(tmp_path / "m")
-    assert not (tmp_path / "m").exists()
-    with pytest.raises(ConfigError, match=REFUSED):
-        model.save_pretrained(tmp_path / "m", state_dict=model.state_dict())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_stored_as_codes_are_saved_decoded(of, dtype, tmp_path):
+    model = of(_held(_llama().to(dtype)))
+    model.save_pretrained(tmp_path / "m")
+    model.save_pretrained(tmp_path / "n", state_dict=model.state_dict(), max_shard_size="30KB")
+    assert len(list((tmp_path / "n").glob("*.safetensors"))) > 1
+    assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
+    assert model.get_submodule(LAYER).codes_layout is not None, "the model keeps its codes"
     octavo.restore(model)
     assert "save_pretrained" not in vars(model)
+    state = model.state_dict()
+    for folder in ("m", "n"):
+        saved = _read(tmp_path / folder)
+        assert saved.keys() == state.keys()
+        assert all(torch.equal(saved[key], state[key]) for key in state)
+
+
+def test_saved_model_is_plain_and_computes_the_decoded_models_logits(tmp_path):
+    model, tokens = _held().eval(), torch.arange(16)[None]
     model.save_pretrained(tmp_path / "m")
-    saved, state = _read(tmp_path / "m"), model.state_dict()
-    assert saved.keys() == state.keys()
-    assert all(torch.equal(saved[key], state[key]) for key in state)
-    assert state["model.layers.0.self_attn.q_proj.weight"].abs().max() < 1
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert not any(type(module).__module__.startswith("octavo") for module in plain.modules())
+    octavo.restore(model)
+    assert torch.equal(plain(tokens).logits, model(tokens).logits)
+
+
+def test_no_more_than_one_shard_is_decoded_at_a_time(tmp_path, monkeypatch):
+    model = _held()
+    alive, decode = weakref.WeakSet[torch.Tensor](), QuantizedTensor.dequantize
+    sizes: list[int] = []
+
+    def decode_and_count(codes: QuantizedTensor) -> torch.Tensor:
+        decoded = decode(codes)
+        alive.add(decoded)
+        sizes.append(sum(tensor.nbytes for tensor in alive))
+        return decoded
+
+    monkeypatch.setattr(QuantizedTensor, "dequantize", decode_and_count)
+    model.save_pretrained(tmp_path / "m", max_shard_size=20_000)
+    assert len(sizes) == 7
+    assert max(sizes) <= 20_000 < sum(tensor.nbytes for tensor in _read(tmp_path / "m").values()) / 4
+
+
+def test_distributed_checkpoint_of_codes_is_refused(tmp_path):
+    reason = r"write FP8 codes as weights \(.*q_proj\.weight and 6 more\).*octavo\.restore\(model\) first"
+    with pytest.raises(ConfigError, match=reason):
+        _held().save_pretrained(tmp_path / "m", distributed_checkpoint=True)
+    assert not (tmp_path / "m").exists()
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0.mlp.up_proj"])
@@ -113,8 +148,10 @@ def test_adapters_over_codes_are_saved(tmp_path):
         theirs.add_adapter(config)
         theirs.save_pretrained(tmp_path / "theirs")
     assert (tmp_path / "theirs" / "adapter_model.safetensors").is_file()
-    with pytest.raises(ConfigError, match="would write FP8 codes as weights"):
+    with pytest.raises(ConfigError, match=r"names that from_pretrained does not read .*call the adapter's unload\(\)"):
         adapted.get_base_model().save_pretrained(tmp_path / "base")
+    adapted.unload().save_pretrained(tmp_path / "base")
+    assert _read(tmp_path / "base").keys() == _llama().state_dict().keys()
 
 
 def test_a_folder_in_fp8_is_not_saved_as_weights_either(tmp_path):

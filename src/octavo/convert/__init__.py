@@ -2,7 +2,8 @@
 
 from octavo.convert.choice import HEAD_NAMES, choose_layers, heads_of
 from octavo.convert.conversion import convert, restore
-from octavo.convert.fp8_storage import guard_save_pretrained, read_by_others, store_weights_as_codes
+from octavo.convert.fp8_storage import read_by_others, store_weights_as_codes
+from octavo.convert.plain_checkpoint import guard_save_pretrained
 from octavo.convert.report import ConversionReport
 from octavo.convert.weight_readers import layers_not_run
 

@@ -13,7 +13,8 @@ import torch
 
 from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
-from octavo.convert.fp8_storage import allow_save_pretrained, refuse_sharded, store_weights_as_codes
+from octavo.convert.fp8_storage import refuse_sharded, store_weights_as_codes
+from octavo.convert.plain_checkpoint import allow_save_pretrained
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError

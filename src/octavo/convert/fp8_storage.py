@@ -2,27 +2,22 @@
 
 import sys
 from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from octavo.convert.plain_checkpoint import guard_save_pretrained
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import FP8WeightLinear, check_storable, store_weight_as_codes
 
 __all__ = [
-    "allow_save_pretrained",
-    "guard_save_pretrained",
     "read_by_others",
     "refuse_sharded",
     "store_weights_as_codes",
 ]
-
-SAVE = "save_pretrained"
 
 
 def store_weights_as_codes(
@@ -61,42 +56,6 @@ def store_weights_as_codes(
     return tuple(stored), reasons
 
 
-def guard_save_pretrained(model: torch.nn.Module) -> None:
-    """Let ``save_pretrained`` refuse to write codes, which ``from_pretrained`` would read as weights of up to 448.
-
-    The method of the model and of each model inside it is covered by an attribute of the same name, which copies and
-    pickles keep. peft's models write adapters alone and stay as they are.
-    """
-    peft = sys.modules.get("peft")
-    for module in model.modules():
-        writes_weights = peft is None or not isinstance(module, peft.PeftModel)
-        if writes_weights and callable(getattr(type(module), SAVE, None)):
-            vars(module)[SAVE] = partial(_save_pretrained, module)
-
-
-def allow_save_pretrained(model: torch.nn.Module) -> None:
-    """Undo :func:`guard_save_pretrained`, where no layer stores codes any more."""
-    for module in model.modules():
-        guard = vars(module).get(SAVE)
-        if isinstance(guard, partial) and guard.func is _save_pretrained and not _coded_weights(module):
-            del vars(module)[SAVE]
-
-
-def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
-    """Call the model's ``save_pretrained`` if it writes no codes: with a ``state_dict`` without any, or adapters."""
-    codes = _coded_weights(model)
-    state_dict = options.get("state_dict", args[2] if len(args) > 2 else None)  # transformers' third parameter
-    if isinstance(state_dict, Mapping):  # diffusers' third parameter is a function
-        codes = [name for name in codes if f"{name}_codes" in state_dict]
-    if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters
-        raise ConfigError(
-            f"save_pretrained would write FP8 codes as weights ({codes[0]} and {len(codes) - 1} more), and "
-            "from_pretrained would read them as such; write codes with octavo.save_quantized, or call "
-            "octavo.restore(model) first, which decodes them"
-        )
-    return type(model).save_pretrained(model, *args, **options)
-
-
 def refuse_sharded(model: torch.nn.Module) -> None:
     """Raise ConfigError where FSDP2 has taken over octavo's layers, or the parameters of codes."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -110,11 +69,6 @@ def refuse_sharded(model: torch.nn.Module) -> None:
                 f"fully_shard has taken over layer {path!r}, which cannot be restored any more; call "
                 "octavo.restore(model) before fully_shard"
             )
-
-
-def _coded_weights(model: torch.nn.Module) -> list[str]:
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
-    return [f"{path}.weight" for path, layer in layers.items() if layer.codes_layout is not None]
 
 
 def read_by_others(model: torch.nn.Module) -> dict[str, str]:
