@@ -2,8 +2,7 @@
 
 - :class:`ScalingState`: scaling state for accelerate, ``torch.distributed.checkpoint`` and others that save an
   object with ``state_dict`` and ``load_state_dict``.
-- ``octavo.compat.huggingface.FP8Callback``: FP8 training in transformers' ``Trainer``, scaling state included;
-  ``ScalingStateCallback`` there does the state alone.
+- ``octavo.compat.huggingface.FP8Callback``: FP8 training in transformers' ``Trainer``, scaling state included.
 - ``octavo.compat.lightning.ScalingStateCallback``: the same for Lightning's ``Trainer``.
 """
 

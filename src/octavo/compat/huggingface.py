@@ -1,45 +1,38 @@
 """FP8 training in transformers' ``Trainer``: ``Trainer(..., callbacks=[FP8Callback()])``.
 
 :class:`FP8Callback` converts the model, saves and loads the scaling state, logs amaxes and runs the doctor.
-:class:`ScalingStateCallback` does the second alone. Importing this module also registers octavo's quantizer
-(:mod:`octavo.compat.huggingface_folders`).
+Importing this module also registers octavo's quantizer (:mod:`octavo.compat.huggingface_folders`).
 
 The state is in the checkpoint's ``trainer_state.json``, as safetensors' bytes in base64, and is loaded when training
 resumes from it, also from a moved folder. Needs ``transformers``: octavo[hf].
 """
 
 import base64
+import inspect
 import warnings
 from typing import Any
 
 import safetensors.torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from octavo.compat.huggingface_folders import register
+from octavo.compat.huggingface_numbers import FP8Numbers
 from octavo.convert import ConversionReport, convert
 from octavo.doctor.huggingface import DoctorCallback
 from octavo.errors import ConfigError
-from octavo.nn.scaling_state import load_scaling_state, nonfinite_counts, scaling_state
+from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.parsing import parse_tensors
 from octavo.recipes import Recipe
 
 __all__ = ["FP8Callback", "ScalingStateCallback"]
 
 
-class ScalingStateCallback(TrainerCallback, ExportableState):
-    """Saves and loads the scaling state with each checkpoint of a ``transformers.Trainer``.
+class _StateInCheckpoints(TrainerCallback, ExportableState):
+    """Saves and loads the scaling state with each checkpoint of a ``transformers.Trainer``."""
 
-    Args:
-        recipe: of layers that are delayed only under ``octavo.autocast``; see ``octavo.load_scaling_state``.
-
-    Example:
-        >>> ScalingStateCallback().state()["attributes"]
-        {'saved': ''}
-    """
-
-    def __init__(self, *, recipe: str | Recipe | None = None) -> None:
+    def __init__(self, recipe: str | Recipe | None) -> None:
         super().__init__()
         self.recipe = recipe
         self.saved = ""
@@ -53,7 +46,8 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
         model: nn.Module = kwargs["model"]
         name = type(self).__name__
         exported: Any = state.stateful_callbacks or {}  # a dictionary once training begins
-        saved = exported.get(name, self.state())["attributes"]["saved"]
+        entry = exported.get(name) or exported.get(ScalingStateCallback.__name__) or self.state()
+        saved = entry["attributes"]["saved"]
         if saved:
             load_scaling_state(model, parse_tensors(base64.b64decode(saved)), recipe=self.recipe)
         elif state.global_step and scaling_state(model):
@@ -69,76 +63,116 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
         tensors = {} if self._model is None else scaling_state(self._model)
         if tensors:
             self.saved = base64.b64encode(safetensors.torch.save(tensors)).decode("ascii")
-        recipe = self.recipe if isinstance(self.recipe, str) else None
-        return {"args": {"recipe": recipe}, "attributes": {"saved": self.saved}}
+        return {"args": self._arguments(), "attributes": {"saved": self.saved}}
+
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments with which the Trainer may build this callback again."""
+        return {"recipe": self.recipe if isinstance(self.recipe, str) else None}
 
 
-class FP8Callback(ScalingStateCallback):
+class ScalingStateCallback(_StateInCheckpoints):
+    """Deprecated: ``FP8Callback(None, interval=0)`` does the same."""
+
+    def __init__(self, *, recipe: str | Recipe | None = None) -> None:
+        warnings.warn(
+            "ScalingStateCallback is deprecated; FP8Callback(None, interval=0) saves and loads the scaling state of a "
+            "model that is converted already",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        super().__init__(recipe)
+
+
+class FP8Callback(_StateInCheckpoints):
     """Trains the model of a ``transformers.Trainer`` in FP8.
 
-    Converts the model when the Trainer is built; saves and loads the scaling state with each checkpoint; adds the
-    count of NaN and infinite elements and, of delayed layers, the range of the amaxes that scales are computed from to
-    the Trainer's log history; and watches the model as
-    :class:`octavo.doctor.huggingface.DoctorCallback` does. Delayed scaling closes its steps by itself.
+    Converts the model when the Trainer is built; saves and loads the scaling state with each checkpoint; adds numbers
+    to the Trainer's logs (:class:`octavo.compat.huggingface_numbers.FP8Numbers`), and so to the loggers of
+    ``report_to``; and watches the model as :class:`octavo.doctor.huggingface.DoctorCallback` does. Delayed scaling
+    closes its steps by itself.
 
     Args:
-        recipe: of the conversion.
-        interval: optimizer steps between the doctor's samples.
+        recipe: of the conversion; None for a model that is converted already.
+        interval: optimizer steps between the doctor's samples; 0 runs no doctor.
+        tensors: number of tensors of each role that are logged by name.
         conversion: further arguments of ``octavo.convert``, such as ``skip``.
+
+    Example:
+        >>> FP8Callback("delayed", skip=["lm_head"]).state()["args"]
+        {'recipe': 'delayed', 'interval': 10, 'tensors': 2}
     """
 
-    def __init__(self, recipe: str | Recipe = "tensorwise", *, interval: int = 10, **conversion: Any) -> None:
-        super().__init__(recipe=recipe)
-        self.conversion, self.report = conversion, None
-        self.doctor = DoctorCallback(interval=interval)
+    def __init__(
+        self, recipe: str | Recipe | None = "tensorwise", *, interval: int = 10, tensors: int = 2, **conversion: Any
+    ) -> None:
+        super().__init__(recipe)
+        self.interval, self.conversion, self.report = interval, conversion, None
+        self.doctor = DoctorCallback(interval=interval) if interval else None
+        self.numbers = FP8Numbers(tensors)
 
     report: ConversionReport | None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model."""
         del args, state, control
-        self.report = convert(kwargs["model"], self.recipe or "tensorwise", **self.conversion)
+        if self.recipe is not None:
+            self.report = convert(kwargs["model"], self.recipe, **self.conversion)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Load the state of the checkpoint that training resumes from, and start to watch."""
-        if self.report is None and not state.stateful_callbacks:
+        if self.recipe is not None and self.report is None and not state.stateful_callbacks:
             raise ConfigError("FP8Callback came after the Trainer was built; pass it as Trainer(callbacks=[...])")
         super().on_train_begin(args, state, control, **kwargs)
-        self.doctor.on_train_begin(args, state, control, **kwargs)
+        _call_first(self)
+        if self.doctor is not None:
+            self.doctor.on_train_begin(args, state, control, **kwargs)
 
     def on_step_begin(self, *event: Any, **kwargs: Any) -> None:
         """Start to sample the step if it is due."""
-        self.doctor.on_step_begin(*event, **kwargs)
+        if self.doctor is not None:
+            self.doctor.on_step_begin(*event, **kwargs)
 
     def on_step_end(self, *event: Any, **kwargs: Any) -> None:
         """Write the sample and report new findings."""
-        self.doctor.on_step_end(*event, **kwargs)
+        if self.doctor is not None:
+            self.doctor.on_step_end(*event, **kwargs)
 
     def on_train_end(self, *event: Any, **kwargs: Any) -> None:
         """Stop watching the model."""
-        self.doctor.on_train_end(*event, **kwargs)
+        if self.doctor is not None:
+            self.doctor.on_train_end(*event, **kwargs)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add amaxes and non-finite counts to the log history."""
+        """Add amaxes and non-finite counts to the logs and their history."""
         logs = kwargs.get("logs") or {}
+        if self.doctor is not None:
+            self.doctor.on_log(args, state, control, **kwargs)
         if "loss" in logs and state.log_history:
-            state.log_history[-1].update(_fp8_numbers(kwargs["model"]))
-        self.doctor.on_log(args, state, control, **kwargs)
+            watcher = None if self.doctor is None else self.doctor.watcher
+            numbers = self.numbers.of(kwargs["model"], watcher.samples[-1] if watcher and watcher.samples else None)
+            logs |= numbers
+            state.log_history[-1] |= numbers
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"interval": self.interval, "tensors": self.numbers.tensors}
 
 
-def _fp8_numbers(model: nn.Module) -> dict[str, float]:
-    """Count of NaN and infinite elements, and the range of the amaxes that delayed layers compute scales from."""
-    numbers: dict[str, float] = {"fp8/nonfinite": float(sum(nonfinite_counts(model).values()))}
-    amaxes: dict[str, list[float]] = {}
-    for name, tensor in scaling_state(model).items():
-        _, role, kind = f".{name}".rsplit(".", 2)
-        if kind == "amax_history":
-            amaxes.setdefault(role, []).append(float(tensor.max()))
-    for role, values in amaxes.items():
-        numbers |= {f"fp8/{role}_amax_min": min(values), f"fp8/{role}_amax_max": max(values)}
-    return numbers
+def _call_first(callback: TrainerCallback) -> None:
+    """Move a callback before the Trainer's loggers, which read what it adds to the logs.
+
+    The Trainer puts its own callbacks first, and events do not name the handler that holds them all: it is the caller.
+    The event under way goes on behind the callback's old place.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler):
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back
 
 
 register()
