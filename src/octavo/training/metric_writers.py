@@ -7,7 +7,9 @@ in the project or experiment "octavo", named as their folder; a resumed run is a
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,7 +100,8 @@ class MetricWriters:
     def _each(self, action: Callable[[MetricWriter], None]) -> None:
         for name, writer in list(self._writers.items()):
             try:
-                action(writer)
+                with redirect_stdout(sys.stderr):  # messages of the library; stdout has the command's result
+                    action(writer)
             except Exception as error:  # noqa: BLE001 (errors of the library, the network or a server)
                 del self._writers[name]
                 reason = (str(error).splitlines() or [type(error).__name__])[0]

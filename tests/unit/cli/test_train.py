@@ -185,6 +185,35 @@ def test_log_chooses_the_loggers_and_resuming_may_choose_others(octavo, setting,
     assert octavo("train", "--out", out, "--resume", "--log", "tensorboard").exit_code == 0
 
 
+def mlflow_losses(_name):
+    import mlflow
+
+    (run,) = mlflow.search_runs(experiment_names=["octavo"], output_format="list")
+    assert run.data.params["training.steps"] == "4"
+    return [(at.step, at.value) for at in mlflow.MlflowClient().get_metric_history(run.info.run_id, "step/loss")]
+
+
+def trackio_losses(name):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return [(row["step"], row["step/loss"]) for row in SQLiteStorage.get_logs("octavo", name) if "step/loss" in row]
+
+
+@pytest.mark.parametrize(("logger", "logged"), [("mlflow", mlflow_losses), ("trackio", trackio_losses)])
+def test_logger_holds_the_runs_losses(octavo, setting, tmp_path, monkeypatch, logger, logged):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder; a database needs more than mlflow-skinny
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip(logger, reason=f"{logger} is not installed")
+    result = octavo("train", *setting, "--out", tmp_path / "run", "--log", logger, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == 4  # the library's own messages are not in it
+    assert "receives no more numbers" not in result.stderr
+    assert logged("run") == [
+        (line["step"], line["loss"]) for line in losses(tmp_path / "run") if line["kind"] == "step"
+    ]
+
+
 def test_missing_logger_is_refused_before_any_text_is_read(octavo, tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.training.metric_writers.importlib.util.find_spec", lambda name: None)
     result = octavo("train", "--log", "wandb", "--out", tmp_path / "run")

@@ -63,22 +63,6 @@ def test_unknown_logger_is_refused_by_name():
         TrainingConfig(log=("tensorbord",))
 
 
-def test_mlflow_holds_every_number(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder; a database needs more than mlflow-skinny
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    notices: list[str] = []
-    writers = MetricWriters(("mlflow",), run_dir=tmp_path, config={"training.steps": 2}, on_notice=notices.append)
-    for step in (1, 2):
-        writers.write(step, {"step/loss": 3.0 - step})
-    (run,) = mlflow.search_runs(experiment_names=["octavo"], output_format="list")
-    writers.close()
-    assert notices == []
-    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "step/loss")
-    assert [(point.step, point.value) for point in history] == [(1, 2.0), (2, 1.0)]
-    assert run.data.params == {"training.steps": "2"}
-
-
 def test_wandb_offline_leaves_a_run_to_sync(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
