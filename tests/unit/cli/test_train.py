@@ -200,7 +200,7 @@ def trackio_losses(name):
 
 
 @pytest.mark.parametrize(("logger", "logged"), [("mlflow", mlflow_losses), ("trackio", trackio_losses)])
-def test_logger_holds_the_runs_losses(octavo, setting, tmp_path, monkeypatch, logger, logged):
+def test_logger_holds_the_runs_losses(octavo, setting, tmp_path, monkeypatch, *, logger, logged):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder; a database needs more than mlflow-skinny
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
