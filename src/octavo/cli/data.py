@@ -4,24 +4,25 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stdout
 from octavo.text.corpus import Split, content_hash, corpus_summary
+from octavo.text.source_settings import with_column
 from octavo.text.sources import BUILTIN, divide, load_documents
 
-__all__ = ["DATA_HELP", "data"]
-
-DATA_HELP = (
-    "'builtin' (Python's library sources and language reference, also alone as 'library-sources' and "
-    "'language-topics'), a text file, a folder of .txt/.md/.jsonl/.parquet, or a Hugging Face dataset name."
-)
+__all__ = ["data"]
 
 
 def data(
     *,
-    source: Annotated[str, typer.Option("--data", help=DATA_HELP)] = BUILTIN,
+    source: Annotated[str, typer.Option("--data", help=options.DATA_HELP)] = BUILTIN,
+    text_column: options.TextColumn = None,
+    hub: options.DataHub = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a source's documents and bytes, by split and kind."""
+    del hub  # its option opens the Hub
+    source = source if text_column is None else with_column(source, text_column)
     summary = _builtin() if source == BUILTIN else _other(source)
     if as_json:
         print_json(summary)

@@ -16,7 +16,6 @@ from octavo.cli.compare_formats import (
     print_evaluation,
 )
 from octavo.cli.contamination import readers_of, shares_read
-from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.models.sources import SourceKind, kind_of, located
@@ -34,7 +33,7 @@ def evaluate(
     model: options.Model,
     source: Annotated[
         str | None,
-        typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; language-topics for other models]"),
+        typer.Option("--data", help=f"{options.DATA_HELP} [default: a run's own; language-topics for other models]"),
     ] = None,
     split: Annotated[
         str | None,

@@ -6,19 +6,22 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.data import DATA_HELP
 from octavo.errors import ConfigError
 from octavo.numerics.cast_spec import check_member
+from octavo.text.named_datasets import hub_access
+from octavo.text.source_settings import with_column
 from octavo.text.sources import LIBRARY_SOURCES
 from octavo.training.config import MOST_SEED, RunConfig, config_from_dict, load_config
 from octavo.training.config import Device as Place
 from octavo.training.recipe_choice import PLAIN_RECIPES
 
 __all__ = [
+    "DATA_HELP",
     "BatchSize",
     "CheckpointInterval",
     "ConfigFile",
     "Context",
+    "DataHub",
     "Device",
     "EvalInterval",
     "Head",
@@ -31,6 +34,7 @@ __all__ = [
     "Skip",
     "Source",
     "Steps",
+    "TextColumn",
     "Threads",
     "VocabSize",
     "Warmup",
@@ -40,6 +44,11 @@ __all__ = [
     "read_api_key",
     "refuse_given",
 ]
+
+DATA_HELP = (
+    "'builtin' (Python's library sources and language reference, also alone as 'library-sources' and "
+    "'language-topics'), a text file, a folder of .txt/.md/.jsonl/.parquet, or a Hugging Face dataset name with --hub."
+)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; missing keys keep their defaults.")]
 Source = Annotated[str | None, typer.Option("--data", help=DATA_HELP)]
@@ -57,7 +66,23 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
 ]
-Hub = Annotated[bool, typer.Option("--hub", help="Download MODEL from the Hugging Face Hub first.")]
+
+
+def _allow_hub(context: typer.Context, *, value: bool) -> bool:
+    if value:
+        context.with_resource(hub_access())
+    return value
+
+
+Hub = Annotated[
+    bool, typer.Option("--hub", help="Use the Hugging Face Hub for MODEL and for --data.", callback=_allow_hub)
+]
+DataHub = Annotated[
+    bool, typer.Option("--hub", help="Read the --data of that name from the Hugging Face Hub.", callback=_allow_hub)
+]
+TextColumn = Annotated[
+    str | None, typer.Option(help="Column of --data to read. [default: text, or the only column of strings]")
+]
 ModelText = Annotated[
     str | None, typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; {LIBRARY_SOURCES} for other models]")
 ]
@@ -95,7 +120,14 @@ def device_of(given: str | None) -> Place:
     return Place(name)
 
 
-def configured(base: Path | None, *, source: str | None, vocab_size: int | None, **training: Any) -> RunConfig:
+def configured(
+    base: Path | None,
+    *,
+    source: str | None,
+    vocab_size: int | None,
+    text_column: str | None = None,
+    **training: Any,
+) -> RunConfig:
     """Configuration of a file (or the defaults), overridden by command-line values that are not None.
 
     A high-precision recipe drops the file's keys that only apply to FP8: options, phases, the autopilot.
@@ -108,6 +140,8 @@ def configured(base: Path | None, *, source: str | None, vocab_size: int | None,
         config = config.with_recipe(training["recipe"])
     raw = config.to_dict()
     raw["data"] |= {key: value for key, value in (("source", source), ("vocab_size", vocab_size)) if value is not None}
+    if text_column is not None:
+        raw["data"]["source"] = with_column(raw["data"]["source"], text_column)
     raw["training"] |= {key: value for key, value in training.items() if value is not None}
     return config_from_dict(raw)
 

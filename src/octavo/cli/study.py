@@ -23,6 +23,8 @@ def study(
     force: Annotated[bool, typer.Option("--force", help="Start over in a folder that holds a study.")] = False,
     config: options.ConfigFile = None,
     source: options.Source = None,
+    text_column: options.TextColumn = None,
+    hub: options.DataHub = False,
     vocab_size: options.VocabSize = None,
     steps: options.Steps = None,
     lr: options.LearningRate = None,
@@ -40,9 +42,11 @@ def study(
 
     A second call skips finished runs and resumes an interrupted one.
     """
+    del hub  # its option opens the Hub
     run_config = options.configured(
         config,
         source=source,
+        text_column=text_column,
         vocab_size=vocab_size,
         steps=steps,
         lr=lr,

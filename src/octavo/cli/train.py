@@ -45,6 +45,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit for bit.")] = False,
     config: options.ConfigFile = None,
     source: options.Source = None,
+    text_column: options.TextColumn = None,
+    hub: options.DataHub = False,
     vocab_size: options.VocabSize = None,
     steps: options.Steps = None,
     lr: options.LearningRate = None,
@@ -65,6 +67,7 @@ def train(
     run_config = options.configured(
         out / CONFIG if resume and config is None and (out / CONFIG).exists() else config,
         source=source,
+        text_column=text_column,
         vocab_size=vocab_size,
         recipe=recipe,
         precision_schedule=None if schedule is None else parse_schedule(schedule),
@@ -95,7 +98,7 @@ def train(
         on_event = _watch(display, run_config.training.recipe, run_config.training.steps)
         result = run_training(run_config, out, data=data, resume=resume, on_event=on_event)
     if result.stopped_by is not None:
-        again = ["octavo", "train", "--out", str(out), "--resume"]
+        again = ["octavo", "train", "--out", str(out), "--resume", *(["--hub"] if hub else [])]
         stderr().print(
             f"stopped after step {result.step}, checkpoint saved; continue with: {shlex.join(again)}",
             soft_wrap=True,

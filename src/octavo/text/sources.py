@@ -6,11 +6,13 @@
 | ``language-topics``                    | its language reference alone, topic by topic                     |
 | ``library-sources``                    | the corpus without the language reference, in the same splits    |
 | a .txt, .md or other text file         | the file                                                         |
-| a .jsonl or .parquet file              | one per row, from its column ``text``                            |
+| a .jsonl or .parquet file              | one per row, from its column ``text`` or only column of strings  |
 | a folder                               | all .txt, .md, .jsonl and .parquet files below it, in name order |
-| a data set name of Hugging Face's hub  | one per row, in the data set's own splits                        |
+| a data set name of Hugging Face's hub  | one per row, in the data set's own splits; see                   |
+|                                        | :mod:`octavo.text.named_datasets`                                |
 
-An existing path takes precedence over a data set of that name. The hub is used only for OWNER/NAME where OWNER is not
+Settings may follow the name (:mod:`octavo.text.source_settings`). An existing path takes precedence over a data set of
+that name. The hub is used only for OWNER/NAME where OWNER is not
 a folder, and for names that begin with "wikitext". Text must be UTF-8; a file in another encoding raises an error.
 
 ``divide`` assigns every document to a split. The built-in corpus is divided by file. Other text is first cut into
@@ -36,6 +38,8 @@ from octavo.text.corpus import (
     split_of,
     topic_documents,
 )
+from octavo.text.named_datasets import HUB_FAMILIES, dataset_documents
+from octavo.text.source_settings import TEXT_COLUMN, SourceSettings, parse_source, text_column
 
 __all__ = [
     "ALL",
@@ -52,13 +56,8 @@ __all__ = [
 
 BUILTIN, TOPICS, LIBRARY_SOURCES = "builtin", "language-topics", "library-sources"
 ALL = "all"  # of a source's splits
-TEXT_COLUMN = "text"
 PLAIN = {".txt", ".md"}
 SUFFIXES = {*PLAIN, ".jsonl", ".parquet"}
-
-# Data sets that users know by the name of a configuration instead of OWNER/NAME.
-HUB_FAMILIES = {"wikitext": "Salesforce/wikitext"}
-HUB_SPLITS = {Split.TRAIN: "train", Split.VALIDATION: "validation", Split.TEST: "test"}
 
 PIECE_CHARACTERS = 16_384
 PIECES_AT_LEAST = 100  # of a small text, so that the held-out part is not one block
@@ -70,9 +69,10 @@ def same_source(this: str, other: str) -> bool:
     return _resolved(this) == _resolved(other)
 
 
-def _resolved(source: str) -> str:
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() else source
+def _resolved(source: str) -> tuple[str, SourceSettings]:
+    name, settings = parse_source(source)
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name, settings
 
 
 def unseen_split(source: str, known: str) -> str:
@@ -105,24 +105,29 @@ def load_documents(source: str | Path) -> list[Document]:
         return included[str(source)]()
     if not str(source):
         raise DataError("the source is empty; give a file, a folder or a data set, or 'builtin'")
-    path = Path(source).expanduser()
-    if path.is_dir():
-        files = _files_below(path)
-        _check_size(path, files)
-        documents = [document for file in files for document in _read(file, file.relative_to(path))]
-    elif path.exists():
-        _check_size(path, [path])
-        documents = list(_read(path, Path(path.name)))
-    elif _is_on_hub(str(source)):
-        documents = _from_hub(str(source))
+    name, settings = parse_source(str(source))
+    path = Path(name).expanduser()
+    if path.exists():
+        documents = _from_path(path, settings)
+    elif _is_on_hub(name):
+        documents = dataset_documents(name, settings)
     else:
         raise DataError(
-            f"there is no file or folder {str(source)!r}; give an existing path, 'builtin', or a data set of Hugging "
-            "Face's hub as OWNER/NAME"
+            f"there is no file or folder {name!r}; give an existing path, 'builtin', or a data set of Hugging "
+            "Face's hub as OWNER/NAME with --hub"
         )
     if not any(document.text.strip() for document in documents):
         raise DataError(f"{str(source)!r} holds no text; give a file, a folder or a data set with some")
     return documents
+
+
+def _from_path(path: Path, settings: SourceSettings) -> list[Document]:
+    if settings != SourceSettings(column=settings.column):
+        raise ConfigError(f"config, split and mb are for named data sets, and {str(path)!r} is a path; leave them out")
+    files = _files_below(path) if path.is_dir() else [path]
+    _check_size(path, files)
+    root = path if path.is_dir() else path.parent
+    return [document for file in files for document in _read(file, file.relative_to(root), settings.column)]
 
 
 def is_unicode(text: str) -> bool:
@@ -214,15 +219,15 @@ def _is_on_hub(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and path.suffix.lower() not in SUFFIXES and not path.parent.is_dir()
 
 
-def _read(path: Path, name: Path) -> Iterator[Document]:
+def _read(path: Path, name: Path, column: str | None) -> Iterator[Document]:
     if not is_unicode(str(path)):
         raise DataError(f"the file name {str(path)!r} is not UTF-8; rename the file or its folder, or leave it out")
     if path.suffix.lower() == ".parquet":
-        yield from _read_parquet(path, name)
+        yield from _read_parquet(path, name, column)
         return
     text = _read_text(path)
     if path.suffix.lower() == ".jsonl":
-        yield from _read_jsonl(path, name, text)
+        yield from _read_jsonl(path, name, text, column)
     else:
         yield Document(name.as_posix(), text)
 
@@ -243,7 +248,8 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{str(path)!r} is not text: invalid UTF-8 at offset {error.start}; {advice}") from error
 
 
-def _read_jsonl(path: Path, name: Path, text: str) -> Iterator[Document]:
+def _read_jsonl(path: Path, name: Path, text: str, column: str | None) -> Iterator[Document]:
+    chosen = None
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -251,15 +257,22 @@ def _read_jsonl(path: Path, name: Path, text: str) -> Iterator[Document]:
             row = parse_json(line)
         except DataError as error:
             raise DataError(f"line {number} of {str(path)!r} is not JSON: {error}; fix or remove it") from error
-        value = row.get(TEXT_COLUMN) if isinstance(row, dict) else None
+        chosen = chosen or _column_of(path, row, column)
+        value = row.get(chosen) if isinstance(row, dict) else None
         if not isinstance(value, str):
-            raise DataError(f"line {number} of {str(path)!r} has no string {TEXT_COLUMN!r}; every line needs one")
+            raise DataError(f"line {number} of {str(path)!r} has no string {chosen!r}; every line needs one")
         if not is_unicode(value):
             raise DataError(f"line {number} of {str(path)!r} holds half of a surrogate pair; fix or remove it")
         yield Document(f"{name.as_posix()}:{number}", value)
 
 
-def _read_parquet(path: Path, name: Path) -> Iterator[Document]:
+def _column_of(path: Path, row: object, column: str | None) -> str:
+    """The column to read of a file's rows, by the first."""
+    columns = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+    return text_column(str(path), columns, column) if columns else column or TEXT_COLUMN
+
+
+def _read_parquet(path: Path, name: Path, column: str | None) -> Iterator[Document]:
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -267,49 +280,12 @@ def _read_parquet(path: Path, name: Path) -> Iterator[Document]:
         raise DataError(f"reading {str(path)!r} needs pyarrow; install octavo[hf]") from error
     try:
         with parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if TEXT_COLUMN not in columns:
-                raise DataError(
-                    f"{str(path)!r} has no column {TEXT_COLUMN!r}, only {', '.join(columns)}; rename the one to read"
-                )
-            for batch in file.iter_batches(columns=[TEXT_COLUMN]):
+            strings = [field.name for field in file.schema_arrow if field.type in (pa.string(), pa.large_string())]
+            chosen = text_column(str(path), strings, column)
+            for batch in file.iter_batches(columns=[chosen]):
                 rows = batch.column(0).to_pylist()
                 yield from (Document(f"{name.as_posix()}:{i}", row) for i, row in enumerate(rows) if row)
     except pa.ArrowException as error:
         raise DataError(
             f"{str(path)!r} is not a parquet file that can be read: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _from_hub(name: str) -> list[Document]:
-    """Load the rows of a hub data set, or of a family's configuration such as ``wikitext-103-raw-v1``."""
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{name!r} is not an existing path, and loading it from Hugging Face's hub needs the package datasets; "
-            "check the path or install octavo[hf]"
-        ) from error
-    family = HUB_FAMILIES.get(name.partition("-")[0])
-    try:
-        loaded = datasets.load_dataset(family, name) if family and "/" not in name else datasets.load_dataset(name)
-    except Exception as error:  # errors of the library, the network or the hub
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name!r} is not an existing path, and the hub could not load it: {reason}") from error
-    return list(_hub_rows(name, loaded))
-
-
-def _hub_rows(name: str, loaded: "dict[str, object]") -> Iterator[Document]:
-    splits = {theirs: ours for ours, theirs in HUB_SPLITS.items()}
-    for split_name, rows in loaded.items():
-        columns = getattr(rows, "column_names", [])
-        if TEXT_COLUMN not in columns:
-            raise DataError(
-                f"{name!r} has no column {TEXT_COLUMN!r}, only {', '.join(columns)}; choose a data set of text"
-            )
-        # A data set without held-out rows is divided like any other text.
-        split = splits.get(split_name) if len(loaded) > 1 else None
-        if split is None and len(loaded) > 1:
-            continue
-        texts = rows[TEXT_COLUMN]  # type: ignore[index] # a datasets.Dataset, which has no type information
-        yield from (Document(f"{split_name}:{i}", text, split) for i, text in enumerate(texts) if text)

@@ -214,6 +214,26 @@ def test_logger_holds_the_runs_losses(octavo, setting, tmp_path, monkeypatch, *,
     ]
 
 
+def test_named_data_set_is_read_with_hub_alone(octavo, tiny, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed; octavo[hf]")
+    rows = "".join(json.dumps({"body": f"{n} and {n % 7} make {n + n % 7}.\n" * 9}) + "\n" for n in range(500))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.jsonl").write_text(rows)
+    real = datasets.load_dataset  # of a folder in place of the Hub
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: [])
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, *rest, **more: real(str(tmp_path / "hub"), *rest, **more)
+    )
+    command = ["train", "--config", tiny, "--data", "someone/rows", "--text-column", "body", "--out", tmp_path / "run"]
+    refused = octavo(*command)
+    assert refused.exit_code == 2
+    assert "pass --hub to read that data set from the Hub" in refused.stderr
+    result = octavo(*command, "--hub")
+    assert result.exit_code == 0, result.output
+    assert load_config(tmp_path / "run" / "config.toml").data.source == "someone/rows?column=body"
+    assert octavo("train", "--out", tmp_path / "run", "--resume").exit_code == 2, "the permission ends with the command"
+
+
 def test_missing_logger_is_refused_before_any_text_is_read(octavo, tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.training.metric_writers.importlib.util.find_spec", lambda name: None)
     result = octavo("train", "--log", "wandb", "--out", tmp_path / "run")

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from octavo.errors import ConfigError, DataError
 from octavo.memory import memory_bytes
 from octavo.text.corpus import Document, Split
+from octavo.text.named_datasets import hub_access
 from octavo.text.sources import divide, load_documents, same_source, unseen_split
 
 
@@ -48,7 +48,8 @@ BAD = {
     "nul.txt": (b"abc\0def", "NUL byte at offset 3"),
     "latin.txt": ("Grüße".encode("latin-1"), "invalid UTF-8 at offset 2"),
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2 of .* is not JSON"),
-    "other.jsonl": (b'{"content": "a"}\n', "line 1 of .* has no string 'text'"),
+    "other.jsonl": (b'{"text": "a"}\n{"content": "a"}\n', "line 2 of .* has no string 'text'"),
+    "two.jsonl": (b'{"q": "a", "a": "b", "id": 1}\n', r"no column 'text'; its columns of text are q, a: choose one, "),
     "number.jsonl": (b'{"text": 3}\n', "no string 'text'"),
     "list.jsonl": (b"[1]\n", "no string 'text'"),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n', "line 1 of .* surrogate"),
@@ -68,21 +69,30 @@ def test_refuses_what_is_not_text_by_name(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_a_parquet_file_without_the_column(tmp_path):
+def test_column_is_the_only_one_of_strings_or_the_one_named(tmp_path):
     write_parquet(tmp_path / "x.parquet", {"content": ["a"], "id": [1]})
-    with pytest.raises(DataError, match="no column 'text', only content, id"):
-        load_documents(tmp_path / "x.parquet")
+    assert load_documents(tmp_path / "x.parquet") == [Document("x.parquet:0", "a")]
+    write_parquet(tmp_path / "y.parquet", {"question": ["q"], "answer": ["a"], "id": [1]})
+    with pytest.raises(
+        DataError, match=r"columns of text are question, answer: choose one, such as --data '.*\?column="
+    ):
+        load_documents(tmp_path / "y.parquet")
+    with pytest.raises(DataError, match="no column of text 'id'; it has question, answer"):
+        load_documents(f"{tmp_path}/y.parquet?column=id")
+    assert load_documents(f"{tmp_path}/y.parquet?column=answer") == [Document("y.parquet:0", "a")]
+    (tmp_path / "z.jsonl").write_text('{"question": "q", "answer": "a"}')
+    assert load_documents(f"{tmp_path}/z.jsonl?column=answer") == [Document("z.jsonl:1", "a")]
+    assert not same_source(f"{tmp_path}/z.jsonl?column=answer", f"{tmp_path}/z.jsonl?column=question")
+    with pytest.raises(ConfigError, match="config, split and mb are for named data sets"):
+        load_documents(f"{tmp_path}/z.jsonl?mb=3")
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "./nowhere", "gone/", "texts", "here/mised", "a b/c"])
 def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, source):
-    def load(*name):
-        raise AssertionError("the hub was asked")
-
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    fake_hub(monkeypatch, load)
-    with pytest.raises(DataError, match="there is no file or folder"):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # an import would fail
+    with hub_access(), pytest.raises(DataError, match="there is no file or folder"):
         load_documents(source)
 
 
@@ -114,47 +124,6 @@ def test_text_beyond_the_memory_is_refused_unread(tmp_path, suffix):
 def test_an_empty_folder(tmp_path):
     with pytest.raises(DataError, match=r"holds no .*txt"):
         load_documents(tmp_path)
-
-
-def test_a_data_set_without_the_library(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"'wikitext-103-raw-v1' is not an existing path.*octavo\[hf\]"):
-        load_documents("wikitext-103-raw-v1")
-
-
-def fake_hub(monkeypatch, load):
-    module = types.ModuleType("datasets")
-    vars(module)["load_dataset"] = load
-    monkeypatch.setitem(sys.modules, "datasets", module)
-
-
-class Rows(dict):
-    column_names = ("text",)
-
-
-def test_a_data_set_keeps_its_splits(monkeypatch):
-    asked = []
-
-    def load(*name):
-        asked.append(name)
-        return {"train": Rows(text=["t", ""]), "validation": Rows(text=["v"]), "test": Rows(text=["x"])}
-
-    fake_hub(monkeypatch, load)
-    documents = load_documents("wikitext-103-raw-v1")
-    assert asked == [("Salesforce/wikitext", "wikitext-103-raw-v1")]
-    splits = divide(documents, by_file=False)
-    assert {split: [d.text for d in held] for split, held in splits.items()} == {
-        Split.TRAIN: ["t"], Split.VALIDATION: ["v"], Split.TEST: ["x"],
-    }  # fmt: skip
-
-
-def test_unreachable_hub_is_reported_in_one_sentence(monkeypatch):
-    def load(*name):
-        raise ConnectionError("no route to host\nand more lines")
-
-    fake_hub(monkeypatch, load)
-    with pytest.raises(DataError, match=r"the hub could not load it: no route to host$"):
-        load_documents("someone/something")
 
 
 def test_pieces_partition_the_text():

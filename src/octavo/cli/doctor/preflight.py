@@ -32,11 +32,13 @@ def preflight(
     *,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, or the folder of a run to continue.")],
     source: options.Source = None,
+    hub: options.DataHub = False,
     steps: Annotated[int, typer.Option(help="Updates per short run; the second half is measured.")] = 20,
     orders: Annotated[int, typer.Option(help="Seeds for measuring the gap to BF16.")] = 2,
     as_json: options.Json = False,
 ) -> None:
     """Check a configuration before a long run: checkpoint, memory, bitwise replay, ranks, shapes, gap to BF16."""
+    del hub  # its option opens the Hub
     check_numbers(steps=steps, orders=orders)
     with open_display() as display, _origin(config, source, display) as (origin, run_dir):
         checks = _checks(origin, run_dir, steps=steps, orders=orders, display=display)
