@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from octavo.compat.huggingface_folders import register
+from octavo.compat.huggingface_folders import codes_config, register
 from octavo.compat.huggingface_numbers import FP8Numbers
 from octavo.convert import ConversionReport, convert
 from octavo.doctor.huggingface import DoctorCallback
@@ -26,7 +26,7 @@ from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.parsing import parse_tensors
 from octavo.recipes import Recipe
 
-__all__ = ["FP8Callback", "ScalingStateCallback"]
+__all__ = ["FP8Callback", "ScalingStateCallback", "codes_config"]
 
 
 class _StateInCheckpoints(TrainerCallback, ExportableState):

@@ -1,7 +1,8 @@
 """FP8 folders in transformers: ``AutoModelForCausalLM.from_pretrained(folder)``, with the codes kept as codes.
 
 Importing ``octavo.compat.huggingface`` registers a quantizer for the quantization methods ``octavo`` and ``modelopt``.
-transformers has quantizers of its own for the other methods that octavo writes, compressed-tensors and fp8.
+transformers has quantizers of its own for the other methods that octavo writes, compressed-tensors and fp8;
+``from_pretrained(folder, config=codes_config(folder))`` reads those folders by octavo's quantizer too.
 
 transformers loads the tensors in high precision. The FP8 layers have no weight while it does; the quantizer then
 converts them to ``octavo.nn.Linear`` and stores the file's codes and scales, as ``octavo.load_quantized`` does. No
@@ -31,7 +32,7 @@ from octavo.checkpoints.tensor_files import TensorFiles
 from octavo.checksums import check_sums
 from octavo.errors import CheckpointError, ConfigError
 
-__all__ = ["FolderConfig", "FolderQuantizationConfig", "FolderQuantizer", "register"]
+__all__ = ["FolderConfig", "FolderQuantizationConfig", "FolderQuantizer", "codes_config", "register"]
 
 OCTAVO, METHODS = "octavo", ("octavo", "modelopt")
 SHARED_SCALES = r"\.(k_scale|v_scale)$"  # of keys and values, which the model does not cast
@@ -139,6 +140,24 @@ class FolderQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Return True: adapters train on top of the codes."""
         return True
+
+
+def codes_config(folder: str | Path) -> PreTrainedConfig:
+    """Configuration with which ``from_pretrained`` keeps a folder's codes, whatever the folder's method.
+
+    Args:
+        folder: in a format that ``octavo.load_quantized`` reads, such as compressed-tensors or hf-fp8.
+
+    Raises:
+        ConfigError: the folder has no codes.
+    """
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        raise ConfigError(f"{str(folder)!r} holds no FP8 codes; read it by from_pretrained without codes_config")
+    entries = stored if isinstance(stored, dict) else stored.to_dict()
+    config.quantization_config = {**entries, "quant_method": OCTAVO}
+    return config
 
 
 def _exactly(name: str) -> str:

@@ -10,21 +10,25 @@ import torch
 import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.nn.fp8_weight import FP8WeightLinear
+from tests.tiny_llama import tiny_hugging_face_config
 from tests.unit.checkpoints.folders import LAYER, change_config, change_tensors, layer_of, written
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-import octavo.compat.huggingface  # noqa: E402 (needs transformers)
+from octavo.compat.huggingface import codes_config  # noqa: E402 (needs transformers)
 
 KINDS = ["own rows", "own groups", "modelopt"]
+OTHERS = ["rows", "tensors", "weights", "blocks"]  # of methods for which transformers has a quantizer
 TOKENS = (torch.arange(24) % 50)[None]
 
 
 def read(folder, **options):
+    if folder.name in OTHERS:
+        options["config"] = codes_config(folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_codes_and_scales_are_the_files(tmp_path, kind):
     written(tmp_path / kind, kind)
     expected = octavo.load_quantized(tmp_path / kind)
@@ -39,7 +43,7 @@ def test_codes_and_scales_are_the_files(tmp_path, kind):
         assert "weight" not in layer._parameters
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_logits_equal_those_of_load_quantized(tmp_path, kind):
     written(tmp_path / kind, kind)
     expected = octavo.load_quantized(tmp_path / kind).model(TOKENS)
@@ -55,6 +59,30 @@ def test_transformers_without_octavos_quantizer_refuses_its_format(tmp_path, kin
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert re.search("ValueError: .*model type `octavo`", result.stderr)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of compressed-tensors
+def test_transformers_decodes_the_weights_of_compressed_tensors_exactly(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    written(tmp_path / "weights", "weights")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    assert torch.equal(model(TOKENS).logits, octavo.load_quantized(tmp_path / "weights").model(TOKENS))
+
+
+@pytest.mark.parametrize("kind", ["own rows", "rows"])
+def test_model_read_from_a_folder_is_saved_plain(tmp_path, kind):
+    written(tmp_path / kind, kind)
+    model = read(tmp_path / kind)
+    model.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    octavo.restore(model)
+    assert torch.equal(plain(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_configuration_for_codes_of_a_plain_folder_is_refused(tmp_path):
+    tiny_hugging_face_config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="holds no FP8 codes"):
+        codes_config(tmp_path)
 
 
 def test_default_dtype_is_the_folders(tmp_path):
