@@ -213,15 +213,14 @@ def test_the_page_fits_and_is_legible_and_small(folder, page_faults, name):
 
 
 def test_the_map_and_the_curves_follow_the_scheme(tab):
-    colours = """() => [by("heat").data[0].colorscale[0][1], by("heat").layout.plot_bgcolor,
+    colours = """[by("heat").data[0].colorscale[0][1], by("heat").layout.plot_bgcolor,
       by("panels").querySelector(".js-plotly-plot").data[0].line.color, by("loss").layout.font.color]"""
     light = tab.evaluate(colours)
+    assert all(colour.startswith("#") for colour in light)
     tab.emulate_media(color_scheme="dark")
-    dark = tab.evaluate(colours)
-    assert all(one.startswith("#") for one in light + dark)
-    assert all(one != other for one, other in zip(light, dark, strict=True))
+    tab.wait_for_function(f"light => {colours}.every((colour, index) => colour !== light[index])", arg=light)
     tab.emulate_media(color_scheme="light")
-    assert tab.evaluate(colours) == light
+    tab.wait_for_function(f"light => {colours}.every((colour, index) => colour === light[index])", arg=light)
 
 
 def test_without_plotly_s_script_the_findings_stay(browser, folder, tmp_path):

@@ -14,5 +14,5 @@ def test_the_report_opens_in_light_and_dark(tmp_path, open_page, page_faults):
     shown = "getComputedStyle(document.querySelector('.plot .gridlayer path')).stroke"
     light = page.evaluate(shown)
     page.emulate_media(color_scheme="dark")
-    assert page.evaluate(shown) != light
+    page.wait_for_function(f"light => {shown} !== light", arg=light)
     assert page_faults(path) == []
