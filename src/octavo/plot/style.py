@@ -28,7 +28,10 @@ def in_light(figure: "Figure") -> "Figure":
     """The figure with the values of light mode for the names of colours: a notebook has no style sheet of ours."""
     from plotly.graph_objects import Figure
 
-    return Figure(_replaced(figure.to_plotly_json(), light_colours()))
+    colours = light_colours()
+    parts = (*figure.data, figure.layout)  # whose arrays stay arrays, unlike those of the figure's own JSON
+    *data, layout = (_replaced(part.to_plotly_json(), colours) for part in parts)
+    return Figure(data=data, layout=layout)
 
 
 def _replaced(value: Any, colours: Mapping[str, str]) -> Any:
