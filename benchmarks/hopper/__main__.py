@@ -21,6 +21,7 @@ from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.reports.benchmark import benchmark_page
+from octavo.reports.rendering import write_page
 
 __all__ = ["app"]
 
@@ -133,7 +134,7 @@ def _write(report: Report, folder: Path) -> None:
     """Write all files, and print a summary line."""
     path, written = _write_numbers(report, folder), ".md, .json"
     try:
-        write_result(folder, _name(report), {".html": benchmark_page(report)})
+        write_page(path.with_name(f"{path.name}.html"), benchmark_page(report))
         written += ", .html"
     except ConfigError as error:
         stderr().print(str(error), markup=False, soft_wrap=True)

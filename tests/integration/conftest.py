@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.check_pages import check_page
 from tests.chromium import CHROMIUM, FLAGS
 
 
@@ -17,6 +18,20 @@ def browser():
         chromium = driver.chromium.launch(executable_path=CHROMIUM or own, args=list(FLAGS))
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def page_faults(browser):
+    """Returns what a file or an address misses of the limits of scripts/check_pages.py, in four views."""
+    pytest.importorskip("axe_playwright_python", reason="axe-core is not installed to measure contrast")
+
+    def faults(place):
+        page = browser.new_page()
+        check = check_page(page, place.as_uri() if isinstance(place, Path) else place, str(place))
+        page.close()
+        return check.faults(timed=False)
+
+    return faults
 
 
 @pytest.fixture

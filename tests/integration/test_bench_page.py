@@ -5,6 +5,7 @@ import pytest
 from octavo.bench.results import PartRecord, Report
 from octavo.bench.serving import Workload, measured
 from octavo.reports.benchmark import benchmark_page
+from octavo.reports.rendering import write_page
 from tests.unit.bench.serving.virtual_time import run, target
 
 
@@ -18,15 +19,15 @@ def report():
     return made
 
 
-@pytest.mark.parametrize("width", [1100, 420])
-def test_the_page_opens(report, width, tmp_path, open_page):
+def test_the_page_opens(report, tmp_path, open_page, page_faults):
     pytest.importorskip("plotly", reason="plotly is not installed")
     path = tmp_path / "serving.html"
-    path.write_text(benchmark_page(report), encoding="utf-8")
-    opened = open_page(path, width=width)
+    write_page(path, benchmark_page(report))
+    opened = open_page(path)
     charts = sum(section.chart is not None for section in report.parts[0].sections)
     assert charts >= 4
     opened.wait_for_function(f"document.querySelectorAll('.plot .plot-container').length == {charts}")
     assert opened.locator("h1").inner_text() == "octavo serves"
     assert opened.locator("li.met, li.missed").count() == len(report.verdicts)
     assert opened.locator("tbody tr th", has_text="<fp8>").count() >= 5
+    assert page_faults(path) == []

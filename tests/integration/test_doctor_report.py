@@ -4,6 +4,7 @@ Chromium is driven by Playwright; where either is missing the tests skip and say
 """
 
 import itertools
+import shutil
 from io import BytesIO
 
 import numpy as np
@@ -15,6 +16,7 @@ from octavo.doctor.histograms import Histogram
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.formats import E4M3, E5M2
 from octavo.reports.doctor import doctor_page
+from octavo.reports.rendering import write_page
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from tests.unit.reports.synthetic_run import findings, long_run, paths, run, samples, steps
@@ -34,13 +36,13 @@ def folder(tmp_path_factory):
     page = doctor_page(
         run(layers=LAYERS, looks=LOOKS), findings(), title="t", reference=reference, histograms=histograms
     )
-    (folder / "faulty.html").write_text(page, encoding="utf-8")
-    (folder / "empty.html").write_text(doctor_page(series_of([]), [], title="t"), encoding="utf-8")
+    write_page(folder / "faulty.html", page)
+    write_page(folder / "empty.html", doctor_page(series_of([]), [], title="t"))
     far = list(samples(layers=7, looks=9))
     for look, one in enumerate(far):
         for numbers in one.casts.values():
             numbers[CAST_FIELDS.index("stale_ratio")] = 2.0 ** (3 * (look - 4))
-    (folder / "far.html").write_text(doctor_page(series_of([], far), [], title="t"), encoding="utf-8")
+    write_page(folder / "far.html", doctor_page(series_of([], far), [], title="t"))
     return folder
 
 
@@ -205,6 +207,39 @@ def test_a_screenshot_is_not_blank_and_nothing_overflows(tab, width):
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("name", ["faulty.html", "empty.html"])
+def test_the_page_fits_and_is_legible_and_small(folder, page_faults, name):
+    assert page_faults(folder / name) == []
+
+
+def test_the_map_and_the_curves_follow_the_scheme(tab):
+    colours = """[by("heat").data[0].colorscale[0][1], by("heat").layout.plot_bgcolor,
+      by("panels").querySelector(".js-plotly-plot").data[0].line.color, by("loss").layout.font.color]"""
+    light = tab.evaluate(colours)
+    assert all(colour.startswith("#") for colour in light)
+    tab.emulate_media(color_scheme="dark")
+    tab.wait_for_function(f"light => {colours}.every((colour, index) => colour !== light[index])", arg=light)
+    tab.emulate_media(color_scheme="light")
+    tab.wait_for_function(f"light => {colours}.every((colour, index) => colour === light[index])", arg=light)
+
+
+def test_without_plotly_s_script_the_findings_stay(browser, folder, tmp_path):
+    shutil.copy(folder / "faulty.html", tmp_path)
+    tab, errors = browser.new_page(), []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto((tmp_path / "faulty.html").as_uri())
+    assert tab.locator(".finding:visible").count() == 4
+    assert tab.locator(":is(.plot, .legend, select, .show, #map):visible").count() == 0
+    (script,) = folder.glob("plotly-*.min.js")
+    assert script.name in tab.locator("#without").inner_text()
+    assert errors == []
+    shutil.copy(script, tmp_path)
+    tab.reload()
+    assert tab.locator("#heat .main-svg").count() > 0
+    assert not tab.locator("#without").is_visible()
+    tab.close()
+
+
 def test_a_page_without_statistics_opens(opened):
     tab = opened("empty.html")
     assert tab.locator("select:visible").count() == 0
@@ -216,7 +251,7 @@ def test_a_real_run_opens(opened, folder, tmp_path):
     train(config, tmp_path / "run", data=tiny_data(tmp_path))
     series = series_of(read_metrics(tmp_path / "run"))
     page = doctor_page(series, diagnose(series), title="tiny")
-    (folder / "real.html").write_text(page, encoding="utf-8")
+    write_page(folder / "real.html", page)
     tab = opened("real.html")
     layers = [key.path for key in series.casts.keys]
     assert curves_of(tab) in layers
@@ -227,7 +262,7 @@ def test_a_real_run_opens(opened, folder, tmp_path):
 
 def test_two_hundred_layers_and_ten_thousand_steps_open(opened, folder, capsys):
     big = long_run(layers=200, looks=1000)
-    (folder / "big.html").write_text(doctor_page(big, findings(), title="big"), encoding="utf-8")
+    write_page(folder / "big.html", doctor_page(big, findings(), title="big"))
     tab = opened("big.html")
     ready, complete = (int(tab.locator("html").get_attribute(f"data-{name}")) for name in ("ready", "complete"))
     with capsys.disabled():

@@ -136,14 +136,6 @@ PAGES = {"doctor": a_doctor_page, "study": a_study_page, "sensitivity": a_sensit
 PAGES["benchmark"] = a_benchmark_page
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_plotly_script():
-    """Plotly's 5 MB are no octavo text, and only slow the parser."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plotly.offline.get_plotlyjs", lambda: "")
-        yield
-
-
 @cache
 def marked_page(name):
     return Page(PAGES[name](MARK))

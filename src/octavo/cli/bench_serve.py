@@ -25,6 +25,7 @@ from octavo.errors import ConfigError
 from octavo.inference import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.nn.arguments import check_choice
 from octavo.reports.benchmark import benchmark_page
+from octavo.reports.rendering import write_page
 from octavo.training.study_facts import processor_name
 
 __all__ = ["bench_serve"]
@@ -185,6 +186,8 @@ def _show(report: Report, *, as_json: bool) -> None:
 
 
 def _write(report: Report, folder: Path) -> None:
-    texts = {".json": report.to_json(), ".md": markdown(report), ".html": benchmark_page(report)}
+    page = benchmark_page(report)
+    texts = {".json": report.to_json(), ".md": markdown(report)}
     path = write_result(folder, result_name(THEME, report.facts["device"], report.measured), texts)
-    print_lines(f"written: {path}{', '.join(texts)}", to_stderr=True)
+    write_page(path.with_name(f"{path.name}.html"), page)
+    print_lines(f"written: {path}{', '.join([*texts, '.html'])}", to_stderr=True)

@@ -22,7 +22,7 @@ from octavo.quantization.sensitivity.mix import save_mix
 from octavo.quantization.sensitivity.study import Budget, MixResult, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.summary import FORMAT, cost_of, headline, name_of, notes, record, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
-from octavo.reports.rendering import check_report_extra
+from octavo.reports.rendering import check_report_extra, write_page
 from octavo.reports.sensitivity import sensitivity_page
 from octavo.text.overlap import MOST_SHARED, shared_share
 from octavo.training.config import MOST_SEED
@@ -177,7 +177,7 @@ def _write(out: Path, sensitivity: Sensitivity, results: dict[str, Any], facts: 
     """Write the record first, which marks the folder as this command's; remove an older mix if there is none now."""
     page = sensitivity_page(sensitivity, facts)
     write_atomically(out / RECORD, json.dumps(results, indent=1, allow_nan=False) + "\n")
-    write_atomically(out / PAGE, page)
+    write_page(out / PAGE, page)
     if sensitivity.mix is None:
         (out / MIX).unlink(missing_ok=True)
     else:

@@ -9,8 +9,8 @@ from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.experiments.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
-from octavo.files import write_atomically
 from octavo.models.sources import has_run
+from octavo.reports.rendering import write_page
 from octavo.reports.study import study_page
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import open_data, preparing
@@ -162,7 +162,7 @@ def _write_report(study: Study, out: Path, device: str) -> None:
     except ConfigError as error:
         print_lines(f"note: no report.html: {error}", to_stderr=True)
         return
-    write_atomically(out / REPORT, page)
+    write_page(out / REPORT, page)
 
 
 def _print_files(study: Study, out: Path) -> None:

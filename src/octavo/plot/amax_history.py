@@ -12,7 +12,7 @@ from octavo.html.wording import number
 from octavo.nn import Linear
 from octavo.nn.scaling_state import read_scaling_state
 from octavo.numerics import CastSpec, Scaling, scale_from_amax
-from octavo.plot.style import depth_colours, notebook_figure, small_title
+from octavo.plot.style import depth_colours, in_light, notebook_figure, small_title
 from octavo.reports.figures import plain
 from octavo.scaling import ROLES
 
@@ -87,7 +87,7 @@ def history(model: torch.nn.Module, *, layers: Iterable[str] = ()) -> "Figure":
             title=small_title(f"{len(paths)} of {total:,} layers: nearest to the range of their scale")
         )
     figure.update_layout(showlegend=len(paths) <= MOST_IN_LEGEND, hovermode="closest", height=80 + 220 * len(roles))
-    return figure
+    return in_light(figure)
 
 
 def _tensor_histories(model: torch.nn.Module) -> Iterator[_TensorHistory]:

@@ -11,7 +11,7 @@ from octavo.html.wording import number, percent
 from octavo.numerics import CastSpec, QuantizedTensor
 from octavo.numerics.code_counts import code_counts, codes_by_value
 from octavo.numerics.quantized import cast_by_torch, checked_spec
-from octavo.plot.style import notebook_figure, small_title
+from octavo.plot.style import in_light, notebook_figure, small_title
 from octavo.reports.figures import PALETTE
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def codes(tensor: QuantizedTensor | Tensor, spec: CastSpec | None = None) -> "Fi
     figure.update_xaxes(tickvals=tickvals, ticktext=ticktext, rangemode="normal", showgrid=False)
     figure.update_yaxes(tickformat="~%", rangemode="tozero")
     figure.update_layout(bargap=0, hovermode="closest", height=340, title=_title(counts, fmt, zeros))
-    return figure
+    return in_light(figure)
 
 
 def _quantized(tensor: QuantizedTensor | Tensor, spec: CastSpec | None) -> QuantizedTensor:

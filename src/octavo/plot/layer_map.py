@@ -14,7 +14,7 @@ from octavo.doctor.watch import Watcher
 from octavo.errors import ConfigError
 from octavo.html.wording import percent
 from octavo.plot.loss_curves import series_from
-from octavo.plot.style import notebook_figure
+from octavo.plot.style import in_light, notebook_figure
 from octavo.reports.figures import MISSING, PALE, TINTED, WARM, plain
 from octavo.reports.packing import CellMap, Columns, cell_maps, columns_of, layers_of
 
@@ -75,7 +75,7 @@ def heat_map(run: str | Path | Watcher | Series, statistic: str = "saturation_fr
         _draw(figure, one, layers_of(series), columns, limit, row=row)
     figure.update_layout(coloraxis=_colour_axis(limit), plot_bgcolor=MISSING, hovermode="closest", height=height)
     figure.update_xaxes(showgrid=False, rangemode="normal")
-    return figure
+    return in_light(figure)
 
 
 def _statistic(name: str) -> PageStatistic:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from octavo.doctor.series import Series
 from octavo.doctor.watch import Watcher
 from octavo.errors import ConfigError
-from octavo.plot.style import notebook_figure
+from octavo.plot.style import in_light, notebook_figure
 from octavo.reports.doctor_figures import add_loss
 from octavo.reports.figures import PALETTE
 from octavo.training.watched_run import read_run
@@ -47,7 +47,7 @@ def losses(*runs: str | Path | Watcher | Series) -> "Figure":
         add_loss(figure, name, series, list(PALETTE.values())[index % len(PALETTE)])
     figure.for_each_trace(lambda trace: trace.update(showlegend="smoothed" in trace.name))
     figure.update_layout(showlegend=True, height=380)
-    return figure
+    return in_light(figure)
 
 
 def series_from(run: str | Path | Watcher | Series) -> Series:

@@ -9,7 +9,7 @@ from octavo.reports.rendering import check_report_extra, render
 
 __all__ = ["benchmark_page"]
 
-COLOURS = [PALETTE[name] for name in ("orange", "blue", "teal", "violet", "pink", "slate")] + ["#b45309", "#15803d"]
+COLOURS = [PALETTE[name] for name in ("orange", "blue", "teal", "violet", "pink", "slate", "amber", "lime")]
 
 
 def benchmark_page(report: Report) -> str:
@@ -44,6 +44,6 @@ def _figure(chart: Chart) -> Any:
         figure.add_bar(x=list(values), y=list(values.values()), name=plain(name), marker={"color": colour})
     if chart.line is not None:
         add_level(figure, chart.line, "")
-    figure.update_layout(barmode="group", hovermode="closest")
+    figure.update_layout(barmode="group", hovermode="closest", margin={"b": 28})
     figure.update_xaxes(type="category", automargin=True, showgrid=False)
     return figure

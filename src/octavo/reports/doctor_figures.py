@@ -11,7 +11,7 @@ from octavo.reports.figures import MUTED, add_level, add_line, add_points, new_f
 
 __all__ = ["COLOURS", "add_loss", "gap_figure", "loss_figure"]
 
-COLOURS = {"run": "#0072b2", "reference": "#6b7280"}
+COLOURS = {"run": "var(--series-1)", "reference": MUTED}
 MOST_POINTS = 2000
 SMOOTHING_SHARE = 100  # span of the smoothing, as a share of the run
 MARKED = {"failure": "broke", "precision": "precision", "autopilot": "autopilot"}  # labels by kind of event

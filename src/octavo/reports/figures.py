@@ -1,7 +1,13 @@
-"""Plotly figures in the style of all pages."""
+"""Plotly figures in the style of all pages.
 
+Colours are names of templates/style.css, which has a value of each for light and for dark mode; the script of
+templates/base.html.jinja replaces them by these values before plotly draws.
+"""
+
+import re
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from typing import Any
 
 from octavo.curves import Curve
@@ -18,20 +24,18 @@ __all__ = [
     "add_level",
     "add_line",
     "add_points",
+    "light_colours",
     "new_figure",
     "plain",
 ]
 
-INK, MUTED, GRID = "#1f2328", "#6b7280", "#e7e5e0"
+INK, MUTED, GRID, SHEET = (f"var(--{name})" for name in ("ink", "muted", "grid", "sheet"))
 # Heat maps: not measured; healthy, from nothing to the limit; from the limit on.
-MISSING, PALE, TINTED, WARM = "#dedbd4", "#fefdf9", "#f8ecd0", ("#fbd07c", "#f08a24", "#c2410c", "#701a07")
+MISSING, PALE, TINTED = (f"var(--{name})" for name in ("missing", "pale", "tinted"))
+WARM = tuple(f"var(--warm-{number})" for number in (1, 2, 3, 4))
 PALETTE = {
-    "blue": "#2563eb",
-    "orange": "#d9480f",
-    "teal": "#0f766e",
-    "violet": "#7c3aed",
-    "pink": "#be185d",
-    "slate": "#64748b",
+    name: f"var(--{name})"
+    for name in ("blue", "orange", "teal", "violet", "pink", "slate", "cyan", "lime", "amber", "silver")
 }
 
 
@@ -54,6 +58,7 @@ def new_figure(unit: str, *, x: str = "step", panels: Sequence[str] = (), gap: f
         font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
         margin={"l": 58, "r": 12, "t": 8, "b": 44},
         hovermode="x unified",
+        hoverlabel={"bgcolor": SHEET, "bordercolor": MUTED, "font": {"color": INK}},
         showlegend=False,
         autosize=True,
     )
@@ -95,6 +100,18 @@ def add_level(figure: Any, value: float, label: str, *, axis: str = "y", positio
         annotation={"text": plain(label), "font": {"size": 11.5, "color": MUTED}},
         annotation_position=position,
     )
+
+
+def light_colours() -> dict[str, str]:
+    """Values of light mode, by the colours of figures.
+
+    Example:
+        >>> light_colours()[INK]
+        '#1f2328'
+    """
+    sheet = resources.files("octavo.reports").joinpath("templates", "style.css").read_text(encoding="utf-8")
+    light, _, _ = sheet.partition("@media (prefers-color-scheme: dark)")
+    return {f"var({name})": value for name, value in re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", light)}
 
 
 def plain(text: str) -> str:

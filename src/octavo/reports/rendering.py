@@ -1,12 +1,18 @@
-"""Rendering of templates/ to HTML by octavo.html's engine, with plotly's script (about 5 MB) inlined."""
+"""Rendering of templates/ to HTML, and writing of pages with plotly's script beside them.
+
+The engine is octavo.html's. Plotly's script has 4.8 MB; the pages of a folder share one
+copy, ``plotly-VERSION.min.js``. A page that is moved without it shows its tables and names the missing file.
+"""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.files import write_atomically
 from octavo.html.environment import environment
 
-__all__ = ["check_library", "check_report_extra", "render"]
+__all__ = ["check_library", "check_report_extra", "render", "write_page"]
 
 
 def check_report_extra(page: str, *, then: str = "") -> None:
@@ -45,11 +51,20 @@ def check_library(what: str, library: str, module: str, *, then: str = "") -> No
 
 def render(template: str, /, **values: Any) -> str:
     """HTML of ``templates/TEMPLATE.html.jinja``; call :func:`check_report_extra` first."""
-    from markupsafe import Markup
+    return environment("octavo.reports").get_template(f"{template}.html.jinja").render(values, script=_script_name())
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page atomically, and before it plotly's script into the same folder unless it is there already."""
     from plotly.offline import get_plotlyjs
 
-    return (
-        environment("octavo.reports")
-        .get_template(f"{template}.html.jinja")
-        .render(values, plotly=Markup(get_plotlyjs()))
-    )
+    script, content = path.with_name(_script_name()), get_plotlyjs().encode()
+    if not (script.is_file() and script.read_bytes() == content):
+        write_atomically(script, content)
+    write_atomically(path, page)
+
+
+def _script_name() -> str:
+    from plotly.offline import get_plotlyjs_version
+
+    return f"plotly-{get_plotlyjs_version()}.min.js"

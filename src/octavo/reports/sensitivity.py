@@ -11,8 +11,12 @@ from octavo.reports.rendering import check_report_extra, render
 
 __all__ = ["sensitivity_page"]
 
-CHOICE_COLOURS = dict(zip(CHOICES, ("#d9480f", "#be185d", "#7c3aed", "#0f766e", "#94a3b8"), strict=True))
-ROLE_COLOURS = ("#2563eb", "#0891b2", "#0f766e", "#65a30d", "#ca8a04", "#d9480f", "#be185d", "#7c3aed", "#4b5563")
+CHOICE_COLOURS = {
+    choice: PALETTE[name] for choice, name in zip(CHOICES, ("orange", "pink", "violet", "teal", "silver"), strict=True)
+}
+ROLE_COLOURS = [
+    PALETTE[name] for name in ("blue", "cyan", "teal", "lime", "amber", "orange", "pink", "violet", "slate")
+]
 FRONT = ("least loss for its bytes", PALETTE["blue"])
 
 

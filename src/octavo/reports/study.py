@@ -72,7 +72,7 @@ def _loss_figure(study: Study) -> Any:
         # The curves nearly coincide: the lower ones are drawn wider, so that every colour shows.
         add_line(figure, smoothed(run.train_curve, _span(study)), f"{name} training", colour, width=1.5 + 1.5 * above)
         add_points(figure, run.validation_curve, f"{name} validation", colour, width=2 + 2 * above)
-    add_level(figure, study.unigram_nats, "unigram entropy: what token counts alone reach")
+    add_level(figure, study.unigram_nats, "unigram entropy")
     add_level(
         figure, study.target_nats, "target", position="bottom left"
     )  # the curves come down from above to the right
@@ -81,8 +81,8 @@ def _loss_figure(study: Study) -> Any:
 
 def _gap_figure(study: Study, pairs: Sequence[Pair]) -> Any:
     figure = new_figure("difference, nats a token")
-    figure.add_hrect(y0=-GAP_BAR_NATS, y1=GAP_BAR_NATS, fillcolor="#16a34a", opacity=0.08, line_width=0)
-    add_level(figure, GAP_BAR_NATS, f"bar: +{GAP_BAR_NATS:.4f}")
+    figure.add_hrect(y0=-GAP_BAR_NATS, y1=GAP_BAR_NATS, fillcolor="var(--met)", opacity=0.1, line_width=0)
+    add_level(figure, GAP_BAR_NATS, f"bar: +{GAP_BAR_NATS:.4f}", position="top left")
     extent = 2.0 * GAP_BAR_NATS
     for run, base, colour in pairs:
         name = _gap_name(run, base)

@@ -44,7 +44,7 @@ def test_recipes_are_compared(octavo, folder, tmp_path):
     assert [run["tokens"] for run in runs.values()] == [[6, 6]] * 3
     sizes = found["memory of weights, and the bars"]["raw"]["weight_bytes"]
     assert sizes["fp8"] == sizes["int8"] < sizes["bf16"]
-    assert sorted(path.suffix for path in out.iterdir()) == [".html", ".json", ".md"]
+    assert sorted(path.suffix for path in out.iterdir()) == [".html", ".js", ".json", ".md"]
     (written,) = out.glob("serving_*.json")
     assert load_report(written).theme == "serving"
 

@@ -7,13 +7,16 @@ import re
 from types import SimpleNamespace as Usage
 
 import pytest
+from plotly.offline import get_plotlyjs_version
 
 from octavo.cli import sensitivity
 from octavo.cli.sensitivity import _share
-from octavo.files import write_atomically
 from octavo.language_model import load_language_model
 from octavo.quantization import load_mix
 from octavo.quantization.sensitivity.units import units_of
+from octavo.reports.rendering import write_page
+
+SCRIPT = f"plotly-{get_plotlyjs_version()}.min.js"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_the_record_and_the_page(studied, finished_run):
     assert "What layers cost" in page
     assert "model.layers.0.mlp.down_proj" in page
     assert "$" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL), "nothing is left to substitute"
-    assert sorted(path.name for path in out.iterdir()) == ["mix.toml", "report.html", "sensitivity.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["mix.toml", SCRIPT, "report.html", "sensitivity.json"]
 
 
 def test_json_matches_record_and_own_folder_is_replaced(octavo, studied):
@@ -84,7 +87,7 @@ def test_a_budget_out_of_reach_leaves_no_mix_behind(on_run, tmp_path):
     result = on_run("--budget-bytes", "0.2", "--out", out)
     assert result.exit_code == 1, result.output
     assert "No mix was found with at most 0.2 of its bytes" in result.stdout
-    assert sorted(path.name for path in out.iterdir()) == ["report.html", "sensitivity.json"]
+    assert sorted(path.name for path in out.iterdir()) == [SCRIPT, "report.html", "sensitivity.json"]
 
 
 @pytest.mark.parametrize(
@@ -136,12 +139,12 @@ def home(tmp_path, monkeypatch):
 def fill_disk(monkeypatch, is_full):
     """Refuse, as a full disk does, to write the page, the second file, where ``is_full``."""
 
-    def full(path, content):
-        if path.name == "report.html" and is_full(path):
+    def full(path, page):
+        if is_full(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write_atomically(path, content)
+        write_page(path, page)
 
-    monkeypatch.setattr(sensitivity, "write_atomically", full)
+    monkeypatch.setattr(sensitivity, "write_page", full)
 
 
 def test_result_is_saved_elsewhere_if_the_disk_is_full(octavo, studied, tmp_path, monkeypatch, home):
@@ -152,7 +155,7 @@ def test_result_is_saved_elsewhere_if_the_disk_is_full(octavo, studied, tmp_path
     (kept,) = home.iterdir()
     sentence = result.stderr.strip().splitlines()[-1]
     assert f"cannot use '{out}': No space left on device; the result is kept in '{kept}'" in sentence
-    assert sorted(path.name for path in kept.iterdir()) == ["mix.toml", "report.html", "sensitivity.json"]
+    assert sorted(path.name for path in kept.iterdir()) == ["mix.toml", SCRIPT, "report.html", "sensitivity.json"]
     assert json.loads(result.stdout) == json.loads((kept / "sensitivity.json").read_text())
     assert not out.exists()
 

@@ -115,5 +115,6 @@ def test_the_heat_map_has_the_worst_of_each_column_s_samples():
     values = series.casts.of("underflow_fraction")
     columns = [index for index, key in enumerate(series.casts.keys) if key.role == "grad_output"]
     assert panel.customdata.shape == (len(columns), 100)
+    assert "var(--" not in figure.to_json(), "a notebook knows no colours of the pages' style sheet"
     assert panel.customdata.max() == pytest.approx(values[:, columns].max(), rel=1e-6)
     assert panel.y[-1] == 'head&lt;b&gt;&amp;"x"'

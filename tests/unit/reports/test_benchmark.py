@@ -1,4 +1,4 @@
-"""The benchmark's page: complete, escaped and self-contained."""
+"""The benchmark's page: complete, escaped and offline."""
 
 import sys
 

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from plotly.offline import get_plotlyjs
+from plotly.offline import get_plotlyjs_version
 
 from octavo.doctor import Finding, Sample, Severity, series_of
 from octavo.doctor.series import CastKey
@@ -81,14 +81,14 @@ def test_text_from_outside_is_escaped(page):
 def test_no_path_ends_the_script_that_holds_it():
     evil = "</script><script>alert(1)</script>"
     finding = Finding(code="saturation", severity=Severity.WARN, path=evil, role="input", cause=evil)
-    page = doctor_page(series_of([], [one_look(evil)]), [finding], title=evil).replace(get_plotlyjs(), "")
+    page = doctor_page(series_of([], [one_look(evil)]), [finding], title=evil)
     assert page.count("<script") == page.count("</script") == 4
     assert data_of(page)["layers"] == [evil]
 
 
 def test_page_asks_nothing_of_the_network(page):
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", text_of(page))
-    assert not re.findall(r"<script[^>]+src=", page)
+    assert re.findall(r'<script src="(.*?)"', page) == [f"plotly-{get_plotlyjs_version()}.min.js"]
     assert "@import" not in text_of(page)
 
 

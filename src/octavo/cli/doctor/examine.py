@@ -20,9 +20,9 @@ from octavo.doctor.histograms import histograms_of
 from octavo.doctor.losses import newest_gap
 from octavo.doctor.remedies import applied, ranked
 from octavo.errors import ConfigError, DataError
-from octavo.files import write_atomically
 from octavo.models.sources import has_run
 from octavo.reports.doctor import doctor_page
+from octavo.reports.rendering import write_page
 from octavo.training.config import RunConfig, config_from_dict, save_config
 from octavo.training.run_folder import CAPTURES, CONFIG
 from octavo.training.watched_run import WatchedRun, check_comparable, read_run, watched_run
@@ -160,7 +160,7 @@ def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Fi
         reference=None if reference is None else reference.series,
         histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES), series=run.series),
     )
-    write_atomically(page, content)
+    write_page(page, content)
     print_lines(f"page: {page}", to_stderr=True)
 
 

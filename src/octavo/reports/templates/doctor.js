@@ -2,13 +2,14 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const by = (id) => document.getElementById(id);
-const COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7", "#8a6d00", "#56b4e9"];
+const COLOURS = [1, 2, 3, 4, 5, 6].map((number) => `var(--series-${number})`);
 const PANELS = ["casts.amax", "casts.scale", "casts.stale_ratio", "casts.sqnr_db", "casts.underflow_fraction",
   "casts.saturation_fraction"];
 const MOST_DOUBLINGS = 5; // marks of a panel's axis: more would touch
+const shades = (name, count) => Array.from({ length: count }, (_, index) => `var(--${name}-${index + 1})`);
+const INK = "var(--ink)", MUTED = "var(--muted)", CHOSEN = "var(--focus)";
 const { missing: MISSING, pale: PALE, tinted: TINTED, warm: WARM } = data.colours;
-const COOL = ["#eef3f8", "#a9cce6", "#4a92c6", "#1b5a96", "#0a2a52"];
-const COLD = ["#10305e", "#2f6fb5", "#9cc3e6"];
+const COOL = shades("cool", 5), COLD = shades("cold", 3);
 const MONOSPACE = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 const selected = { statistic: null, sheet: 0, layer: 0, column: 0, finding: null }; // statistic: its name
 const columns = data.first ? data.first.length : 0;
@@ -70,7 +71,7 @@ const steps = (column) => {
 const layerName = (index) => data.layers[index] || "(the model itself)";
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-// ---- colours: pale is healthy, warm is worse, blue is a number without a verdict --------------------------------------
+// ---- colours: the page's is healthy, warm is worse, blue is a number without a verdict --------------------------------------
 
 function spread(statistic, cells) {
   const limit = statistic.high || statistic.low;
@@ -176,13 +177,13 @@ function drawMap() {
   const pixels = Math.min(22, Math.max(4, 640 / rows.length)), labels = rowLabels(rows, pixels);
   const trace = { type: "heatmap", x0: 0, dx: 1, y0: 0, dy: 1, z, zmin: range[0], zmax: range[1],
     colorscale: colours(what, range, shade.to), hoverinfo: "none", hoverongaps: true,
-    colorbar: { thickness: 11, outlinewidth: 0, ypad: 4, xpad: 8, tickfont: { size: 11.5 }, ...ticks(what, range, shade) } };
+    colorbar: { thickness: 11, outlinewidth: 1, outlinecolor: "var(--edge)", ypad: 4, xpad: 8, tickfont: { size: 11.5 }, ...ticks(what, range, shade) } };
   by("heat").style.height = `${Math.round(pixels * rows.length + 64)}px`;
   const shape = layout({ plot_bgcolor: MISSING, hovermode: "closest", margin: { l: labels.width, r: 10, t: 6, b: 44 },
     xaxis: { range: [-0.5, columns - 0.5], showgrid: false, rangemode: "normal", ...stepTicks() },
     yaxis: { title: { text: "" }, range: [rows.length - 0.5, -0.5], showgrid: false, automargin: false, ...labels.axis },
     shapes: marks(), dragmode: false });
-  Plotly.react("heat", [trace], shape, config);
+  draw("heat", [trace], shape);
   about(what);
 }
 
@@ -207,12 +208,12 @@ function marks() {
     const isHere = target && target.statistic === statistic().name && target.sheet === selected.sheet;
     if (!isHere || index >= 60) return [];
     const isChosen = index === selected.finding;
-    return [box(reach(target), rows.indexOf(target.layer), isChosen ? 3 : 1, isChosen ? "#0072b2" : "#1f2328")];
+    return [box(reach(target), rows.indexOf(target.layer), isChosen ? 3 : 1, isChosen ? CHOSEN : INK)];
   });
   const row = rows.indexOf(selected.layer);
   if (row < 0) return shapes;
-  return [...shapes, box([0, columns - 1], row, 1, "rgba(31,35,40,.55)"),
-    box([selected.column, selected.column], row, 2, "#1f2328")];
+  return [...shapes, box([0, columns - 1], row, 1, MUTED),
+    box([selected.column, selected.column], row, 2, INK)];
 }
 
 function cellText(row, column) {
@@ -290,12 +291,12 @@ function drawPanel(panel, what) {
   note.textContent = isAmax ? "dotted: what the scale was made for" : hasRange ? healthy(what) : what.meaning;
   const traces = what.sheets.flatMap((page) => tracesOf(what, page, isAmax));
   const isLog = ["magnitude", "ratio"].includes(what.kind);
-  Plotly.react(figure, traces, layout({ margin: { l: 56, r: 8, t: 6, b: 26 }, hovermode: "x",
+  draw(figure, traces, layout({ margin: { l: 56, r: 8, t: 6, b: 26 }, hovermode: "x",
     font: { ...data.layout.font, size: 11.5 },
     xaxis: { title: { text: "" }, range: [data.edges[0], data.edges[columns]], nticks: 6, rangemode: "normal" },
     yaxis: { title: { text: "" }, type: isLog ? "log" : "linear", nticks: 5, rangemode: isLog ? "normal" : "tozero",
       exponentformat: "power", ...heightOf(what, traces), tickformat: what.kind === "fraction" ? "~%" : "", automargin: false },
-    shapes: panelShapes(what, traces) }), config);
+    shapes: panelShapes(what, traces) }));
 }
 
 // A curve of zeros lies at the bottom: plotly would center it.
@@ -344,7 +345,7 @@ function panelShapes(what, traces) {
   const sizes = traces.flatMap((trace) => trace.y.filter((value) => value !== null).map(Math.abs));
   const highest = Math.max(...sizes), lowest = what.kind === "ratio" ? Math.min(...sizes) : 0;
   const level = (value) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value,
-    line: { color: "#6b7280", width: 1, dash: "dash" } });
+    line: { color: MUTED, width: 1, dash: "dash" } });
   const isNear = (value) => value !== null && value !== 0 && Math.abs(value) < 4 * highest && Math.abs(value) > lowest / 4;
   return [...[what.low, what.high].filter(isNear).map(level), ...stepShapes()];
 }
@@ -354,7 +355,7 @@ function stepShapes() {
   if (!target || !columns) return [];
   const [first, last] = reach(target), [x0, x1] = [data.edges[first], data.edges[last + 1]];
   return [{ type: "rect", name: "chosen", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, line: { width: 0 },
-    fillcolor: "#0072b2", opacity: 0.1, layer: "below" }];
+    fillcolor: CHOSEN, opacity: 0.1, layer: "below" }];
 }
 
 // ---- the selection -----------------------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ function choose(changes) {
   selected.sheet = Math.min(selected.sheet, statistic().sheets.length - 1);
   const isOtherMap = before.statistic !== selected.statistic || before.sheet !== selected.sheet;
   if (isOtherMap) drawMap();
-  else Plotly.relayout("heat", { shapes: marks() });
+  else Plotly.relayout("heat", coloured({ shapes: marks() }));
   fillMenus();
   drawCurves();
   readOut();
@@ -375,7 +376,7 @@ function choose(changes) {
 function shadeLoss() {
   for (const figure of [by("loss"), by("gap")].filter(({ layout }) => layout)) {
     const others = (figure.layout.shapes || []).filter((one) => one.name !== "chosen");
-    Plotly.relayout(figure, { shapes: [...others, ...stepShapes()] });
+    Plotly.relayout(figure, coloured({ shapes: [...others, ...stepShapes()] }));
   }
   document.querySelectorAll(".finding").forEach((card) =>
     card.classList.toggle("chosen", card.id === `finding-${selected.finding}`));
@@ -439,9 +440,11 @@ function listen() {
 
 // ---- values on the format's grid -----------------------------------------------------------------------------------------
 
-const ZONES = [["flushed to zero", "#a8a39a"], ["subnormal", "#8fc1e3"], ["normal", "#0072b2"], ["saturated", "#c2410c"]];
+const ZONES = [["flushed to zero", "var(--flushed)"], ["subnormal", "var(--subnormal)"], ["normal", "var(--series-1)"],
+  ["saturated", "var(--saturated)"]];
 
-function drawHistogram(one) {
+function drawHistogram() {
+  const one = data.histograms[by("histogram").value];
   const centres = one.shares.map((_, i) => one.first + (i + 0.5) * one.width);
   const zone = (x) => one.ends.filter((end) => x > end).length;
   const bars = { type: "bar", x: centres, y: one.shares, width: one.width * 0.92,
@@ -450,21 +453,21 @@ function drawHistogram(one) {
     hovertemplate: "|x| ≈ 2<sup>%{x:.1f}</sup>: %{y:.2%}<br>%{text}<extra></extra>" };
   const highest = Math.max(...one.shares, 0.01);
   const rug = { type: "scatter", mode: "markers", x: one.grid, y: one.grid.map(() => -0.035 * highest), hoverinfo: "skip",
-    marker: { symbol: "line-ns-open", size: 8, color: "#1f2328", line: { width: 1 } } };
+    marker: { symbol: "line-ns-open", size: 8, color: INK, line: { width: 1 } } };
   const left = Math.min(one.first, one.ends[0] - 7), last = one.first + one.shares.length * one.width;
   const right = Math.max(last + 1, one.ends[2] + 5);
   const edges = [left, ...one.ends, right];
   const names = ZONES.map(([name], i) => ({ x: i === 0 ? edges[1] : i === 2 ? (edges[2] + edges[3]) / 2 : edges[i],
-    xanchor: ["right", "left", "center", "left"][i], y: 1.02, yref: "paper", yanchor: "bottom", text: name, showarrow: false,
-    font: { size: 12, color: "#4b5563" } }));
+    xanchor: ["right", "left", "center", "left"][i], xshift: [-4, 4, 0, 4][i], y: 1.02, yref: "paper", yanchor: "bottom", text: name, showarrow: false,
+    font: { size: 12, color: MUTED } }));
   const walls = one.ends.map((x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
-    line: { color: "#6b7280", width: 1, dash: "dot" } }));
-  Plotly.react("grid", [bars, rug], layout({ hovermode: "closest", bargap: 0, margin: { l: 58, r: 12, t: 30, b: 44 },
+    line: { color: MUTED, width: 1, dash: "dot" } }));
+  draw("grid", [bars, rug], layout({ hovermode: "closest", bargap: 0, margin: { l: 58, r: 12, t: 30, b: 44 },
     annotations: names, shapes: walls,
     xaxis: { title: { text: "magnitude" }, range: [left, right], tickprefix: "2<sup>", ticksuffix: "</sup>", nticks: 12,
       rangemode: "normal" },
     yaxis: { title: { text: "share of nonzeros" }, tickformat: "~%", range: [-0.075 * highest, 1.06 * highest],
-      zeroline: true, zerolinecolor: "#6b7280" } }), config);
+      zeroline: true, zerolinecolor: MUTED } }));
   by("histogram-about").innerHTML = `<span><b>${escaped(one.format)}</b></span>` +
     [["zero before the cast", one.zeros], ["flushed to zero", one.flushed], ["saturated", one.saturated]]
       .map(([name, share]) => `<span>${name}: ${written(share, "fraction")}</span>`).join("");
@@ -496,12 +499,23 @@ function begin() {
     chooseFinding(Number(link.dataset.finding));
   }));
   if (data.histograms.length) {
-    const drawChosen = () => drawHistogram(data.histograms[by("histogram").value]);
-    by("histogram").addEventListener("change", drawChosen);
-    waiting.push(drawChosen);
+    by("histogram").addEventListener("change", drawHistogram);
+    waiting.push(drawHistogram);
   }
   document.documentElement.dataset.ready = Math.round(performance.now());
   requestAnimationFrame(() => setTimeout(drawWaiting));
 }
 
-begin();
+function redraw() {
+  if (data.statistics.length) {
+    drawMap();
+    drawCurves();
+  }
+  if (data.histograms.length) drawHistogram();
+  shadeLoss();
+}
+
+if (window.Plotly) {
+  begin();
+  scheme.addEventListener("change", redraw);
+}

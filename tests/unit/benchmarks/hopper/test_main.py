@@ -118,8 +118,8 @@ def test_three_files_are_written_and_named(hopper, tmp_path):
     result = hopper("--out", tmp_path / "new" / "folder")
     assert result.exit_code == 0
     files = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
-    assert [Path(name).suffix for name in files] == [".html", ".json", ".md"]
-    assert all(name.startswith("hopper_cpu-a-rehearsal_20") for name in files)
+    assert [Path(name).suffix for name in files] == [".html", ".json", ".md", ".js"]
+    assert [name.startswith("hopper_cpu-a-rehearsal_20") for name in files] == [True, True, True, False]
     assert "1 of 1 bars met, 0 not measured" in result.stdout
 
 
@@ -239,7 +239,7 @@ def test_without_plotly_the_other_two_are_written_and_can_be_drawn_later(hopper,
     redrawn = hopper("--from", written[".json"], "--out", tmp_path / "drawn")
     assert redrawn.exit_code == 0
     drawn = {path.suffix: path for path in (tmp_path / "drawn").iterdir()}
-    assert sorted(drawn) == [".html", ".json", ".md"]
+    assert sorted(drawn) == [".html", ".js", ".json", ".md"]
     assert drawn[".md"].read_text() == before
     assert drawn[".json"].read_text() == written[".json"].read_text()
 
