@@ -4,6 +4,8 @@
 #   scripts/wheel.sh                                 the wheel for .venv's Python
 #   scripts/wheel.sh python3.12 python3.13 aarch64   also for these Pythons, and for .venv's Python on aarch64
 #
+# From Python 3.12 on, one wheel (cp312-abi3) is for all: python3.12 builds it, and python3.13 loads the same.
+#
 # Each wheel is compiled from the source distribution in a fresh folder; auditwheel refuses it where it needs more than
 # PLATFORM has. The wheel for .venv's Python is tried in an environment that has only what its METADATA declares, linked from
 # .venv, and the source distribution in one without a compiler. Other Pythons load their wheel's kernels; those for aarch64
@@ -39,21 +41,14 @@ build_for_aarch64() { # with .venv's headers, which are those of every 64-bit Li
         --config-settings='cmake.args=-DCMAKE_SYSTEM_NAME=Linux;-DCMAKE_SYSTEM_PROCESSOR=aarch64'
 }
 
-build_for_python() { # Python: built with the lock's tools, and loaded
-    local home=$room/$1 tools='^(cmake|nanobind|ninja|packaging|pathspec|scikit[-_]build[-_]core)=='
-    "$1" -m venv "$home"
-    python - "$lock" "$tools" >"$room/tools" <<'PY'
-import re, sys
+install_from_dist() { # Python
+    "$1" -m pip install --quiet --no-deps --no-index --find-links "$dist" --only-binary :all: --pre octavo
+}
 
-for pin in re.split(r"\n(?=\S)", open(sys.argv[1]).read()):
-    if re.match(sys.argv[2], pin):
-        print(pin)
-PY
-    "$home/bin/python" -m pip install --quiet --require-hashes --no-deps -r "$room/tools"
-    PATH="$home/bin:$PATH" build "$home/bin/python" x86_64
-    local tag
-    tag=$("$home/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-    "$home/bin/python" -m pip install --quiet --no-deps "$dist"/octavo-*-"$tag-$tag"-*.whl
+build_for_python() { # Python: its wheel, built with the lock's tools unless dist/ has one, is loaded
+    local home=$room/$1
+    "$1" -m venv "$home"
+    install_from_dist "$home/bin/python" 2>/dev/null || build_with_tools "$home"
     "$home/bin/python" - <<'PY'  # octavo itself needs torch
 import importlib.util, pathlib, sys, sysconfig
 
@@ -62,6 +57,19 @@ spec = importlib.util.spec_from_file_location("_native", file)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 print(f"wheel: Python {sys.version.split()[0]} loads {file.name}")
 PY
+}
+
+build_with_tools() { # virtual environment
+    python - "$lock" '^(cmake|nanobind|ninja|packaging|pathspec|scikit[-_]build[-_]core)==' >"$room/tools" <<'PY'
+import re, sys
+
+for pin in re.split(r"\n(?=\S)", open(sys.argv[1]).read()):
+    if re.match(sys.argv[2], pin):
+        print(pin)
+PY
+    "$1/bin/python" -m pip install --quiet --require-hashes --no-deps -r "$room/tools"
+    PATH="$1/bin:$PATH" build "$1/bin/python" x86_64
+    install_from_dist "$1/bin/python"
 }
 
 rm -rf "$dist"

@@ -135,6 +135,7 @@ def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple
     import onnxruntime
 
     probe, casts = _add_cast_outputs(onnx.load(path, load_external_data=False))
+    _remove_default_types(probe)
     probe_path = path.with_name(PROBE)
     onnx.save(probe, probe_path)
     feeds = {name: _array(tensor) for name, tensor in zip(graph.names, inputs, strict=True)}
@@ -218,6 +219,18 @@ def _add_cast_outputs(model: Any) -> tuple[Any, list[_CastNames]]:
     for name in {name for cast in casts for name in (cast.x, cast.encode_scale, cast.codes)} - existing:
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
     return model, casts
+
+
+def _remove_default_types(model: Any) -> None:
+    """Remove attributes of casts that are 0, their default.
+
+    The reference evaluator of onnx 1.21 and 1.22 runs the operators of opset 23 with code that does not know them.
+    """
+    for node in model.graph.node:
+        if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
+            for attribute in [each for each in node.attribute if each.name in {"precision", "output_dtype"}]:
+                if not attribute.i:
+                    node.attribute.remove(attribute)
 
 
 def _run_onnxruntime(path: Path, feeds: Feeds, output_names: list[str]) -> Results:

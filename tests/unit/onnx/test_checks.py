@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.onnx.checks import EngineCheck, sample_inputs
+from octavo.onnx.checks import EngineCheck, _remove_default_types, sample_inputs
 from octavo.onnx.graph import BATCH, SEQUENCE, graph_of_module
 
 
@@ -115,3 +115,16 @@ def test_empty_inputs_are_refused():
     octavo.convert(model, "tensorwise")
     with pytest.raises(ConfigError, match=r"an input is \[0, 8\], which is empty"):
         graph_of_module(model, (torch.randn(0, 8), torch.randn(4)), torch.float32)
+
+
+def test_only_default_types_of_casts_are_removed():
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    model = onnx.parser.parse_model("""
+        <ir_version: 11, opset_import: ["" : 23]>
+        casts (float[3] x, float s) => (float[3] y) {
+            q = QuantizeLinear <axis = 0, precision = 0, output_dtype = 17> (x, s)
+            y = DequantizeLinear <output_dtype = 0> (q, s)
+        }""")
+    _remove_default_types(model)
+    names = [{each.name for each in node.attribute} for node in model.graph.node]
+    assert names == [{"axis", "output_dtype"}, set()]

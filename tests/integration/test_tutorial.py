@@ -1,0 +1,137 @@
+"""The tutorial's commands run in order, in one folder, as a reader would paste them, and README's ``octavo`` commands.
+
+Commands run in this process, which spares the start of Python for each; the server is a process of its own and ends by
+Ctrl-C. Training text is the same in every run of the tutorial, so the runs after the first find it encoded.
+"""
+
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.cli.app import app
+from tests.policy.source_tree import ROOT
+
+PAGES = sorted((ROOT / "docs/tutorial").glob("*.md"))
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+TITLE = re.compile(r'title="([\w.-]+)"')
+EXIT_CODE = re.compile(r"# exit code (\d+)$")
+OUT = re.compile(r"^octavo train .*--out (\S+)")
+PORT = "8000"  # in the pages; the test takes a free one
+SECONDS = 300  # limit of one process
+
+
+def blocks(page):
+    return [match.groups() for match in FENCE.finditer(page.read_text())]
+
+
+def commands(block):
+    return block.replace("\\\n", " ").splitlines()
+
+
+def arguments(command):
+    program, *words = shlex.split(command, comments=True)
+    assert program == "octavo", f"the test runs octavo and curl, not: {command}"
+    return words
+
+
+def run(command):
+    """Standard output of an octavo command, which must end with the exit code that the page gives."""
+    expected = EXIT_CODE.search(command)
+    result = CliRunner().invoke(app, arguments(command), prog_name="octavo")
+    assert result.exit_code == (int(expected[1]) if expected else 0), (
+        f"{command}\n{result.output}\n{result.exception!r}"
+    )
+    return result.stdout
+
+
+def fetch(command):
+    """Answer of the server to a curl command of the page."""
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl on this machine to ask the server with")
+    fetched = subprocess.run(
+        ["bash", "-c", command.replace("curl ", "curl --fail-with-body ", 1)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert fetched.returncode == 0, f"{command}\n{fetched.stdout}\n{fetched.stderr}"
+    return fetched.stdout
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def start_server():
+    """Start a server and wait until it says that it serves; before, it listens and answers that it still loads."""
+    servers = []
+
+    def started(command):
+        words = [sys.executable, "-m", "octavo", *arguments(command)]
+        server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        servers.append(server)
+        assert any("is served at" in line for line in server.stderr), "the server ended before it served"
+
+    yield started
+    for server in servers:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+    assert [server.returncode for server in servers] == [0] * len(servers)
+
+
+def reuse_encoded_text(command, data):
+    """Copy the encoded text of the first run into the folder of a later one, which checks it against its own text."""
+    if (out := OUT.match(command)) and data.exists():
+        shutil.copytree(data, f"{out[1]}/data")
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch, start_server):
+    """Standard output of each command of the tutorial."""
+    for library in ("compressed_tensors", "transformers"):
+        pytest.importorskip(library, reason=f"{library} is not installed to verify the export with")
+    monkeypatch.chdir(tmp_path)
+    port, printed = free_port(), {}
+    for language, head, block in (each for page in PAGES for each in blocks(page)):
+        if language == "toml":
+            (tmp_path / TITLE.search(head)[1]).write_text(block)
+        for command in commands(block) if language == "bash" else ():
+            here = command.replace(PORT, str(port))
+            reuse_encoded_text(here, tmp_path / "runs/bf16/data")
+            if command.startswith("octavo serve"):
+                start_server(here)
+            else:
+                printed[command] = fetch(here) if command.startswith("curl ") else run(here)
+    return printed
+
+
+def test_tutorial_commands_do_what_the_pages_say(printed):
+    text = {tuple(command.split()[:3]): output for command, output in printed.items()}
+    assert "healthy: nothing found" in text["octavo", "doctor", "runs/fp8"]
+    assert "bulk-underflow" in text["octavo", "doctor", "runs/margin"]
+    assert "healthy: nothing found" in text["octavo", "doctor", "runs/fixed"]
+    assert "verified by transformers" in text["octavo", "export", "runs/fp8"]
+    answers = [output for command, output in printed.items() if command.startswith("curl ")]
+    assert ['"object":"text_completion"' in answer for answer in answers] == [True]
+    assert text["octavo", "generate", "runs/fp8"].startswith("def main(")
+
+
+def test_readme_commands_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        line for language, _, block in blocks(ROOT / "README.md") if language == "bash" for line in commands(block)
+    ]
+    outputs = [run(line) for line in lines if line.startswith("octavo ")]
+    assert outputs
+    assert all(outputs)
