@@ -81,6 +81,7 @@ def start_server():
         words = [sys.executable, "-m", "octavo", *arguments(command)]
         server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         servers.append(server)
+        assert server.stderr is not None
         assert any("is served at" in line for line in server.stderr), "the server ended before it served"
 
     yield started
@@ -105,7 +106,9 @@ def printed(tmp_path, monkeypatch, start_server):
     port, printed = free_port(), {}
     for language, head, block in (each for page in PAGES for each in blocks(page)):
         if language == "toml":
-            (tmp_path / TITLE.search(head)[1]).write_text(block)
+            title = TITLE.search(head)
+            assert title is not None, "a page names the file of its settings"
+            (tmp_path / title[1]).write_text(block)
         for command in commands(block) if language == "bash" else ():
             here = command.replace(PORT, str(port))
             reuse_encoded_text(here, tmp_path / "runs/bf16/data")
