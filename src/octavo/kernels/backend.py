@@ -152,6 +152,8 @@ class MatmulProblem:
         bias: whether a bias is added before y is rounded.
         accumulate: how the products must be added.
         fast_accumulation: whether a GPU may keep fewer bits while it adds; a hint, where ``accumulate`` is FP32.
+        scale_needs_grad: whether autograd records y for a scale that requires a gradient.
+        bias_needs_grad: whether autograd records y for a bias that requires a gradient.
     """
 
     m: int
@@ -166,6 +168,13 @@ class MatmulProblem:
     bias: bool
     accumulate: Accumulate
     fast_accumulation: bool = False
+    scale_needs_grad: bool = False
+    bias_needs_grad: bool = False
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether y needs a gradient function."""
+        return self.scale_needs_grad or self.bias_needs_grad
 
 
 class Backend(Protocol):

@@ -185,7 +185,7 @@ def scaled_mm(
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         selected = _select(problem) if backend == "auto" else _named(backend, problem)
         return selected.scaled_mm(a, b, bias, problem)
-    call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation)
+    call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation, torch.is_grad_enabled())
     try:
         checked = _checked_calls.get(call)
     except TypeError:  # an unhashable argument is invalid; _describe raises for it
@@ -203,8 +203,9 @@ def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
     for value in (a, b, *options):
         if isinstance(value, QuantizedTensor):
             described += (value.data.shape, value.data.dtype, value.data.device, value.granularity, value.hp_dtype)
+            described.append(value.scale.requires_grad)
         elif isinstance(value, Tensor):
-            described += (value.shape, value.dtype, value.device)
+            described += (value.shape, value.dtype, value.device, value.requires_grad)
         else:
             described.append(value)
     return tuple(described)
@@ -318,6 +319,8 @@ def _describe(
         bias=bias is not None,
         accumulate=_ACCUMULATE[_ACCUMULATE.index(accumulate)],
         fast_accumulation=fast_accumulation,
+        scale_needs_grad=torch.is_grad_enabled() and (a.scale.requires_grad or b.scale.requires_grad),
+        bias_needs_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
     )
 
 

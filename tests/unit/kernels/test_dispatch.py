@@ -159,6 +159,42 @@ def test_operands_on_other_devices_are_refused():
             octavo.quantize(torch.ones(4), octavo.E4M3, **options)
 
 
+@pytest.mark.skipif(not native_bindings.levels(), reason="no native kernels were built")
+@pytest.mark.usefixtures("_no_choices")
+@pytest.mark.parametrize("learned", ["bias", "scale"])
+def test_backend_without_gradients_is_rejected_where_one_is_needed(learned):
+    a, b, bias = _quantized(4, 8), _quantized(3, 8), torch.zeros(3)
+    (bias if learned == "bias" else a.scale).requires_grad_()
+    scaled_mm(a, b, bias=bias)
+    with torch.no_grad():
+        scaled_mm(a, b, bias=bias)
+        scaled_mm(a, b, bias=bias, backend="native")
+    recorded, without = selections()
+    assert (recorded.backend, without.backend) == ("torch_cpu", "native")
+    reason = "its kernels have no gradient, and a scale or the bias requires one"
+    assert dict(recorded.rejected)["native"] == reason
+    with pytest.raises(BackendError, match=f"'native' cannot run this product: {reason}"):
+        scaled_mm(a, b, bias=bias, backend="native")
+
+
+def test_compiled_product_passes_gradients_to_a_bias():
+    a, b, bias = _quantized(4, 8), _quantized(3, 8), torch.zeros(3, requires_grad=True)
+    compiled = torch.compile(lambda bias: scaled_mm(a, b, bias=bias), backend="aot_eager", fullgraph=True)
+    compiled(bias).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((3,), 4.0))
+
+
+def test_sums_of_scaled_blocks_as_hopper_makes_them_pass_gradients_to_a_scale():
+    a = _quantized(4, 256, granularity=PerBlock(1, 128))
+    learned = replace(a, scale=a.scale.clone().requires_grad_())
+    y = scaled_mm(learned, a, accumulate=Accumulate.HOPPER_SLOW)
+    assert torch.equal(y, scaled_mm(a, a, accumulate=Accumulate.HOPPER_SLOW))
+    y.sum().backward()
+    assert learned.scale.grad is not None
+    torch.testing.assert_close((learned.scale.grad * a.scale).sum(), y.detach().sum())  # y is linear in the scales
+
+
 def test_a_learned_bias_and_scale_have_gradients():
     a, b, bias = _quantized(4, 8), _quantized(3, 8), torch.zeros(3, requires_grad=True)
     scale = a.scale.clone().requires_grad_()

@@ -65,8 +65,6 @@ class NativeBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
-            return _TORCH.scaled_mm(a, b, bias, problem)  # its operations have gradients
         a_scale, b_scale, out_dtype = rows_of_scales(a), rows_of_scales(b), problem.out_dtype
         block = max(block_widths(problem), default=0)
         if is_traced(a.data, a.scale, b.data, b.scale, bias):  # eager calls save the operator's 20 µs of dispatch
@@ -86,6 +84,8 @@ def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
         yield "it multiplies E4M3 and E5M2"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
+    if problem.needs_grad:
+        yield "its kernels have no gradient, and a scale or the bias requires one"
 
 
 def _native_mm(  # noqa: PLR0917 (an operator's schema)

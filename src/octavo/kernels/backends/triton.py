@@ -16,7 +16,6 @@ from torch import Tensor
 import octavo.kernels.triton_bindings as triton_bindings
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, ScaleSource, block_widths, product_shape
-from octavo.kernels.backends.reference import ReferenceBackend
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT
@@ -27,7 +26,6 @@ from octavo.numerics.granularity import granularity_as_list, granularity_from_li
 __all__ = ["TritonBackend", "TritonCast"]
 
 _WIDTHS = (32, 64, CHAIN)
-_REFERENCE = ReferenceBackend()
 
 
 class TritonCast:
@@ -64,8 +62,6 @@ class TritonBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
-            return _REFERENCE.scaled_mm(a, b, bias, problem)  # its operations have gradients
         if not (is_traced(a.data) or is_traced(b.data)):  # the operator is the same function behind 20 µs of dispatch
             return _product(a, b, bias, problem.out_dtype)
         result: Tensor = torch.ops.octavo.triton_mm(
@@ -95,6 +91,8 @@ def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
     yield from _unsupported_sum_reasons(problem.accumulate, widths)
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
+    if problem.needs_grad:
+        yield "its kernels have no gradient, and a scale or the bias requires one"
 
 
 def _unsupported_sum_reasons(accumulate: Accumulate, widths: list[int]) -> Iterator[str]:
