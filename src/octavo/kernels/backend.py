@@ -42,13 +42,14 @@ class CastProblem:
 
     Attributes:
         shape: of the tensor.
-        dtype: of the tensor.
+        dtype: of the tensor in high precision.
         device: device type, such as "cpu".
         format: of the codes.
         granularity: scaling groups.
         rounding: to the nearest code, or stochastic.
         scale_given: whether the scale, or the amax that it is made from, is passed instead of measured.
         transformed: whether the tensor is one of torch.func's, which have no memory.
+        decodes: whether codes are decoded to ``dtype``, instead of cast from it.
     """
 
     shape: torch.Size
@@ -59,6 +60,7 @@ class CastProblem:
     rounding: Rounding = Rounding.NEAREST
     scale_given: bool = False
     transformed: bool = False
+    decodes: bool = False
 
     @classmethod
     def of(cls, x: Tensor, fmt: Format, granularity: Granularity) -> "CastProblem":
@@ -106,7 +108,7 @@ class ScaleSource(TypedDict, total=False):
 
 
 class CastBackend(Protocol):
-    """Casts the tensors it supports."""
+    """Casts the tensors it supports, and decodes their codes."""
 
     @property
     def name(self) -> str:
@@ -131,6 +133,14 @@ class CastBackend(Protocol):
         A backend may leave ``transposed`` None although ``transpose`` is set. Where it writes ``record`` itself, the
         result has no measurement.
         """
+        ...
+
+    def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:
+        """Values of the codes that :meth:`cast` makes, in ``out`` if given; None where no kernel skips the codes."""
+        ...
+
+    def dequantize(self, codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+        """``fp32(codes) · scale``, rounded once to ``out_dtype``."""
         ...
 
 

@@ -123,7 +123,9 @@ def _unsupported_reasons(problem: CastProblem) -> Iterator[str]:
     if problem.device != "cpu":
         yield f"it runs on a CPU, and the tensor is on {problem.device}"
     if problem.format not in _FORMATS:
-        yield f"it casts to E4M3 and E5M2, not {problem.format}"
+        yield f"its codes are E4M3 and E5M2, not {problem.format}"
+    if problem.decodes and problem.dtype not in DTYPES:
+        yield f"it decodes to float32, bfloat16 and float16, not {problem.dtype}"
     if problem.rounding != Rounding.NEAREST:
         yield "it rounds to nearest"
     if 0 in problem.shape:

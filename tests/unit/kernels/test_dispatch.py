@@ -272,11 +272,27 @@ def test_a_cast_records_its_selection_with_reasons_once_a_problem():
     assert explain(stochastic.problem) == stochastic
 
 
+@pytest.mark.usefixtures("_no_choices")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_fake_quantize_and_dequantize_record_their_selections(dtype):
+    x = torch.randn(4, 8, dtype=dtype)
+    values = octavo.fake_quantize(x, octavo.E4M3)
+    codes = octavo.quantize(x, octavo.E4M3)
+    assert torch.equal(values, codes.dequantize())
+    encoded, decoded = cast_selections()
+    native, other = ("native" if native_bindings.levels() else "reference"), "reference"
+    assert (encoded.problem, encoded.backend) == (CastProblem.of(x, octavo.E4M3, PerTensor()), native)
+    assert decoded.problem == replace(encoded.problem, decodes=True)
+    assert decoded.backend == (native if dtype is torch.bfloat16 else other)
+    assert explain(decoded.problem) == decoded
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
         ({"shape": torch.Size([0, 4])}, "the tensor is empty"),
-        ({"format": E4M3_FNUZ}, "it casts to E4M3 and E5M2, not E4M3_FNUZ"),
+        ({"format": E4M3_FNUZ}, "its codes are E4M3 and E5M2, not E4M3_FNUZ"),
+        ({"decodes": True, "dtype": torch.float64}, "it decodes to float32, bfloat16 and float16, not torch.float64"),
         ({"device": "meta"}, "it runs on a CPU, and the tensor is on meta"),
         ({"rounding": Rounding.STOCHASTIC}, "it rounds to nearest"),
         ({"transformed": True}, "it reads memory, which torch.func's tensors do not have"),

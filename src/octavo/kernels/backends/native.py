@@ -22,7 +22,7 @@ from octavo.kernels.backend import (
 from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import AmaxRecord, CastSpec, QuantizedTensor
+from octavo.numerics import AmaxRecord, CastSpec, Granularity, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["NativeBackend", "NativeCast"]
@@ -36,7 +36,7 @@ class NativeCast:
     name = "native"
 
     def unsupported_reason(self, problem: CastProblem) -> str | None:
-        """None for tensors on a CPU that round to nearest, if the extension was built."""
+        """None for tensors on a CPU that round to nearest, and for their codes, if the extension was built."""
         return native_bindings.unsupported_reason(problem)
 
     def cast(
@@ -52,6 +52,16 @@ class NativeCast:
         if is_traced(x):
             return traced_cast(x, spec, record=record, **source)
         return native_bindings.cast(x, spec, **source)
+
+    def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:
+        """See :class:`octavo.kernels.backend.CastBackend`; the kernel writes the dtypes that it also decodes to."""
+        if x.dtype not in native_bindings.DTYPES or is_traced(x):
+            return None
+        return native_bindings.fake_quantize(x, spec, out=out)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+        return native_bindings.dequantize(codes, scale, granularity, out_dtype)
 
 
 class NativeBackend:

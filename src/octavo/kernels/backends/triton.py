@@ -19,7 +19,7 @@ from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, Scale
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, QuantizedTensor
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
@@ -34,7 +34,7 @@ class TritonCast:
     name = "triton"
 
     def unsupported_reason(self, problem: CastProblem) -> str | None:
-        """None for tensors on CUDA that round to nearest, with groups that fit into a kernel's tile."""
+        """None for tensors on CUDA that round to nearest, and for their codes, with groups that fit a kernel's tile."""
         return triton_bindings.unsupported_reason(problem)
 
     def cast(
@@ -49,6 +49,16 @@ class TritonCast:
         """Cast ``x``, its transpose if requested, and record what is measured."""
         run = traced_cast if is_traced(x) else triton_bindings.cast
         return run(x, spec, transpose=transpose, record=record, **source)
+
+    def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+        if is_traced(x) or not triton_bindings.fakes(x, spec.granularity):
+            return None
+        return triton_bindings.fake_quantize(x, spec, out=out)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+        return triton_bindings.dequantize(codes, scale, granularity, out_dtype)
 
 
 class TritonBackend:
