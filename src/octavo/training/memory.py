@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 COPIES = 4  # of each parameter: weight, gradient, two moments
-# What torch raises as a bare RuntimeError: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
+# In the bare RuntimeErrors of torch: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 RESET_PEAK = "5"
