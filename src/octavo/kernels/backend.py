@@ -6,7 +6,7 @@ falling back.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypedDict, Unpack
+from typing import ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class CastProblem:
         transformed: whether the tensor is one of torch.func's, which have no memory.
         decodes: whether codes are decoded to ``dtype``, instead of cast from it.
     """
+
+    NOUN: ClassVar[str] = "cast"  # in messages
 
     shape: torch.Size
     dtype: torch.dtype
@@ -165,6 +167,8 @@ class MatmulProblem:
         scale_needs_grad: whether autograd records y for a scale that requires a gradient.
         bias_needs_grad: whether autograd records y for a bias that requires a gradient.
     """
+
+    NOUN: ClassVar[str] = "product"  # in messages
 
     m: int
     n: int

@@ -280,8 +280,9 @@ def _first_able(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Bac
         if reason is None:
             return backend, Selection(problem, backend.name, tuple(rejected))
         rejected.append((backend.name, reason))
-    kind = "cast" if isinstance(problem, CastProblem) else "product"
-    raise BackendError(f"no backend can run this {kind}: {'; '.join(f'{name}: {why}' for name, why in rejected)}")
+    raise BackendError(
+        f"no backend can run this {problem.NOUN}: {'; '.join(f'{name}: {why}' for name, why in rejected)}"
+    )
 
 
 def selections() -> tuple[Selection[MatmulProblem], ...]:

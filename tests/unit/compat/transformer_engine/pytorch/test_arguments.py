@@ -38,7 +38,8 @@ MODULES = pytest.mark.parametrize("kind", SIZES)
 @MODULES
 def test_arguments_without_effect_are_accepted(kind):
     modules = []
-    for arguments in ({}, dict.fromkeys(NO_EFFECT, 3) | ONLY_DEFAULT):
+    without_effect: dict[str, object] = {**dict.fromkeys(NO_EFFECT, 3), **ONLY_DEFAULT}
+    for arguments in ({}, without_effect):
         torch.manual_seed(0)
         modules.append(kind(*SIZES[kind], **arguments))
     plain, other = modules
