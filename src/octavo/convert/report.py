@@ -132,8 +132,8 @@ class ConversionReport:
             "converted": counted(len(self.converted), "layer"),
             "high precision": counted(len(self.skipped), "layer"),
         }
-        if self.held:
-            facts["stored as codes"] = counted(len(self.held), "weight")
+        if self.stored:
+            facts["stored as codes"] = counted(len(self.stored), "weight")
         runs = {path: self.overridden.get(path, self.recipe) for path in self.converted}
         stay = self.skipped | self.parameters
         tables = (
@@ -141,7 +141,7 @@ class ConversionReport:
             Table(
                 title="In high precision", columns=("weights", "reason"), rows=list(_grouped(stay, self.shares.by_path))
             ),
-            Table(title="Not stored as codes", columns=("layers", "reason"), rows=list(_grouped(self.not_held))),
+            Table(title="Not stored as codes", columns=("layers", "reason"), rows=list(_grouped(self.not_stored))),
             Table(title="Notes", columns=("module", "note"), rows=list(_grouped(self.notes))),
         )
         return summary(f"ConversionReport: recipe {self.recipe}", facts=facts, tables=tables)
