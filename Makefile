@@ -4,7 +4,7 @@
 #   make demo    train a small language model in FP32, BF16 and FP8 and compare the three
 #   make test    format, lint, types, tests: stops at the first that fails
 #   make docs    the documentation as a site in build/site; a broken link is an error
-#   make fmt     let ruff format the code and mend what it can
+#   make fmt     let ruff format the code and fix what it can
 #   make clean   remove .venv, caches and build leftovers (runs/ stays)
 #
 # PYTHON chooses the interpreter that .venv is made from: make venv PYTHON=python3.12

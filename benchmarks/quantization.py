@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.measure import bf16_note, hardware, markdown_table, publish, verdict
-from octavo.bench.latency import PassTime, emulation_note, pass_times
+from octavo.bench.latency import PassTime, pass_times, passes_note
 from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, load_qat, text_windows
 from octavo.quantization.comparison.comparison import FormatComparison, compare
@@ -89,7 +89,7 @@ def format_lines(
     lines.append("Head, embedding and norms are in BF16 in all but fp32. " + bf16_note())
     if speed:
         times = pass_times({each.name: each for each in contestants}, text[0, :SPEED_LENGTH])
-        lines += ["", *speed_table(times), "", emulation_note(model.device)]
+        lines += ["", *speed_table(times), "", passes_note(model.device)]
     return lines
 
 

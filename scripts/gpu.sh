@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a machine with a Hopper GPU runs from a checkout: nothing is installed, nothing is built, nothing is downloaded.
+# Tests and benchmarks of a machine with a Hopper GPU, from a checkout: nothing is installed, built or downloaded.
 # Its own python3 has torch, triton, numpy, safetensors, typer, rich and, for the tests, pytest and hypothesis.
 #
 #   scripts/gpu.sh tests [PYTEST ARGUMENTS]    tests/gpu, and the Triton kernels' tests on the device

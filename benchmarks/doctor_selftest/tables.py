@@ -91,7 +91,7 @@ def _confusion_table(result: SelftestResult) -> Section:
 
 
 def _tools_table(result: SelftestResult) -> Section:
-    """How many of a fault's runs each tool spoke in, and in how many it named the layer."""
+    """Number of a fault's runs in which each tool reported something, and in which it named the layer."""
     rows = []
     for name in (*result.config.faults, "clean"):
         runs = result.clean if name == "clean" else [run for run in result.of(RunKind.FAULT) if run.case.name == name]

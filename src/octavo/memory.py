@@ -13,7 +13,7 @@ import torch
 from octavo.control_groups import read_limits
 from octavo.errors import ConfigError
 
-__all__ = ["check_fits", "memory_bytes"]
+__all__ = ["MIB", "check_fits", "memory_bytes"]
 
 MIB = 1 << 20
 

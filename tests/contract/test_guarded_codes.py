@@ -25,7 +25,7 @@ UNSCALED = r"torch would write numbers into them without it; call octavo\.restor
 def _model(recipe: str = "rowwise", *, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(48, 40)).requires_grad_(False)
-    assert octavo.convert(model, recipe, frozen="fp8").held == ("0",)
+    assert octavo.convert(model, recipe, frozen="fp8").stored == ("0",)
     return model
 
 
@@ -256,8 +256,8 @@ def test_weights_that_share_bytes_are_not_stored_apart(of):
         size = layer.out_features * 8  # type: ignore[operator]
         layer.weight = nn.Parameter(memory[start : start + size].view(-1, 8))
     report = octavo.convert(model.requires_grad_(False), frozen="fp8")
-    assert report.held == (("0", "1", "2") if of == "slice" else ("2",))
-    assert set(report.not_held.values()) == (set() if of == "slice" else {"other modules use it too"})
+    assert report.stored == (("0", "1", "2") if of == "slice" else ("2",))
+    assert set(report.not_stored.values()) == (set() if of == "slice" else {"other modules use it too"})
 
 
 class _Diffuser(nn.Module):
@@ -282,7 +282,7 @@ def test_embeddings_are_resized_beside_a_head_of_codes():
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
     model = transformers.LlamaForCausalLM(config).requires_grad_(False).eval()
-    assert "lm_head" in octavo.convert(model, convert_head=True, frozen="fp8").held
+    assert "lm_head" in octavo.convert(model, convert_head=True, frozen="fp8").stored
     decoded = model.lm_head.stored_codes().dequantize()
     model.resize_token_embeddings(70)
     assert torch.equal(model.lm_head.weight[:64], decoded)

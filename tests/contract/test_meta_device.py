@@ -146,11 +146,11 @@ def test_meta_weight_is_not_stored_and_the_report_names_the_remedy():
     reason = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
     with pytest.warns(UserWarning, match=f"stored none of the 2 weights as codes: 0: {reason}"):
         report = octavo.convert(model, frozen="fp8")
-    assert report.not_held == {"0": reason, "2": reason}
+    assert report.not_stored == {"0": reason, "2": reason}
     with pytest.raises(ConfigError, match="the weight of layer '0' is on the meta device; load its values before"):
         store_weight_as_codes(model[0])  # type: ignore[arg-type]
     model.load_state_dict(_mlp().state_dict(), assign=True)
-    assert octavo.convert(model.requires_grad_(False), frozen="fp8").held == ("0", "2")
+    assert octavo.convert(model.requires_grad_(False), frozen="fp8").stored == ("0", "2")
 
 
 @pytest.mark.parametrize("on_meta", ["converted", "moved"])

@@ -34,7 +34,7 @@ def _llama() -> Any:
 
 def _held(model: Any = None) -> Any:
     model = (_llama() if model is None else model).requires_grad_(False)
-    assert octavo.convert(model, frozen="fp8").held
+    assert octavo.convert(model, frozen="fp8").stored
     return model
 
 
@@ -110,7 +110,7 @@ def test_what_save_pretrained_writes_of_a_partly_converted_model_is_refused(part
         assert isinstance(inner, Linear)
         store_weight_as_codes(inner)
     else:
-        assert octavo.convert(inner, frozen="fp8").held
+        assert octavo.convert(inner, frozen="fp8").stored
     type(model).save_pretrained(model, tmp_path / "m")
     with pytest.raises(RuntimeError, match=r"ignore_mismatched_sizes"):
         _read(tmp_path / "m")

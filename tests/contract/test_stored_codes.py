@@ -27,7 +27,7 @@ def _stored(recipe: str | Recipe, *, dtype: torch.dtype = torch.float32) -> tupl
     model[0].load_state_dict(plain.state_dict())
     model.requires_grad_(False)
     report = octavo.convert(model, recipe, frozen="fp8")
-    assert report.held == ("0",)
+    assert report.stored == ("0",)
     layer = model[0]
     assert isinstance(layer, Linear)
     return plain, layer
@@ -161,7 +161,7 @@ def test_codes_and_scales_of_another_format_are_refused(saved, other):
     """With 16 columns both have scales [N, 1]; copied, the exponent 127 would be read as the scale 127."""
     models = [nn.Sequential(nn.Linear(16, 64)).requires_grad_(False) for _ in range(2)]
     for model, recipe in zip(models, (saved, other), strict=True):
-        assert octavo.convert(model, recipe, frozen="fp8").held
+        assert octavo.convert(model, recipe, frozen="fp8").stored
     state, before = models[0].state_dict(), models[1](torch.ones(1, 16))
     assert state["0.weight"].shape != models[1].state_dict()["0.weight"].shape, "a checkpoint in shards sees it too"
     for strict in (True, False):
@@ -199,7 +199,7 @@ def test_undetected_reader_gets_decoded_weights():
     torch.manual_seed(0)
     model, x = _Reader().requires_grad_(False).eval(), torch.randn(4, 48)
     exact = model(x)
-    assert octavo.convert(model, "rowwise", frozen="fp8").held == ("q", "out")
+    assert octavo.convert(model, "rowwise", frozen="fp8").stored == ("q", "out")
     assert (model(x) - exact).norm() <= 0.06 * exact.norm()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), model(x))
@@ -253,7 +253,7 @@ def test_weights_that_cannot_be_stored_or_trained_are_refused():
 def test_converting_again_reports_the_stored_layers():
     _, layer = _stored("tensorwise")
     report = octavo.convert(nn.Sequential(layer), "rowwise")
-    assert report.held == ("0",)
+    assert report.stored == ("0",)
 
 
 def test_restoring_gives_the_decoded_weight():
@@ -280,7 +280,7 @@ def test_only_unshared_frozen_weights_are_stored():
     model = FrozenAndTrained().requires_grad_(False)
     model.trained.requires_grad_(True)
     report = octavo.convert(model, frozen="fp8")
-    assert report.held == ("frozen",)
+    assert report.stored == ("frozen",)
     assert "1 store their weight as FP8 codes" in str(report)
     with pytest.raises(ConfigError, match="only a frozen weight can be stored as FP8 codes"):
         store_weight_as_codes(model.trained)  # type: ignore[arg-type]
@@ -302,9 +302,9 @@ def test_weights_that_torchs_fast_path_reads_are_not_stored(gradients, norm_firs
     with gradients():
         expected = model[1](x, src_key_padding_mask=hides)
     report = octavo.convert(model, frozen="fp8")
-    assert report.held == ("0",)
+    assert report.stored == ("0",)
     reason = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
-    assert report.not_held == {f"1.layers.{i}.linear{j}": reason for i in (0, 1) for j in (1, 2)}
+    assert report.not_stored == {f"1.layers.{i}.linear{j}": reason for i in (0, 1) for j in (1, 2)}
     assert f"  1.layers.[0-1].linear1 (2): its weight is not stored as codes: {reason}" in str(report).splitlines()
     with gradients():
         for options in ({}, {"src_key_padding_mask": hides}, {"mask": hides.new_zeros(5, 5)}):
@@ -318,7 +318,7 @@ def test_encoder_weights_inside_an_adapter_are_not_stored():
     layer.linear2 = nn.Sequential(layer.linear2)  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="stored none of the 2 weights as codes: linear1: torch's fast path"):
         report = octavo.convert(layer, frozen="fp8")
-    assert list(report.not_held) == ["linear1", "linear2.0"]
+    assert list(report.not_stored) == ["linear1", "linear2.0"]
 
 
 def test_codes_with_one_scale_serve_both_gemms():

@@ -1,7 +1,10 @@
 """One direction: a file imports only from rows above its own, or from its own row; and no cycles, even in functions."""
 
+import re
+from itertools import pairwise
+
 from octavo._lazy import LATER
-from tests.policy.source_tree import imports, modules
+from tests.policy.source_tree import ROOT, imports, modules
 
 # The house, top row first. A row is a file or a folder under src/octavo. The package's own names ("octavo") are handed
 # on from the rows above; those below may use them.
@@ -25,6 +28,8 @@ ROWS = (
     "convert",
     "_lazy",
     "octavo",
+    "_former_names",
+    "state",
     "models",
     "doctor",
     "text",
@@ -42,6 +47,7 @@ ROWS = (
     "reports",
     "plot",
     "compat",
+    "integrations",
     "cli",
     "__main__",
     "octavo_command",
@@ -53,14 +59,10 @@ def row(module: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-FORMER = {"octavo.export.onnx"}  # a former name in the folder where it stood, of a module that stands lower now
-
-
 def violations(graph: dict[str, set[str]]) -> list[str]:
     return [
         f"{module} imports {target}, which stands below it"
         for module, targets in sorted(graph.items())
-        if module not in FORMER
         for target in sorted(targets)
         if ROWS.index(row(target)) > ROWS.index(row(module))
     ]
@@ -91,6 +93,14 @@ def test_imports_go_up():
     graph = import_graph()
     assert len(graph) > 10, "the import graph is nearly empty: is src/octavo where this test looks?"
     assert not violations(graph)
+
+
+def test_architecture_lists_the_rooms_in_this_order():
+    section = (ROOT / "ARCHITECTURE.md").read_text().split("## The rooms, top row first")[1].split("##")[0]
+    cells = [re.findall(r"`(\w+)/?`", line.split("|")[1]) for line in section.splitlines() if line.startswith("| `")]
+    levels = [[ROWS.index(name) for name in cell] for cell in cells]
+    assert len(levels) > 10
+    assert all(max(above) < min(below) for above, below in pairwise(levels))
 
 
 def test_no_import_cycles():

@@ -35,7 +35,7 @@ def measure(session: Session) -> Iterator[Section]:
         yield _products(session, m, k, n)
         session.forget()
     yield Section(
-        title="Who multiplied",
+        title="Backend of each GEMM",
         columns=("scales", "by", "passed over"),
         rows=tuple(multiplied_by(session)),
         notes=(

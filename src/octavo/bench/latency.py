@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.bench.timing import Clock, EventClock, interleaved, wall_clock
 
-__all__ = ["BATCHES", "PassTime", "emulation_note", "pass_times"]
+__all__ = ["BATCHES", "PassTime", "pass_times", "passes_note"]
 
 BATCHES = (1, 16)
 
@@ -95,7 +95,7 @@ def pass_times(
     return measured_times
 
 
-def emulation_note(device: torch.device) -> str:
+def passes_note(device: torch.device) -> str:
     """Sentence on how far times on this device apply to FP8."""
     if device.type == "cuda":
         return "These are times of this GPU."

@@ -27,6 +27,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama
 from octavo.models.llama import skip_init
 from octavo.models.llama_folder import read_tokenizer, shape_from_record
+from octavo.models.sources import INSTALL
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import store_codes
 from octavo.numerics import PerTensor, QuantizedTensor
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["QuantizedModel", "check_names", "load_layers", "load_quantized", "read_layout"]
 
-INSTALL = "pip install 'octavo[hf]'"
 EXPERT = ".experts."  # in a tensor's name; shared experts are ordinary layers
 AGAIN = "export or download the folder again"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.bench.latency import PassTime, emulation_note, pass_times
+from octavo.bench.latency import PassTime, pass_times, passes_note
 from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.contamination import Readers, default_split, readers_of, shares_read, warnings_of
 from octavo.cli.progress import Display, open_display, phases
@@ -241,7 +241,7 @@ def _print(
         columns = [word for batch in sorted({time.batch for time in times}) for word in (f"ms at {batch}", "tokens/s")]
         title = f"A pass over {times[0].length} tokens per sequence, by batch size"
         print_table(title, ["format", *columns], [[name, *_times(times, name)] for name in names])
-        print_lines(emulation_note(device))
+        print_lines(passes_note(device))
 
 
 def _quality(comparison: FormatComparison, name: str) -> list[str]:
@@ -331,5 +331,5 @@ def _record(
             for gap in (comparison.gap(entry.name),)
         ],
         "passes": [asdict(time) | {"tokens_per_second": time.tokens_per_second} for time in times],
-        **({"passes_note": emulation_note(device)} if times else {}),
+        **({"passes_note": passes_note(device)} if times else {}),
     }

@@ -12,6 +12,7 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.thread_choice import sets_threads, threads_of
+from octavo.memory import MIB
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
@@ -25,7 +26,6 @@ from octavo.training.setup import check_data
 __all__ = ["train"]
 
 DATA = "data"
-MIB = 1 << 20
 
 
 def train(

@@ -139,8 +139,8 @@ def _report(
         recipe=default.name,
         converted=tuple(followed),
         overridden={path: other.name for path, other in followed.items() if other != default},
-        held=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
-        not_held=not_stored,
+        stored=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
+        not_stored=not_stored,
         skipped=skipped,
         parameters={weight.path: weight.reason for weight in bare} | dict(packed_weights(model)),
         notes=dict(_notes(model)),
@@ -167,9 +167,9 @@ def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
 
 
 def _warn_if_nothing_stored(report: ConversionReport) -> None:
-    if report.held or not report.converted:
+    if report.stored or not report.converted:
         return
-    why = next(iter(report.not_held.items()), None)
+    why = next(iter(report.not_stored.items()), None)
     reason = "they all take gradients; freeze some with requires_grad_(False), then call convert again"
     if why is not None:
         reason = f"{shown(why[0])}: {why[1]}"

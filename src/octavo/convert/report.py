@@ -7,6 +7,7 @@ experts only those that a token is sent to multiply, which no module says in gen
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,8 +77,8 @@ class ConversionReport:
         recipe: the recipe's name.
         converted: paths of the layers that run it, or what ``overrides`` give them.
         overridden: path of each converted layer that runs another recipe, and its name.
-        held: paths of the layers whose weight is stored as FP8 codes.
-        not_held: path of each converted layer whose frozen weight could not be stored as FP8 codes, and why.
+        stored: paths of the layers whose weight is stored as FP8 codes.
+        not_stored: path of each converted layer whose frozen weight could not be stored as FP8 codes, and why.
         skipped: path of every other linear or embedding layer, and why it stays as it is.
         parameters: name of every other weight of two or more dimensions, such as the kernels of convolutions, torch's
             packed projections and the matrices of experts, and why it stays.
@@ -88,12 +89,24 @@ class ConversionReport:
     recipe: str
     converted: tuple[str, ...]
     overridden: dict[str, str] = field(default_factory=dict)
-    held: tuple[str, ...] = ()
-    not_held: dict[str, str] = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
+    not_stored: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     shares: Shares = field(default_factory=Shares)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Former name of ``stored``; works for one release."""
+        warnings.warn("ConversionReport.held is ConversionReport.stored now", DeprecationWarning, stacklevel=2)
+        return self.stored
+
+    @property
+    def not_held(self) -> dict[str, str]:
+        """Former name of ``not_stored``; works for one release."""
+        warnings.warn("ConversionReport.not_held is ConversionReport.not_stored now", DeprecationWarning, stacklevel=2)
+        return self.not_stored
 
     def __str__(self) -> str:
         """Totals, then one line for all layers that differ in the numbers of their paths alone."""
@@ -102,10 +115,12 @@ class ConversionReport:
             f"{following} layers run {self.recipe}, {len(self.skipped)} stay as they are",
             self.shares.sentence(),
         ]
-        if self.held:
-            lines.append(f"{len(self.held)} store their weight as FP8 codes")
+        if self.stored:
+            lines.append(f"{len(self.stored)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
-        lines += [f"  {path}: its weight is not stored as codes: {reason}" for path, reason in _grouped(self.not_held)]
+        lines += [
+            f"  {path}: its weight is not stored as codes: {reason}" for path, reason in _grouped(self.not_stored)
+        ]
         stay = self.skipped | self.parameters
         lines += [f"  {path}: {reason}" for path, reason in _grouped(stay, self.shares.by_path)]
         return "\n".join(lines + [f"note: {path} {note}" for path, note in _grouped(self.notes)])
@@ -117,8 +132,8 @@ class ConversionReport:
             "converted": counted(len(self.converted), "layer"),
             "high precision": counted(len(self.skipped), "layer"),
         }
-        if self.held:
-            facts["stored as codes"] = counted(len(self.held), "weight")
+        if self.stored:
+            facts["stored as codes"] = counted(len(self.stored), "weight")
         runs = {path: self.overridden.get(path, self.recipe) for path in self.converted}
         stay = self.skipped | self.parameters
         tables = (
@@ -126,7 +141,7 @@ class ConversionReport:
             Table(
                 title="In high precision", columns=("weights", "reason"), rows=list(_grouped(stay, self.shares.by_path))
             ),
-            Table(title="Not stored as codes", columns=("layers", "reason"), rows=list(_grouped(self.not_held))),
+            Table(title="Not stored as codes", columns=("layers", "reason"), rows=list(_grouped(self.not_stored))),
             Table(title="Notes", columns=("module", "note"), rows=list(_grouped(self.notes))),
         )
         return summary(f"ConversionReport: recipe {self.recipe}", facts=facts, tables=tables)

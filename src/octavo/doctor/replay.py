@@ -41,13 +41,13 @@ from octavo.doctor.rerun import OperandRecorder, Products, Rerun
 from octavo.errors import DataError
 from octavo.numerics.metrics import saturation_fraction, sqnr_db, underflow_fraction
 from octavo.recipes import Recipe
+from octavo.recipes.toml import GEMMS
 
 __all__ = ["AS_IT_RAN", "Trial", "harm", "replay", "score", "synchronized_time"]
 
 HEALTHY_ERROR, HEALTHY_UNDERFLOW = 0.06, 0.05
 PRICE = 0.05  # of doubled time or doubled bytes
 AS_IT_RAN = "as it ran"
-GEMMS = ("output", "grad_input", "grad_weight")
 MAX_TIMING_S = 30.0
 
 

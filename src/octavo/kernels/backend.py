@@ -6,7 +6,7 @@ falling back.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypedDict, Unpack
+from typing import ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -42,14 +42,17 @@ class CastProblem:
 
     Attributes:
         shape: of the tensor.
-        dtype: of the tensor.
+        dtype: of the tensor in high precision.
         device: device type, such as "cpu".
         format: of the codes.
         granularity: scaling groups.
         rounding: to the nearest code, or stochastic.
         scale_given: whether the scale, or the amax that it is made from, is passed instead of measured.
         transformed: whether the tensor is one of torch.func's, which have no memory.
+        decodes: whether codes are decoded to ``dtype``, instead of cast from it.
     """
+
+    NOUN: ClassVar[str] = "cast"  # in messages
 
     shape: torch.Size
     dtype: torch.dtype
@@ -59,6 +62,7 @@ class CastProblem:
     rounding: Rounding = Rounding.NEAREST
     scale_given: bool = False
     transformed: bool = False
+    decodes: bool = False
 
     @classmethod
     def of(cls, x: Tensor, fmt: Format, granularity: Granularity) -> "CastProblem":
@@ -106,7 +110,7 @@ class ScaleSource(TypedDict, total=False):
 
 
 class CastBackend(Protocol):
-    """Casts the tensors it supports."""
+    """Casts the tensors it supports, and decodes their codes."""
 
     @property
     def name(self) -> str:
@@ -133,6 +137,14 @@ class CastBackend(Protocol):
         """
         ...
 
+    def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:
+        """Values of the codes that :meth:`cast` makes, in ``out`` if given; None where no kernel skips the codes."""
+        ...
+
+    def dequantize(self, codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+        """``fp32(codes) · scale``, rounded once to ``out_dtype``."""
+        ...
+
 
 def inside_transform() -> bool:
     """Return whether torch.func transforms the running code; False in a traced graph."""
@@ -152,7 +164,11 @@ class MatmulProblem:
         bias: whether a bias is added before y is rounded.
         accumulate: how the products must be added.
         fast_accumulation: whether a GPU may keep fewer bits while it adds; a hint, where ``accumulate`` is FP32.
+        scale_needs_grad: whether autograd records y for a scale that requires a gradient.
+        bias_needs_grad: whether autograd records y for a bias that requires a gradient.
     """
+
+    NOUN: ClassVar[str] = "product"  # in messages
 
     m: int
     n: int
@@ -166,6 +182,13 @@ class MatmulProblem:
     bias: bool
     accumulate: Accumulate
     fast_accumulation: bool = False
+    scale_needs_grad: bool = False
+    bias_needs_grad: bool = False
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether y needs a gradient function."""
+        return self.scale_needs_grad or self.bias_needs_grad
 
 
 class Backend(Protocol):

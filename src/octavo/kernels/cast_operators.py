@@ -18,7 +18,7 @@ from octavo.kernels.triton.launching import allocate
 from octavo.numerics import AmaxRecord, CastSpec, Measurement, Nonfinite, PerTensor, QuantizedTensor, ScaleRounding
 from octavo.numerics.cast import round_stochastic_by_torch
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
-from octavo.numerics.quantized import dequantize_by_torch, stored_scale
+from octavo.numerics.quantized import stored_scale
 from octavo.numerics.random_bits import random_bits_by_torch
 
 __all__ = ["traced_cast"]
@@ -151,16 +151,6 @@ torch.library.register_fake("octavo::cast_both_ways")(_cast_both_ways_shapes)
 inline_kernels("octavo::cast_both_ways", _cast_both_ways_on_gpu)
 
 
-def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
-    groups = granularity_from_list(granularity)
-    if not native_bindings.decodes(codes, dtype, groups):
-        return dequantize_by_torch(codes, scale, granularity, dtype)
-    return native_bindings.dequantize(codes, scale, groups, dtype)
-
-
-torch.library.impl("octavo::dequantize", "CPU")(_dequantize)
-
-
 def _round_stochastic(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
     if native_bindings.supports(scaled, format_of(dtype)):
         return native_bindings.round_stochastic(scaled, random, format_of(dtype))
@@ -170,20 +160,12 @@ def _round_stochastic(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Ten
 torch.library.impl("octavo::round_stochastic", "CPU")(_round_stochastic)
 
 
-def _dequantize_on_gpu(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
-    groups = granularity_from_list(granularity)
-    if not triton_bindings.decodes(codes, dtype, groups):
-        return dequantize_by_torch(codes, scale, granularity, dtype)
-    return triton_bindings.dequantize(codes, scale, groups, dtype)
-
-
 def _round_stochastic_on_gpu(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
     if triton_bindings.supports(scaled, format_of(dtype), PerTensor()):
         return triton_bindings.round_stochastic(scaled, random, format_of(dtype))
     return round_stochastic_by_torch(scaled, random, dtype)
 
 
-torch.library.impl("octavo::dequantize", "CUDA")(_dequantize_on_gpu)
 torch.library.impl("octavo::round_stochastic", "CUDA")(_round_stochastic_on_gpu)
 
 

@@ -1,24 +1,22 @@
-"""Public casts, ``octavo.quantize`` and ``octavo.fake_quantize``: checks before the dispatch."""
+"""Public casts, ``octavo.quantize`` and ``octavo.fake_quantize``: checks before the dispatch; and decoding by it."""
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import octavo.kernels.native_bindings as native_bindings
-import octavo.kernels.triton_bindings as triton_bindings
+import octavo.kernels.dispatch as dispatch
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format
-from octavo.kernels.dispatch import cast
-from octavo.kernels.tracing import is_traced, unaliased
+from octavo.kernels.tracing import unaliased
 from octavo.numerics import (
     AmaxRecord,
     Granularity,
     Nonfinite,
     QuantizedTensor,
     ScaleRounding,
-    dequantize,
 )
 from octavo.numerics.cast import check_float
+from octavo.numerics.granularity import granularity_from_list
 from octavo.numerics.quantized import checked_spec
 from octavo.numerics.scaling import AMAX_FLOOR
 
@@ -73,7 +71,7 @@ def quantize(
         x, fmt, granularity, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format,
         amax_floor=amax_floor, margin=margin, nonfinite=nonfinite,
     )  # fmt: skip
-    return cast(x, spec, amax=amax, scale=scale, record=AmaxRecord()).output
+    return dispatch.cast(x, spec, amax=amax, scale=scale, record=AmaxRecord()).output
 
 
 def fake_quantize(
@@ -130,18 +128,8 @@ class _FakeQuantize(torch.autograd.Function):
 def _rounded(
     x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding, out: Tensor | None = None
 ) -> Tensor:
-    """The values, by one call of a kernel where there is one."""
     spec = checked_spec(x, fmt, granularity, None, None, scale_rounding=scale_rounding)
-    on_gpu = triton_bindings.supports(x, fmt, spec.granularity) and triton_bindings.fakes(x, spec.granularity)
-    supported = on_gpu or native_bindings.supports(x, fmt, spec.granularity)
-    if not supported or x.dtype not in native_bindings.DTYPES or is_traced(x):
-        values = dequantize(cast(x, spec, record=AmaxRecord()).output)
-        return values if out is None else out.copy_(values)
-    run = triton_bindings.fake_quantize if on_gpu else native_bindings.fake_quantize
-    values = run(x, spec, out=out)
-    if out is not None:
-        torch.autograd.graph.increment_version(out)  # what was saved for a backward pass is no longer there
-    return values
+    return dispatch.fake_quantize(x, spec, out=out)
 
 
 def _check_out(x: Tensor, out: Tensor) -> None:
@@ -154,3 +142,12 @@ def _check_out(x: Tensor, out: Tensor) -> None:
         )
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ConfigError("fake_quantize cannot pass a gradient through out; leave out out, or call it in no_grad()")
+
+
+def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
+    """Implementation of numerics' operator, which has the formula for all other devices."""
+    return dispatch.dequantize(codes, scale, granularity_from_list(granularity), dtype)
+
+
+torch.library.impl("octavo::dequantize", "CPU")(_dequantize)
+torch.library.impl("octavo::dequantize", "CUDA")(_dequantize)

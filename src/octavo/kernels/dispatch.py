@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import BackendError, ConfigError
+from octavo.formats import format_of
 from octavo.kernels.backend import (
     Backend,
     CastBackend,
@@ -30,7 +31,8 @@ from octavo.kernels.backends.torch_cuda import CudaBackend
 from octavo.kernels.backends.triton import TritonBackend, TritonCast
 from octavo.kernels.hopper_model import HopperModelBackend
 from octavo.kernels.tracing import is_plain, is_tracing
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, QuantizedTensor
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor
+from octavo.numerics import dequantize as dequantize_tensor
 from octavo.numerics.cast import check_float
 
 __all__ = [
@@ -40,7 +42,9 @@ __all__ = [
     "cast",
     "cast_selections",
     "check_operands",
+    "dequantize",
     "explain",
+    "fake_quantize",
     "scaled_mm",
     "selections",
 ]
@@ -114,10 +118,15 @@ def _select_cast(x: Tensor, spec: CastSpec, source: ScaleSource) -> CastBackend:
     key = (x.shape, x.dtype, x.device, spec.format, spec.granularity, spec.rounding, scale_given, inside_transform())
     entry = _cast_choices.get(key)
     if entry is None:
-        entry = _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)
-        if len(_cast_choices) < _MOST_CHOICES:
-            _cast_choices[key] = entry
+        entry = _choose_cast(key, _describe_cast(x, spec, scale_given=scale_given))
     return entry[0]
+
+
+def _choose_cast(key: tuple[object, ...], problem: CastProblem) -> tuple[CastBackend, Selection[CastProblem]]:
+    entry = _first_able(problem, CAST_BACKENDS)
+    if len(_cast_choices) < _MOST_CHOICES:
+        _cast_choices[key] = entry
+    return entry
 
 
 def _describe_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastProblem:
@@ -133,8 +142,50 @@ def _describe_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastProbl
     )
 
 
+def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor:
+    """Values of the codes that :func:`cast` makes, by the same backend; arguments are not checked.
+
+    Args:
+        x: as in :func:`cast`.
+        spec: how to cast.
+        out: where to write, like ``x``, or ``x`` itself; None makes a new tensor.
+    """
+    selected = _select_cast(x, spec, {})
+    values = selected.fake_quantize(x, spec, out=out)
+    if values is None:
+        values = dequantize_tensor(selected.cast(x, spec, record=AmaxRecord()).output)
+        return values if out is None else out.copy_(values)
+    if out is not None:
+        torch.autograd.graph.increment_version(out)  # what was saved for a backward pass is no longer there
+    return values
+
+
+def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+    """Decode by the fastest backend that supports it: ``fp32(codes) · scale``, rounded once to ``out_dtype``.
+
+    Args:
+        codes: an FP8 dtype, in memory: an operator's implementation calls this, past all tracing.
+        scale: float32, in the granularity's shape.
+        granularity: the scaling groups.
+        out_dtype: of the values.
+    """
+    key = (codes.shape, codes.dtype, codes.device, granularity, out_dtype)
+    entry = _cast_choices.get(key)
+    if entry is None:
+        problem = CastProblem(
+            shape=codes.shape,
+            dtype=out_dtype,
+            device=codes.device.type,
+            format=format_of(codes.dtype),
+            granularity=granularity,
+            decodes=True,
+        )
+        entry = _choose_cast(key, problem)
+    return entry[0].dequantize(codes, scale, granularity, out_dtype)
+
+
 def cast_selections() -> tuple[Selection[CastProblem], ...]:
-    """The choices of casts in this process, oldest first; the first 1024 different problems."""
+    """The choices of casts and decodings in this process, oldest first; the first 1024 different problems."""
     return tuple(selection for _, selection in _cast_choices.values())
 
 
@@ -185,7 +236,7 @@ def scaled_mm(
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         selected = _select(problem) if backend == "auto" else _named(backend, problem)
         return selected.scaled_mm(a, b, bias, problem)
-    call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation)
+    call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation, torch.is_grad_enabled())
     try:
         checked = _checked_calls.get(call)
     except TypeError:  # an unhashable argument is invalid; _describe raises for it
@@ -203,8 +254,9 @@ def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
     for value in (a, b, *options):
         if isinstance(value, QuantizedTensor):
             described += (value.data.shape, value.data.dtype, value.data.device, value.granularity, value.hp_dtype)
+            described.append(value.scale.requires_grad)
         elif isinstance(value, Tensor):
-            described += (value.shape, value.dtype, value.device)
+            described += (value.shape, value.dtype, value.device, value.requires_grad)
         else:
             described.append(value)
     return tuple(described)
@@ -228,7 +280,9 @@ def _first_able(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Bac
         if reason is None:
             return backend, Selection(problem, backend.name, tuple(rejected))
         rejected.append((backend.name, reason))
-    raise BackendError(f"no backend can run this product: {'; '.join(f'{name}: {why}' for name, why in rejected)}")
+    raise BackendError(
+        f"no backend can run this {problem.NOUN}: {'; '.join(f'{name}: {why}' for name, why in rejected)}"
+    )
 
 
 def selections() -> tuple[Selection[MatmulProblem], ...]:
@@ -318,6 +372,8 @@ def _describe(
         bias=bias is not None,
         accumulate=_ACCUMULATE[_ACCUMULATE.index(accumulate)],
         fast_accumulation=fast_accumulation,
+        scale_needs_grad=torch.is_grad_enabled() and (a.scale.requires_grad or b.scale.requires_grad),
+        bias_needs_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
     )
 
 

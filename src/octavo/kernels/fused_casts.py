@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
+from octavo.formats import E8M0, FP32, format_of
 from octavo.kernels.backend import inside_transform
+from octavo.kernels.native_bindings import CODES, DTYPES
 from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast, new_buffers
 from octavo.kernels.tracing import inline_kernels, is_traced, sources
 from octavo.kernels.triton.launching import WHY_ABSENT
@@ -38,8 +39,6 @@ DEVICES = ("cuda",)
 FUNCTIONS = ("gelu", "gelu_tanh", "qgelu", "relu", "silu", "srelu")
 LONGEST_ROW = 16384  # elements that fit in the registers of one program
 LONGEST_LAYERNORM = 8192  # its parameters' two running sums take registers too
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CODES = (E4M3.torch_dtype, E5M2.torch_dtype)
 _BLOCK_WIDTHS = (16, 32, 64, 128)  # that divide a tile
 
 
@@ -59,13 +58,13 @@ def no_kernel_reason(x: Tensor, columns: int, cast: ResultCast, *, longest: int 
 
 def _unsupported_reasons(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iterator[str]:
     groups = cast.spec.granularity
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         yield f"the kernels read float32, bfloat16 and float16, not {x.dtype}"
     if x.numel() == 0:
         yield "the tensor is empty"
     if columns > longest:
         yield f"a row of {columns} is longer than {longest}"
-    if cast.spec.format.torch_dtype not in _CODES:
+    if cast.spec.format.torch_dtype not in CODES:
         yield f"the kernels write E4M3 and E5M2, not {cast.spec.format}"
     if isinstance(groups, PerBlock) and (groups.rows != 1 or groups.columns not in _BLOCK_WIDTHS):
         yield f"the kernels scale blocks of one row and {', '.join(map(str, _BLOCK_WIDTHS))} columns, not {groups}"

@@ -102,6 +102,7 @@ def _grouped(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype:
         out_dtype=out_dtype,
         bias=False,
         accumulate=Accumulate.FP32,
+        scale_needs_grad=torch.is_grad_enabled() and (a.scale.requires_grad or b.scale.requires_grad),
     )
     if b.shape[0] and _TRITON.unsupported_reason(problem) is None:
         from octavo.kernels.triton import grouped_gemm

@@ -42,7 +42,8 @@ class HopperModelBackend:
         """See :class:`octavo.kernels.backend.Backend`."""
         a_scale, b_scale = rows_of_scales(a), rows_of_scales(b)
         if isinstance(a.granularity, PerBlock) or isinstance(b.granularity, PerBlock):
-            sums = _sums(a.data, b.data, Accumulate.HOPPER_SLOW, a_scale, b_scale)
+            add = _sums_by_torch if problem.scale_needs_grad else _sums  # kernels have no gradient for a scale
+            sums = add(a.data, b.data, Accumulate.HOPPER_SLOW, a_scale, b_scale)
         else:
             sums = _sums(a.data, b.data, problem.accumulate) * a_scale.double() * b_scale.double().t()
         return (sums if bias is None else sums + bias.float()).to(problem.out_dtype)

@@ -34,6 +34,7 @@ from octavo.numerics import (
     Rounding,
     ScaleRounding,
 )
+from octavo.numerics.cast_spec import LARGEST_MARGIN
 from octavo.numerics.granularity import stacks
 from octavo.numerics.quantized import stored_scale
 
@@ -88,7 +89,6 @@ CODES = (E4M3.torch_dtype, E5M2.torch_dtype)
 _ELEMENTS = (*CODES, *DTYPES, torch.int8)  # in the order of native/kernels.h
 _ROUNDINGS = tuple(ScaleRounding)
 _LARGE = 4 << 20  # bytes
-_NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
 
 
 def levels() -> tuple[str, ...]:
@@ -123,7 +123,9 @@ def _unsupported_reasons(problem: CastProblem) -> Iterator[str]:
     if problem.device != "cpu":
         yield f"it runs on a CPU, and the tensor is on {problem.device}"
     if problem.format not in _FORMATS:
-        yield f"it casts to E4M3 and E5M2, not {problem.format}"
+        yield f"its codes are E4M3 and E5M2, not {problem.format}"
+    if problem.decodes and problem.dtype not in DTYPES:
+        yield f"it decodes to float32, bfloat16 and float16, not {problem.dtype}"
     if problem.rounding != Rounding.NEAREST:
         yield "it rounds to nearest"
     if 0 in problem.shape:
@@ -343,7 +345,7 @@ def _cast(
         level_number(level),
         *(matrix.data_ptr(), DTYPES.index(matrix.dtype), rows, columns, matrix.stride(0)),
         *(_FORMATS.index(spec.format), block_rows, block_columns, spec.nonfinite == Nonfinite.PROPAGATE),
-        *(_ROUNDINGS.index(spec.scale_rounding), spec.amax_floor, int(min(spec.margin, _NO_LARGER_MARGIN))),
+        *(_ROUNDINGS.index(spec.scale_rounding), spec.amax_floor, int(min(spec.margin, LARGEST_MARGIN))),
         *(address(given_amaxes), measure_if_zero),
         *(address(given_scales), address(codes), address(values)),
         scales.data_ptr() if given_scales is None else 0,

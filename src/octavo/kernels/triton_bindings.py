@@ -39,7 +39,6 @@ __all__ = [
     "cast",
     "close_step",
     "closes_steps",
-    "decodes",
     "dequantize",
     "fake_quantize",
     "fakes",
@@ -74,9 +73,10 @@ def _unsupported_reasons(problem: CastProblem) -> Iterator[str]:
     if WHY_ABSENT is not None:
         yield WHY_ABSENT
     if problem.format not in (E4M3, E5M2):
-        yield f"it casts to E4M3 and E5M2, not {problem.format}"
+        yield f"its codes are E4M3 and E5M2, not {problem.format}"
     if problem.dtype not in DTYPES:
-        yield f"it casts float32, bfloat16 and float16, not {problem.dtype}"
+        verb = "decodes to" if problem.decodes else "casts"
+        yield f"it {verb} float32, bfloat16 and float16, not {problem.dtype}"
     if problem.rounding != Rounding.NEAREST:
         yield "it rounds to nearest"
     if 0 in problem.shape:
@@ -200,17 +200,11 @@ def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Te
     return result if out is None else out.copy_(result)
 
 
-def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
-    """Return whether :func:`dequantize` can decode these codes to ``dtype``."""
-    supported = WHY_ABSENT is None and codes.dtype in _FORMATS and dtype in DTYPES
-    return supported and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
-
-
 def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
     """``fp32(codes) · scale``, rounded once to ``out_dtype``.
 
     Args:
-        codes: as :func:`decodes` allows.
+        codes: as :func:`unsupported_reason` allows.
         scale: float32, in the granularity's shape.
         granularity: the scaling groups.
         out_dtype: float32, bfloat16 or float16.

@@ -5,7 +5,7 @@
 | queries      | [B, T, heads, D]  | the last T of the S positions, if causal or in a window                |
 | keys, values | [B, S, kv, D]     | one key head serves heads / kv query heads that stand side by side     |
 | padding      | [B, S] or [B]     | bool: True is a real key; integers: how many keys, from the first, are |
-|              |                   | (0 to S; on a GPU they are not looked at: too many are all, < 0 none)  |
+|              |                   | (0 to S; on a GPU they are not checked: too many are all, < 0 none)  |
 | mask         | [T, S] or 4-D     | bool: True may be seen; floating: added to the scores                  |
 | result       | [B, T, heads, D]  | in the queries' dtype (under ``torch.autocast``: its dtype)            |
 

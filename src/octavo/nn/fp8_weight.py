@@ -16,8 +16,9 @@ from octavo.errors import ConfigError
 from octavo.functional import quantize_operand
 from octavo.kernels import quantize
 from octavo.nn.guarded_tensors import DecodedWeight, WeightCodes, plain
-from octavo.nn.linear import CODES, FP8_DTYPES, CodesLayout, Linear
+from octavo.nn.linear import CODES, CodesLayout, Linear
 from octavo.numerics import QuantizedTensor
+from octavo.numerics.quantized import FP8_DTYPES
 
 __all__ = ["FP8WeightLinear", "check_storable", "is_own_linear", "runs_in_fp8", "store_codes", "store_weight_as_codes"]
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from octavo import recipes
 from octavo.autocast import active_recipe, autocast_region
 from octavo.errors import BackendError, ConfigError
-from octavo.formats import FP8_FORMATS
 from octavo.functional import InputOperands, WeightCache, WeightOperands, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu
 from octavo.nn.shared_input import SharedInput
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import check_float, is_eager_cpu
+from octavo.numerics.quantized import FP8_DTYPES
 from octavo.recipes import Close, History, Recipe
 from octavo.scaling import (
     INPUT,
@@ -34,10 +34,7 @@ from octavo.scaling import (
 )
 from octavo.scaling.scale_updates import close_block_over_ranks, close_if_written, follow_optimizers, reduces
 
-__all__ = ["CODES", "FP8_DTYPES", "CodesLayout", "Linear", "autocast_dtype"]
-
-
-FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
+__all__ = ["CODES", "CodesLayout", "Linear", "autocast_dtype"]
 
 
 CODES = "weight_codes"

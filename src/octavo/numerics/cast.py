@@ -58,7 +58,7 @@ class Nonfinite(StrEnum):
 
 
 class Rounding(StrEnum):
-    """To which of its two neighbours a number goes."""
+    """Choice between the two neighbouring codes of a number."""
 
     NEAREST = "nearest"  # ties to even
     STOCHASTIC = "stochastic"  # either, so that the expected value is the number: see cast_stochastic

@@ -22,7 +22,7 @@ from octavo.numerics.cast import NONFINITE_POLICIES, Nonfinite, Rounding, check_
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 from octavo.numerics.scaling import AMAX_FLOOR, ScaleRounding
 
-__all__ = ["CastSpec", "Scaling", "check_integer", "check_member", "is_number"]
+__all__ = ["LARGEST_MARGIN", "CastSpec", "Scaling", "check_integer", "check_member", "is_number"]
 
 
 class Scaling(StrEnum):
@@ -33,6 +33,7 @@ class Scaling(StrEnum):
     STATIC = "static"  # calibration; the layer holds it
 
 
+LARGEST_MARGIN = 4096  # binades that kernels are passed at most: below what FP64 holds
 _PER_TENSOR = PerTensor()
 _SCALINGS, _ROUNDINGS, _SCALE_ROUNDINGS = tuple(Scaling), tuple(Rounding), tuple(ScaleRounding)  # no graph traces these
 _SCALE_FORMATS = (FP32, E8M0)

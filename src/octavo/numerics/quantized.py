@@ -46,6 +46,7 @@ from octavo.numerics.scaling import (
 from octavo.numerics.tensor_summary import tensor_summary
 
 __all__ = [
+    "FP8_DTYPES",
     "QuantizedTensor",
     "cast_by_torch",
     "checked_spec",
@@ -56,7 +57,7 @@ __all__ = [
     "stored_scale",
 ]
 
-_FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
+FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 _SCALE_DTYPES = (torch.float32, torch.uint8)
 
 
@@ -87,7 +88,7 @@ class QuantizedTensor:
     hp_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.data.dtype not in _FP8_DTYPES:
+        if self.data.dtype not in FP8_DTYPES:
             raise ConfigError(f"codes have an FP8 dtype, not {self.data.dtype}; octavo.quantize makes them")
         if self.scale.device != self.data.device:
             raise ConfigError(f"the scale is on {self.scale.device} and the codes on {self.data.device}; move it there")
@@ -233,7 +234,7 @@ def checked_spec(
     """Description of a cast from :func:`quantize`'s arguments.
 
     Raises:
-        ConfigError: what :func:`octavo.quantize` refuses; values are looked at where that costs nothing.
+        ConfigError: what :func:`octavo.quantize` refuses; values are checked where that costs nothing.
     """
     check_float(x, "the tensor to quantize")
     check_scale_options(scale_rounding, amax_floor, margin)

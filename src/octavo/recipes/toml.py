@@ -37,7 +37,7 @@ from octavo.numerics import (
 from octavo.parsing import parse_toml
 from octavo.recipes.specs import Close, GemmSpec, History, Recipe, Statistic
 
-__all__ = ["from_toml", "to_toml"]
+__all__ = ["GEMMS", "from_toml", "to_toml"]
 
 GEMMS = ("output", "grad_input", "grad_weight")
 

@@ -413,7 +413,7 @@ def _summary(described: list[str]) -> str:
 def _remind_of_checkpoints(layers: Sequence[DelayedLayer]) -> None:
     """Say once that an optimizer's state was saved, for a training to resume, and scaling state was not.
 
-    The two may be saved in either order, so it is looked at before the next step.
+    The two may be saved in either order, so it is checked before the next step.
     """
     for updates, members in _by_model(layers):
         delayed = any(layer.amax_history is not None for layer in members)

@@ -1,6 +1,6 @@
 """HTTP server for ``octavo.inference``: the OpenAI API, KServe's protocol v2 and a chat page.
 
-Needs starlette, uvicorn and prometheus-client: ``pip install 'octavo[serve]'``.
+Needs starlette, uvicorn, h11, jinja2, httpx2 and prometheus-client: ``pip install 'octavo[serve]'``.
 
 The path of a request:
 

@@ -1,15 +1,15 @@
 """The autopilot: apply remedies for the doctor's findings during training, and revert them when they are not needed.
 
-After each sample ("look") of the model, the doctor's rules read the looks since the last act. Each finding of severity
-``warn`` or ``fail`` at the newest look leads to an act: its first remedy that a run can apply during training and that
-changes anything. Causes come before consequences: findings of the whole run are acted on only if no act at a layer is
-on trial.
+After each sample of the model, the doctor's rules read the samples since the last act. Each finding of severity
+``warn`` or ``fail`` at the newest sample leads to an act: its first remedy that a run can apply during training and
+that changes anything. Causes come before consequences: findings of the whole run are acted on only if no act at a layer
+is on trial.
 
-*Judgement.* ``autopilot_patience`` looks after the last act, the acts on trial are judged. If the finding persists, the
-act is taken back and the next remedy is tried. A finding about the loss is judged on the whole run: it persists if the
-whole run shows it and less than half of the loss's rise at the act has been recovered.
+*Judgement.* ``autopilot_patience`` samples after the last act, the acts on trial are judged. If the finding persists,
+the act is taken back and the next remedy is tried. A finding about the loss is judged on the whole run: it persists if
+the whole run shows it and less than half of the loss's rise at the act has been recovered.
 
-*Memory.* For the autopilot, the whole run is its newest LOOKS_KEPT looks and the steps between them.
+*Memory.* For the autopilot, the whole run is its newest SAMPLES_KEPT samples and the steps between them.
 
 *Probation.* After an act that gave a few layers a finer recipe because of their tensors has helped, those layers are
 also measured under the recipe that they would run without the act (:mod:`octavo.doctor.shadow`), in "probation" lines.
@@ -47,7 +47,7 @@ from octavo.training.precision import layer_recipe
 
 __all__ = ["Autopilot"]
 
-LOOKS_KEPT = 64  # enough for the rules' trends; bounds memory
+SAMPLES_KEPT = 64  # enough for the rules' trends; bounds memory
 LAYERS_ON_PROBATION = 4  # most layers of one act
 SHOWN_BY_TENSORS = {  # findings that a trial under another recipe can show; a frozen or foreign scale cannot
     "saturation",
@@ -61,7 +61,7 @@ Rule = Callable[[Series, Thresholds], Iterator[Finding]]
 SHOWN_BY_LOSS: dict[str, Rule] = {"divergence": divergence, "learning-rate": learning_rate}
 LOSSES = 5  # steps per median of the loss
 OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that only decide the recipes of layers
-AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
+AT_A_SINGLE_SAMPLE = Thresholds(persistent_looks=1, persistent_looks_fail=1)
 Line = dict[str, Any]
 
 
@@ -102,8 +102,8 @@ class Autopilot:
             self._forget()
 
     @contextmanager
-    def looking(self, model: nn.Module, step: int, look: AbstractContextManager[StepNotes]) -> Iterator[StepNotes]:
-        """Context around a step: ``look``, and the shadows of layers on probation."""
+    def sampling(self, model: nn.Module, step: int, sample: AbstractContextManager[StepNotes]) -> Iterator[StepNotes]:
+        """Context around a step: ``sample``, and the shadows of layers on probation."""
         self.shadows = [
             (act, Shadow(path, layer, layer_recipe(path, training, step=step), self._window(path)))
             for act, path, training in self._on_probation(step)
@@ -112,10 +112,10 @@ class Autopilot:
         with ExitStack() as stack:
             for _, shadow in self.shadows:
                 stack.enter_context(shadow.watching())
-            yield stack.enter_context(look)
+            yield stack.enter_context(sample)
 
     def act(self, step: int, log: MetricsLog, emit: OnEvent) -> bool:
-        """Decide after a look and write the decisions; return True if the run's settings changed.
+        """Decide after a sample and write the decisions; return True if the run's settings changed.
 
         ``log`` must pass its lines to :meth:`see`.
         """
@@ -147,16 +147,16 @@ class Autopilot:
                 yield _reversal(act, "it did not help", remaining.evidence, helped=False)
         for act in self.journal.in_force:
             if self._has_passed(act):
-                looks = self.patience + 1
-                yield _reversal(act, f"{looks} samples were healthy without it", {"looks": looks}, helped=True)
+                samples = self.patience + 1
+                yield _reversal(act, f"{samples} samples were healthy without it", {"looks": samples}, helped=True)
         for finding in sorted(findings, key=lambda one: not one.path):
             if self._may_act(finding):
                 yield self._acting(finding)
 
     def _current(self) -> list[Finding]:
-        """Warnings and failures in the looks since the last act that the newest look shows."""
-        looks = sorted({line["step"] for line in self.lines if line["kind"] == "statistics"})
-        before = looks[-2] if len(looks) > 1 else 0
+        """Warnings and failures in the samples since the last act that the newest sample shows."""
+        samples = sorted({line["step"] for line in self.lines if line["kind"] == "statistics"})
+        before = samples[-2] if len(samples) > 1 else 0
         findings = diagnose(series_of(self._since_last_act()))
         return [one for one in findings if one.severity != Severity.NOTE and one.last_step > before]
 
@@ -249,7 +249,7 @@ class Autopilot:
         return paths if len(paths) <= LAYERS_ON_PROBATION else []
 
     def _has_passed(self, act: Act) -> bool:
-        """Return True if every layer of the act was healthy under its coarser recipe at the newest looks."""
+        """Return True if every layer of the act was healthy under its coarser recipe at the newest samples."""
         if not self._may_be_taken_back(act):
             return False
         paths = self._layers(act)
@@ -261,13 +261,13 @@ class Autopilot:
         if len(trials) <= self.patience:
             return False
         lines = [line for trial in trials for line in _as_look(trial)]
-        return all(one.severity == Severity.NOTE for one in diagnose(series_of(lines), AT_A_SINGLE_LOOK))
+        return all(one.severity == Severity.NOTE for one in diagnose(series_of(lines), AT_A_SINGLE_SAMPLE))
 
     def _probations(self, path: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == "probation" and line["path"] == path]
 
     def _window(self, path: str) -> Tensor | None:
-        """Amaxes of a layer's roles at its looks on probation, newest first: float32 [3, L]."""
+        """Amaxes of a layer's roles at its samples on probation, newest first: float32 [3, L]."""
         columns = []
         for trial in reversed(self._probations(path)):
             amaxes = dict.fromkeys(ROLES, -1.0)
@@ -277,16 +277,16 @@ class Autopilot:
         return torch.tensor(columns).t().contiguous() if columns else None
 
     def _since_last_act(self) -> list[Line]:
-        """Lines since the last act, preceded by the names that their first look needs."""
+        """Lines since the last act, preceded by the names that their first sample needs."""
         since = self.journal.since
         later = [line for line in self.lines if line["step"] > since and line["kind"] != "probation"]
         return [*_names_before(self.lines, since), *later]
 
     def _forget(self) -> None:
-        """Drop all but the newest looks."""
-        looks = [index for index, line in enumerate(self.lines) if line["kind"] == "statistics"]
-        if len(looks) > LOOKS_KEPT:
-            cut = looks[-LOOKS_KEPT]
+        """Drop all but the newest samples."""
+        samples = [index for index, line in enumerate(self.lines) if line["kind"] == "statistics"]
+        if len(samples) > SAMPLES_KEPT:
+            cut = samples[-SAMPLES_KEPT]
             self.lines = [*_names_before(self.lines[:cut], self.lines[cut]["step"]), *self.lines[cut:]]
 
 

@@ -39,7 +39,7 @@ class Act:
         path: path of the finding; "" for the run.
         role: role of the finding.
         remedy: the remedy, with the changes.
-        judged: step of the look that judged it; None before that.
+        judged: step of the sample that judged it; None before that.
         taken_back: last step that it applies to; None while it applies.
         helped: False if it was taken back because it did not help.
     """
@@ -60,23 +60,23 @@ class Journal:
     """Acts so far.
 
     Attributes:
-        patience: looks after which an act is judged.
+        patience: samples after which an act is judged.
         acts: acts in order.
         given_up: (code, path) of findings without a remaining remedy.
         since: step of the last act or reversal.
-        looks: looks since then.
+        samples: samples since then.
     """
 
     patience: int
     acts: list[Act] = field(default_factory=list)
     given_up: set[tuple[str, str]] = field(default_factory=set)
     since: int = 0
-    looks: int = 0
+    samples: int = 0
 
     def see(self, line: Mapping[str, Any]) -> None:
         """Record a line of metrics.jsonl."""
         if line["kind"] == "statistics":
-            self._see_look(line["step"])
+            self._see_sample(line["step"])
         elif line["kind"] == "autopilot":
             self._see_move(line)
 
@@ -98,9 +98,9 @@ class Journal:
         """Number of changes and reversals at a path."""
         return sum(1 + (act.taken_back is not None) for act in self.acts if act.path == path)
 
-    def _see_look(self, step: int) -> None:
-        self.looks += 1
-        if self.looks >= self.patience:
+    def _see_sample(self, step: int) -> None:
+        self.samples += 1
+        if self.samples >= self.patience:
             for act in self.on_trial:
                 act.judged = step
 
@@ -108,7 +108,7 @@ class Journal:
         if not line["changes"]:
             self.given_up.add((line["finding"], line["path"]))
             return
-        self.since, self.looks = line["step"], 0
+        self.since, self.samples = line["step"], 0
         if "takes_back" in line:
             act = self.acts[line["takes_back"] - 1]
             act.taken_back, act.helped = line["step"], line["helped"]

@@ -280,7 +280,7 @@ class Trainer:
         step = self.watcher.step(self.step + 1, always=always)
         if self.autopilot is None or not self.watcher.is_due(self.step + 1):
             return step
-        return self.autopilot.looking(self.model, self.step + 1, step)
+        return self.autopilot.sampling(self.model, self.step + 1, step)
 
     def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
         """Let the autopilot act on the newest sample; apply and return True if it changed the settings."""

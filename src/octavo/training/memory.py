@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from octavo.errors import ConfigError
-from octavo.memory import check_fits, memory_bytes
+from octavo.memory import MIB, check_fits, memory_bytes
 from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.precision import resolve_device
 
@@ -36,9 +36,8 @@ __all__ = [
     "reset_peak_memory",
 ]
 
-MIB = 1 << 20
 COPIES = 4  # of each parameter: weight, gradient, two moments
-# What torch raises as a bare RuntimeError: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
+# In the bare RuntimeErrors of torch: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 RESET_PEAK = "5"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.curves import MOST_PLAIN, perplexity_text
+from octavo.memory import MIB
 from octavo.training.comparison import GAP_BAR_NATS, TARGET_FRACTION, Gap, RunMeasures, Study
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "yardstick",
 ]
 
-MIB = 1 << 20
 NOTHING = "–"
 
 

@@ -58,14 +58,14 @@ class WatchedRun:
         config: octavo's configuration; None if another loop trained.
         series: statistics of the run.
         step: newest written step.
-        looks: number of sampled steps.
+        samples: number of sampled steps.
     """
 
     run_dir: Path
     config: RunConfig | None
     series: Series
     step: int
-    looks: int
+    samples: int
 
     @property
     def layers(self) -> int:
@@ -95,7 +95,7 @@ def watched_run(run_dir: Path) -> WatchedRun:
         TrainingError: a line is not a run's, or the statistics are those of another model.
     """
     run = read_run(run_dir)
-    if not run.looks:
+    if not run.samples:
         raise ConfigError(f"the run in {str(run_dir)!r} has no statistics: {_reason_without_statistics(run.config)}")
     if run.config is not None:
         _check_model(run, run.config)
@@ -125,7 +125,7 @@ def read_run(run_dir: Path) -> WatchedRun:
         config=config,
         series=replace(series, unigram_nats=_unigram_nats(run_dir)),
         step=progress.step,
-        looks=len(series.casts.steps),
+        samples=len(series.casts.steps),
     )
 
 

@@ -45,5 +45,5 @@ def test_formats_alternate_after_an_untimed_round():
 def test_note_depends_on_the_device(monkeypatch):
     """The model's device says it, and not what else the machine has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "no FP8 instructions" in latency.emulation_note(torch.device("cpu"))
-    assert latency.emulation_note(torch.device("cuda")) == "These are times of this GPU."
+    assert "no FP8 instructions" in latency.passes_note(torch.device("cpu"))
+    assert latency.passes_note(torch.device("cuda")) == "These are times of this GPU."

@@ -327,9 +327,9 @@ def test_frozen_without_a_frozen_weight_warns():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     with pytest.warns(UserWarning, match=r"^frozen='fp8' stored none of the 1 weights as codes: .*requires_grad_"):
         report = octavo.convert(model, frozen="fp8")
-    assert report.held == ()
+    assert report.stored == ()
     model.requires_grad_(False)
-    assert octavo.convert(model, frozen="fp8").held == ("0",)
+    assert octavo.convert(model, frozen="fp8").stored == ("0",)
 
 
 def test_frozen_with_a_recipe_without_casts_warns():

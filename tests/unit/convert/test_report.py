@@ -108,6 +108,14 @@ def test_what_torch_quantized_dynamically_is_named():
     assert model(torch.randn(2, 8)).shape == (2, 8)
 
 
+def test_former_names_of_stored_weights_warn():
+    report = ConversionReport(recipe="rowwise", converted=("a", "b"), stored=("a",), not_stored={"b": "is read"})
+    with pytest.warns(DeprecationWarning, match="stored"):
+        assert report.held == report.stored
+    with pytest.warns(DeprecationWarning, match="not_stored"):
+        assert report.not_held == report.not_stored
+
+
 def test_the_printed_form_has_a_line_for_all_layers_that_differ_in_numbers_alone():
     report = ConversionReport(
         recipe="rowwise",

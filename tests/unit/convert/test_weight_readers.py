@@ -124,7 +124,7 @@ def test_a_modules_flags_choose_the_branch_that_counts(options, reads, calls):
     report = octavo.convert(model.requires_grad_(False), frozen="fp8")
     assert ("qkv" in report.converted) == calls
     assert ("" in report.notes) == (reads and calls)
-    assert "qkv" not in report.held, "a flag may be changed, and codes must never be read as weights"
+    assert "qkv" not in report.stored, "a flag may be changed, and codes must never be read as weights"
     model.train()(torch.randn(2, 4, requires_grad=True))
     assert layers_not_run(model) == ()
 
@@ -167,8 +167,8 @@ def test_class_without_source_counts_as_calling_its_layers():
 def test_weight_that_its_owner_also_reads_is_not_stored_as_codes():
     model = OneWay().requires_grad_(False)
     report = octavo.convert(model, frozen="fp8")
-    assert report.held == ("asked", "called")
-    assert report.not_held == {"both": "OneWay reads it in high precision"}
+    assert report.stored == ("asked", "called")
+    assert report.not_stored == {"both": "OneWay reads it in high precision"}
 
 
 def test_octavos_modules_read_no_weights_of_their_layers():

@@ -159,6 +159,42 @@ def test_operands_on_other_devices_are_refused():
             octavo.quantize(torch.ones(4), octavo.E4M3, **options)
 
 
+@pytest.mark.skipif(not native_bindings.levels(), reason="no native kernels were built")
+@pytest.mark.usefixtures("_no_choices")
+@pytest.mark.parametrize("learned", ["bias", "scale"])
+def test_backend_without_gradients_is_rejected_where_one_is_needed(learned):
+    a, b, bias = _quantized(4, 8), _quantized(3, 8), torch.zeros(3)
+    (bias if learned == "bias" else a.scale).requires_grad_()
+    scaled_mm(a, b, bias=bias)
+    with torch.no_grad():
+        scaled_mm(a, b, bias=bias)
+        scaled_mm(a, b, bias=bias, backend="native")
+    recorded, without = selections()
+    assert (recorded.backend, without.backend) == ("torch_cpu", "native")
+    reason = "its kernels have no gradient, and a scale or the bias requires one"
+    assert dict(recorded.rejected)["native"] == reason
+    with pytest.raises(BackendError, match=f"'native' cannot run this product: {reason}"):
+        scaled_mm(a, b, bias=bias, backend="native")
+
+
+def test_compiled_product_passes_gradients_to_a_bias():
+    a, b, bias = _quantized(4, 8), _quantized(3, 8), torch.zeros(3, requires_grad=True)
+    compiled = torch.compile(lambda bias: scaled_mm(a, b, bias=bias), backend="aot_eager", fullgraph=True)
+    compiled(bias).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((3,), 4.0))
+
+
+def test_sums_of_scaled_blocks_as_hopper_makes_them_pass_gradients_to_a_scale():
+    a = _quantized(4, 256, granularity=PerBlock(1, 128))
+    learned = replace(a, scale=a.scale.clone().requires_grad_())
+    y = scaled_mm(learned, a, accumulate=Accumulate.HOPPER_SLOW)
+    assert torch.equal(y, scaled_mm(a, a, accumulate=Accumulate.HOPPER_SLOW))
+    y.sum().backward()
+    assert learned.scale.grad is not None
+    torch.testing.assert_close((learned.scale.grad * a.scale).sum(), y.detach().sum())  # y is linear in the scales
+
+
 def test_a_learned_bias_and_scale_have_gradients():
     a, b, bias = _quantized(4, 8), _quantized(3, 8), torch.zeros(3, requires_grad=True)
     scale = a.scale.clone().requires_grad_()
@@ -236,11 +272,27 @@ def test_a_cast_records_its_selection_with_reasons_once_a_problem():
     assert explain(stochastic.problem) == stochastic
 
 
+@pytest.mark.usefixtures("_no_choices")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_fake_quantize_and_dequantize_record_their_selections(dtype):
+    x = torch.randn(4, 8, dtype=dtype)
+    values = octavo.fake_quantize(x, octavo.E4M3)
+    codes = octavo.quantize(x, octavo.E4M3)
+    assert torch.equal(values, codes.dequantize())
+    encoded, decoded = cast_selections()
+    native, other = ("native" if native_bindings.levels() else "reference"), "reference"
+    assert (encoded.problem, encoded.backend) == (CastProblem.of(x, octavo.E4M3, PerTensor()), native)
+    assert decoded.problem == replace(encoded.problem, decodes=True)
+    assert decoded.backend == (native if dtype is torch.bfloat16 else other)
+    assert explain(decoded.problem) == decoded
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
         ({"shape": torch.Size([0, 4])}, "the tensor is empty"),
-        ({"format": E4M3_FNUZ}, "it casts to E4M3 and E5M2, not E4M3_FNUZ"),
+        ({"format": E4M3_FNUZ}, "its codes are E4M3 and E5M2, not E4M3_FNUZ"),
+        ({"decodes": True, "dtype": torch.float64}, "it decodes to float32, bfloat16 and float16, not torch.float64"),
         ({"device": "meta"}, "it runs on a CPU, and the tensor is on meta"),
         ({"rounding": Rounding.STOCHASTIC}, "it rounds to nearest"),
         ({"transformed": True}, "it reads memory, which torch.func's tensors do not have"),

@@ -65,7 +65,12 @@ def test_a_setting_that_is_the_default_may_be_missing(tmp_path):
 def test_settings_without_effect_are_taken(tmp_path):
     settings = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0, "llama.expert_count": 0}
     settings |= {"llama.attention.key_length": HIDDEN // HEADS, "general.name": "small"}
-    load_gguf(write(tmp_path / "model.gguf", settings=settings))
+    model, plain = (
+        load_gguf(write(tmp_path / f"{name}.gguf", settings=each)).model
+        for name, each in (("with", settings), ("without", {}))
+    )
+    assert model.config == plain.config
+    assert torch.equal(model.model.cos, plain.model.cos)
 
 
 def test_text_is_split_and_joined_as_the_file_says(tmp_path):

@@ -347,8 +347,11 @@ def test_casting_and_moving_the_model_keeps_the_history():
 
 
 def test_update_scales_leaves_models_without_state_alone():
-    octavo.update_scales(nn.Linear(2, 2))
-    octavo.update_scales(octavo.nn.Linear(2, 2, recipe="tensorwise"))
+    for model in (nn.Linear(2, 2), octavo.nn.Linear(2, 2, recipe="tensorwise")):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        octavo.update_scales(model)
+        assert not octavo.scaling_state(model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_safetensors_take_the_state(tmp_path):

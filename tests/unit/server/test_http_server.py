@@ -112,10 +112,13 @@ def test_client_that_reads_nothing_is_disconnected(start):
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         idle.connect(("127.0.0.1", port))
         idle.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 1500)
-        while not server.server_state.connections:
+        deadline = time.monotonic() + 60
+        while not server.server_state.connections and time.monotonic() < deadline:
             time.sleep(0.01)
-        while server.server_state.connections:
+        assert server.server_state.connections
+        while server.server_state.connections and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert not server.server_state.connections
 
 
 def test_first_signal_drains(start):

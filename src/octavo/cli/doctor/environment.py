@@ -1,7 +1,7 @@
-"""``octavo doctor --env``: versions, devices and native kernels, and the GEMM backend selected for typical problems."""
+"""``octavo doctor --env``: versions, devices, native kernels, and backends selected for typical casts and GEMMs."""
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,13 +11,13 @@ from octavo._lazy import own_version
 from octavo.cli.console import print_json, print_table
 from octavo.formats import E4M3
 from octavo.kernels import explain, native_bindings, triton_bindings
-from octavo.kernels.backend import MatmulProblem
-from octavo.kernels.dispatch import BACKENDS
+from octavo.kernels.backend import Backend, CastBackend, CastProblem, MatmulProblem
+from octavo.kernels.dispatch import BACKENDS, CAST_BACKENDS
 from octavo.kernels.threads import count_threads
-from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, Rounding
 from octavo.training.study_facts import processor_name
 
-__all__ = ["PROBLEMS", "show_environment"]
+__all__ = ["CASTS", "PROBLEMS", "show_environment"]
 
 ABSENT = "none, {}; torch's operations give the same numbers, with more passes over memory"
 
@@ -41,11 +41,22 @@ PROBLEMS = {
     "mxfp8": replace(_TENSORWISE, a_granularity=PerBlock(1, 32), b_granularity=PerBlock(1, 32)),
     "hopper-fast": replace(_TENSORWISE, accumulate=Accumulate.HOPPER_FAST),
 }
+_TENSORWISE_CAST = CastProblem(
+    shape=torch.Size((1024, 1024)), dtype=torch.bfloat16, device="cpu", format=E4M3, granularity=PerTensor()
+)
+CASTS = {
+    "tensorwise": _TENSORWISE_CAST,
+    "rowwise": replace(_TENSORWISE_CAST, granularity=PerRow()),
+    "blockwise": replace(_TENSORWISE_CAST, granularity=PerBlock(1, 128)),
+    "mxfp8": replace(_TENSORWISE_CAST, granularity=PerBlock(1, 32)),
+    "stochastic": replace(_TENSORWISE_CAST, rounding=Rounding.STOCHASTIC),
+    "decoding": replace(_TENSORWISE_CAST, decodes=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """Selected GEMM backend of a typical problem, all backends that support it, and why faster ones do not."""
+    """Selected backend of a typical cast or GEMM, all backends that support it, and why faster ones do not."""
 
     problem: str
     device: str
@@ -55,16 +66,19 @@ class BackendChoice:
 
 
 def show_environment(*, as_json: bool) -> None:
-    """Print versions, devices, native kernels and the selected GEMM backends."""
-    facts, backend_choices = environment(), list(choices(_device_types()))
+    """Print versions, devices, native kernels and the selected backends."""
+    facts, devices = environment(), _device_types()
+    casts, gemms = list(choices(CASTS, CAST_BACKENDS, devices)), list(choices(PROBLEMS, BACKENDS, devices))
     if as_json:
-        print_json({"environment": facts, "products": [asdict(choice) for choice in backend_choices]})
+        print_json({"environment": facts, "casts": list(map(asdict, casts)), "products": list(map(asdict, gemms))})
         return
     print_table("Environment", ["", ""], _fact_rows(facts), left=2)
-    columns = ["scales or sums", "device", "backend", "alternatives", "rejected because"]
-    print_table(
-        "GEMM backend of E4M3 x E4M3, 1024 x 1024 x 1024", columns, map(_cells, backend_choices), left=len(columns)
-    )
+    columns = ["device", "backend", "alternatives", "rejected because"]
+    for title, first, table in (
+        ("Cast backend of bfloat16 to E4M3, 1024 x 1024", "scales", casts),
+        ("GEMM backend of E4M3 x E4M3, 1024 x 1024 x 1024", "scales or sums", gemms),
+    ):
+        print_table(title, [first, *columns], map(_cells, table), left=1 + len(columns))
 
 
 def environment() -> dict[str, Any]:
@@ -88,13 +102,16 @@ def environment() -> dict[str, Any]:
     }
 
 
-def choices(devices: tuple[str, ...]) -> Iterator[BackendChoice]:
-    """Yield the choice for each typical problem on each type of device."""
+def choices(
+    problems: Mapping[str, Any], backends: tuple[Backend, ...] | tuple[CastBackend, ...], devices: tuple[str, ...]
+) -> Iterator[BackendChoice]:
+    """Yield the choice among ``backends`` for each typical problem on each type of device."""
+    unsupported: dict[str, Callable[[Any], str | None]] = {each.name: each.unsupported_reason for each in backends}
     for device in devices:
-        for name, typical in PROBLEMS.items():
+        for name, typical in problems.items():
             problem = replace(typical, device=device)
             selection = explain(problem)
-            able = tuple(backend.name for backend in BACKENDS if backend.unsupported_reason(problem) is None)
+            able = tuple(backend for backend, reason in unsupported.items() if reason(problem) is None)
             yield BackendChoice(name, device, selection.backend, able, dict(selection.rejected))
 
 

@@ -172,7 +172,7 @@ def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
         "gap": None if gap is None else asdict(gap),
         "step": run.step,
         "steps": run.steps,
-        "looks": run.looks,
+        "looks": run.samples,
         "layers": run.layers,
     }
 
@@ -181,7 +181,7 @@ def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Findi
     if reference is not None:
         yield _gap_sentence(run, reference)
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
-    times = "once" if run.looks == 1 else f"{run.looks} times"
+    times = "once" if run.samples == 1 else f"{run.samples} times"
     coverage = f"{run.layers} layers, sampled {times} up to step {run.step}{so_far}"
     if findings:
         yield f"{counts(findings)}, in {coverage}"

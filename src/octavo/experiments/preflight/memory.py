@@ -11,12 +11,11 @@ from torch import Tensor
 from octavo.doctor import Finding, Severity
 from octavo.experiments.preflight.check import Check
 from octavo.experiments.preflight.probe import Probe
-from octavo.memory import memory_bytes
+from octavo.memory import MIB, memory_bytes
 
 __all__ = ["memory_check", "saved_bytes"]
 
 NAME = "memory"
-MIB = 1 << 20
 COPIES = 4  # weights, gradients, two moments
 
 

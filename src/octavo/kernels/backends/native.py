@@ -22,7 +22,7 @@ from octavo.kernels.backend import (
 from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import AmaxRecord, CastSpec, QuantizedTensor
+from octavo.numerics import AmaxRecord, CastSpec, Granularity, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["NativeBackend", "NativeCast"]
@@ -36,7 +36,7 @@ class NativeCast:
     name = "native"
 
     def unsupported_reason(self, problem: CastProblem) -> str | None:
-        """None for tensors on a CPU that round to nearest, if the extension was built."""
+        """None for tensors on a CPU that round to nearest, and for their codes, if the extension was built."""
         return native_bindings.unsupported_reason(problem)
 
     def cast(
@@ -53,6 +53,16 @@ class NativeCast:
             return traced_cast(x, spec, record=record, **source)
         return native_bindings.cast(x, spec, **source)
 
+    def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:
+        """See :class:`octavo.kernels.backend.CastBackend`; the kernel writes the dtypes that it also decodes to."""
+        if x.dtype not in native_bindings.DTYPES or is_traced(x):
+            return None
+        return native_bindings.fake_quantize(x, spec, out=out)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+        return native_bindings.dequantize(codes, scale, granularity, out_dtype)
+
 
 class NativeBackend:
     """E4M3 and E5M2 on a CPU, any of octavo's scales."""
@@ -65,8 +75,6 @@ class NativeBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
-            return _TORCH.scaled_mm(a, b, bias, problem)  # its operations have gradients
         a_scale, b_scale, out_dtype = rows_of_scales(a), rows_of_scales(b), problem.out_dtype
         block = max(block_widths(problem), default=0)
         if is_traced(a.data, a.scale, b.data, b.scale, bias):  # eager calls save the operator's 20 µs of dispatch
@@ -86,6 +94,8 @@ def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
         yield "it multiplies E4M3 and E5M2"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
+    if problem.needs_grad:
+        yield "its kernels have no gradient, and a scale or the bias requires one"
 
 
 def _native_mm(  # noqa: PLR0917 (an operator's schema)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, ScaleSource
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, QuantizedTensor, measure
-from octavo.numerics.quantized import cast_by_torch
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor, measure
+from octavo.numerics.granularity import granularity_as_list
+from octavo.numerics.quantized import cast_by_torch, dequantize_by_torch
 
 __all__ = ["ReferenceBackend", "ReferenceCast"]
 
@@ -58,3 +59,11 @@ class ReferenceCast:
             amax = torch.where(amax > 0, amax, measurement.amax)
         output = cast_by_torch(x, spec, amax=amax, scale=source.get("scale"), measurement=measurement)
         return CastResult(output, None, measurement)
+
+    def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:
+        """Return None: values are decoded from codes."""
+        return None
+
+    def dequantize(self, codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+        """The formula by torch's operations."""
+        return dequantize_by_torch(codes, scale, granularity_as_list(granularity), out_dtype)

@@ -36,13 +36,15 @@ class CpuBackend:
     name = "torch_cpu"
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
-        """None for FP32 sums on a CPU, unless the operands' scales change at different places along K."""
+        """None for FP32 sums on a CPU, unless scales change at different places along K or a graph needs gradients."""
         if problem.device != "cpu":
             return f"it runs on a CPU, and the operands are on {problem.device}"
         if problem.accumulate is not Accumulate.FP32:
             return "it sums in FP32, not as a tensor core does"
         if len(widths := block_widths(problem)) > 1:
             return f"its blocks of K are as wide in both operands, not {' and '.join(map(str, sorted(widths)))}"
+        if problem.needs_grad and torch.compiler.is_compiling():
+            return "its operator in a traced graph has no gradient, and a scale or the bias requires one"
         return None
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:

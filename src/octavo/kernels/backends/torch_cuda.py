@@ -20,7 +20,6 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.backend import MatmulProblem, block_widths, product_shape
-from octavo.kernels.backends.reference import ReferenceBackend
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales
@@ -32,7 +31,6 @@ _CUDA = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 _VECTORS_SINCE = (12, 9)  # where cuBLAS has scales per row, which kernels of torch's serve before, and per block
 _BLOCKS = (PerBlock(1, 128), PerBlock(128, 128))
 _SQUARES_OF_K = 512  # four scales of 128x128: a row of them begins at a multiple of 16 bytes
-_REFERENCE = ReferenceBackend()
 
 
 class CudaBackend:
@@ -74,8 +72,6 @@ class CudaBackend:
 
 
 def _by_blocks(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
-    if torch.is_grad_enabled() and (a.scale.requires_grad or b.scale.requires_grad):
-        return _REFERENCE.scaled_mm(a, b, bias, problem)  # its operations have gradients
     multiply = torch.ops.octavo.cublas_block_mm if is_traced(a.data) or is_traced(b.data) else _block_mm
     squares = (problem.a_granularity == _BLOCKS[1], problem.b_granularity == _BLOCKS[1])
     written = _needed_dtype(problem, sums=problem.bias)
@@ -133,6 +129,8 @@ def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
         yield "FNUZ formats have no tensor core here"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
+    if problem.scale_needs_grad:
+        yield "cuBLAS has no gradient for a scale, and one requires it"
     if capability >= (9, 0) and _gemm_dtype(problem, sums=problem.bias) is not _needed_dtype(
         problem, sums=problem.bias
     ):
@@ -175,7 +173,7 @@ def _gemm_dtype(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
 
 def _takes_bias(bias: Tensor, problem: MatmulProblem) -> bool:
     """Return whether cuBLAS adds the bias; it has no gradient."""
-    if (bias.requires_grad and torch.is_grad_enabled()) or bias.dtype is torch.float32:
+    if problem.bias_needs_grad or bias.dtype is torch.float32:
         return False
     return bias.dtype is problem.out_dtype is _gemm_dtype(problem, sums=False)
 

@@ -16,18 +16,16 @@ from torch import Tensor
 import octavo.kernels.triton_bindings as triton_bindings
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, ScaleSource, block_widths, product_shape
-from octavo.kernels.backends.reference import ReferenceBackend
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, QuantizedTensor
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
 __all__ = ["TritonBackend", "TritonCast"]
 
 _WIDTHS = (32, 64, CHAIN)
-_REFERENCE = ReferenceBackend()
 
 
 class TritonCast:
@@ -36,7 +34,7 @@ class TritonCast:
     name = "triton"
 
     def unsupported_reason(self, problem: CastProblem) -> str | None:
-        """None for tensors on CUDA that round to nearest, with groups that fit into a kernel's tile."""
+        """None for tensors on CUDA that round to nearest, and for their codes, with groups that fit a kernel's tile."""
         return triton_bindings.unsupported_reason(problem)
 
     def cast(
@@ -52,6 +50,16 @@ class TritonCast:
         run = traced_cast if is_traced(x) else triton_bindings.cast
         return run(x, spec, transpose=transpose, record=record, **source)
 
+    def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+        if is_traced(x) or not triton_bindings.fakes(x, spec.granularity):
+            return None
+        return triton_bindings.fake_quantize(x, spec, out=out)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+        return triton_bindings.dequantize(codes, scale, granularity, out_dtype)
+
 
 class TritonBackend:
     """E4M3 and E5M2 on a GPU of compute capability 9.0 or more; any rows share a scale, and 32, 64 or 128 of K."""
@@ -64,8 +72,6 @@ class TritonBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
-            return _REFERENCE.scaled_mm(a, b, bias, problem)  # its operations have gradients
         if not (is_traced(a.data) or is_traced(b.data)):  # the operator is the same function behind 20 µs of dispatch
             return _product(a, b, bias, problem.out_dtype)
         result: Tensor = torch.ops.octavo.triton_mm(
@@ -95,6 +101,8 @@ def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
     yield from _unsupported_sum_reasons(problem.accumulate, widths)
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
+    if problem.needs_grad:
+        yield "its kernels have no gradient, and a scale or the bias requires one"
 
 
 def _unsupported_sum_reasons(accumulate: Accumulate, widths: list[int]) -> Iterator[str]:

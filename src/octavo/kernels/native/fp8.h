@@ -48,7 +48,7 @@ inline u32v rounded(f32v magnitude) {
     return sum + (sum >> dropped);
 }
 
-// What rounded<F>(0) leaves: the sum's own exponent in the code's position.
+// Result of rounded<F>(0): the sum's own exponent in the code's position.
 template <class F>
 constexpr uint32_t ROUNDED_ZERO = uint32_t(127 + F::min_exponent + 23 - F::mantissa_bits) << F::mantissa_bits;
 

@@ -37,6 +37,7 @@ from octavo.kernels.triton.codes import (
     reciprocal,
 )
 from octavo.numerics import AmaxRecord, CastSpec, Nonfinite
+from octavo.numerics.cast_spec import LARGEST_MARGIN
 
 __all__ = [
     "TILE",
@@ -61,7 +62,6 @@ __all__ = [
 TILE = (64, 128)  # rows and columns that a program turns: 32 elements a thread, stores of 64 bytes and more
 _ELEMENTS = 8192  # of a flat tile: 32 a thread
 _PROGRAMS = 1024  # that measure: some eight a multiprocessor, whose amaxes the casting programs read
-_NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _INFINITY: tl.constexpr = tl.constexpr(0x7F80_0000)  # bits of a magnitude; those of NaN are larger, all others smaller
@@ -84,7 +84,7 @@ def constants(spec: CastSpec, device: torch.device) -> dict[str, Any]:
     return format_constants(spec.format) | {
         "ROUNDING": str(spec.scale_rounding),
         "FLOOR": float(spec.amax_floor),
-        "MARGIN": int(min(spec.margin, _NO_LARGER_MARGIN)),
+        "MARGIN": int(min(spec.margin, LARGEST_MARGIN)),
         "PROPAGATE": spec.nonfinite == Nonfinite.PROPAGATE,
         "HARDWARE": has_hardware_casts(device),
     }

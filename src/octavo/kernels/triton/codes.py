@@ -161,7 +161,7 @@ def encode_scale_from_amax(
         if ROUNDING == "rceil":  # clear the fraction: a power of two down for encode is one up for its reciprocal
             encode = (encode.to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
         return encode
-    # What is left: margins that take the dividend out of FP32's range, and the rules that read amax's exponent only.
+    # The rest: margins that take the dividend out of FP32's range, and the rules that read amax's exponent only.
     largest = tl.maximum(amax.to(tl.float64), tl.full(amax.shape, lowest, tl.float64))
     if ROUNDING == "fp32" or ROUNDING == "rceil":
         quotient = tl.full(amax.shape, MAX * 2.0**-MARGIN, tl.float64) / largest

@@ -358,7 +358,7 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
 
 
 def block_width(granularities: tuple[Granularity, Granularity], k: int) -> tuple[int, bool]:
-    """How many elements of K are summed at once, and whether scales change from one such block to the next.
+    """Number of elements of K that are summed at once, and whether scales change from one such block to the next.
 
     Example:
         >>> block_width((PerBlock(1, 32), PerTensor()), 1000), block_width((PerBlock(1, 32), PerTensor()), 32)
@@ -409,7 +409,7 @@ def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 
 
 
 def programs(device: torch.device) -> int:
-    """How many programs share the tiles: one for each multiprocessor; a few in the interpreter."""
+    """Number of programs that share the tiles: one for each multiprocessor; a few in the interpreter."""
     return 3 if INTERPRETED else launching.multiprocessors(device)  # 3: each takes several tiles in tests too
 
 

@@ -29,8 +29,8 @@ from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, add_measurement,
 
 __all__ = ["cast_norm", "norm_backward"]
 
-# How many programs share the rows, whatever the device, so that sums are the same everywhere: 16 on each of an H100's
-# multiprocessors, or the 3 whose registers it holds at H = 4096 where each also sums up columns.
+# Number of programs that share the rows, whatever the device, so that sums are the same everywhere: 16 on each of an
+# H100's multiprocessors, or the 3 whose registers it holds at H = 4096 where each also sums up columns.
 _PROGRAMS, _WITH_COLUMNS, _BACKWARD_PROGRAMS = 2112, 396, 396
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -379,5 +379,5 @@ def _with_stored_codes(module: nn.Module, report: ConversionReport, scales: Mapp
         layer = module.get_submodule(path)
         assert isinstance(layer, Linear)
         layer.weight.requires_grad_(False)
-    held, not_held = store_weights_as_codes(module, report.converted, scales=scales)
-    return replace(report, held=held, not_held=not_held)
+    stored, not_stored = store_weights_as_codes(module, report.converted, scales=scales)
+    return replace(report, stored=stored, not_stored=not_stored)

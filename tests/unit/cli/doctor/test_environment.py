@@ -89,9 +89,10 @@ def test_absence_of_native_kernels_has_a_reason(octavo):
     assert facts["native_absence"] == ABSENCE
     assert f"none, {ABSENCE}" in printed
     assert "more passes over memory" in printed
-    tensorwise = found["products"][0]
-    assert tensorwise["backend"] == "torch_cpu"
-    assert ABSENCE in tensorwise["passed_over"]["native"]
+    for problems, backend in (("products", "torch_cpu"), ("casts", "reference")):
+        tensorwise = found[problems][0]
+        assert tensorwise["backend"] == backend
+        assert ABSENCE in tensorwise["passed_over"]["native"]
 
 
 def test_a_gpu_is_named_and_has_its_own_rows(octavo, monkeypatch):
@@ -110,5 +111,6 @@ def test_a_gpu_is_named_and_has_its_own_rows(octavo, monkeypatch):
 
 def test_the_table_names_every_problem_and_its_reasons(octavo):
     printed = " ".join(octavo("doctor", "--env").stdout.split())
-    assert all(f"{name} cpu" in printed for name in machine.PROBLEMS)
+    assert all(f"{name} cpu" in printed for name in machine.PROBLEMS | machine.CASTS)
+    assert "native: it rounds to nearest" in printed
     assert "torch_cuda: it runs on CUDA, and the operands are on cpu" in printed

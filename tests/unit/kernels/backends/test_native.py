@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import octavo
 from octavo.kernels import native_bindings
 from octavo.kernels.backends.native import NativeBackend
 from octavo.numerics import Accumulate, PerBlock
@@ -38,16 +37,3 @@ def test_unsupported_problems_give_a_reason(changes, words):
 def test_without_the_extension_it_says_why(monkeypatch):
     monkeypatch.setattr(native_bindings, "_absence", "no compiler was found")
     assert NativeBackend().unsupported_reason(PROBLEM) == "there are no native kernels: no compiler was found"
-
-
-@built
-def test_a_learned_scale_goes_where_gradients_are():
-    q = octavo.quantize(torch.randn(3, 8), octavo.E4M3)
-    scale = q.scale.clone().requires_grad_()
-    learned = octavo.QuantizedTensor(q.data, scale, q.granularity, q.hp_dtype)
-    product = octavo.scaled_mm(learned, q, backend="native")
-    product.sum().backward()
-    assert scale.grad is not None
-    assert scale.grad.isclose((product / scale).sum())
-    with torch.no_grad():
-        torch.testing.assert_close(octavo.scaled_mm(learned, q, backend="native"), product)

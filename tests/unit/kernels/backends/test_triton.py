@@ -88,10 +88,9 @@ def test_a_graph_has_one_operator():
         assert (y.shape, y.dtype, y.device.type) == ((5, 7), torch.bfloat16, "cuda")
 
 
-def test_a_learned_scale_goes_where_gradients_are():
-    q = octavo.quantize(torch.randn(4, 256), octavo.E4M3, granularity=PerBlock(1, 128))
-    scale = q.scale.clone().requires_grad_()
-    problem = replace(PROBLEM, m=4, n=4, a_dtype=q.data.dtype, b_dtype=q.data.dtype)
-    y = TritonBackend().scaled_mm(replace(q, scale=scale), q, None, problem)
-    y.sum().backward()
-    assert scale.grad is not None
+def test_it_refuses_what_needs_a_gradient():
+    for problem in (replace(PROBLEM, scale_needs_grad=True), replace(PROBLEM, bias_needs_grad=True)):
+        selection = explain(problem)
+        assert selection.backend == "reference"
+        reason = "its kernels have no gradient, and a scale or the bias requires one"
+        assert dict(selection.rejected)["triton"] == reason

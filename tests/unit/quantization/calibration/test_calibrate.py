@@ -85,7 +85,7 @@ def test_a_converted_layer_multiplies_just_these_codes(granularity, hold, weight
     )
     report = found.apply(model, hold_weights=hold)
     assert report.converted == ("0", "2")
-    assert (report.held == ("0", "2")) == (hold is True or weight_method == "mse")
+    assert (report.stored == ("0", "2")) == (hold is True or weight_method == "mse")
     x = mlp_batches(1)[0]
     with recorded_products() as products, torch.no_grad():
         y = model(x)
@@ -250,7 +250,7 @@ def test_searched_scales_are_of_the_weights_they_were_searched_for(granularity):
     with pytest.raises(CheckpointError, match=r"the weight of '0' is not the one its scales were searched for \(mse\)"):
         found.apply(trained)
     assert all(torch.equal(before[name], value) for name, value in trained.state_dict().items())
-    assert len(found.apply(rounded).held) == len(found.apply(model).held) > 0
+    assert len(found.apply(rounded).stored) == len(found.apply(model).stored) > 0
 
 
 def test_a_row_that_is_cut_off_is_enough():
@@ -408,8 +408,8 @@ def test_a_tied_head_keeps_its_weight_in_high_precision():
     model = llama()
     model.model.lm_head.weight = model.model.model.embed_tokens.weight
     report = calibrate(model, token_batches(), convert_head=True).apply(model, hold_weights=True)
-    assert report.not_held == {"lm_head": "other modules use it too"}
-    assert len(report.held) == 14
+    assert report.not_stored == {"lm_head": "other modules use it too"}
+    assert len(report.stored) == 14
     with torch.no_grad():
         assert model.logits(token_batches(1)[0]).isfinite().all()
 

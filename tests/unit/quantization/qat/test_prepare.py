@@ -69,7 +69,7 @@ def test_the_converted_model_computes_what_the_prepared_one_did(name, scales, ho
     octavo.convert(plain, name)
     octavo.load_scaling_state(plain, octavo.scaling_state(model))
     assert report.converted == ("0", "2", "4")
-    assert report.held == (report.converted if hold else ())
+    assert report.stored == (report.converted if hold else ())
     assert all(is_own_linear(model[index]) for index in (0, 2, 4))
     for mine, converted, theirs in zip(before, outputs(model), outputs(plain), strict=True):
         assert torch.equal(mine, converted)

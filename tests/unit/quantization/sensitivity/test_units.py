@@ -63,7 +63,7 @@ def test_bytes_of_a_model_are_those_of_what_it_would_hold(tied):
     chosen = {unit.path: "rowwise" for unit in units if "rowwise" in unit.choices}
     held = small_llama(tied=tied).requires_grad_(False)
     report = convert(held, BF16, overrides=dict.fromkeys(chosen, "rowwise"), convert_head=True, frozen="fp8")
-    assert set(report.held) == set(chosen)
+    assert set(report.stored) == set(chosen)
     real = sum(p.nbytes if p.itemsize == 1 else p.to(torch.bfloat16).nbytes for p in held.parameters())
     real += sum(scale.nbytes for name, scale in held.named_buffers() if name.endswith("weight_scale"))
     assert bytes_of(model, units, chosen) == real

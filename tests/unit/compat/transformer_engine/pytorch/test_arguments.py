@@ -37,7 +37,16 @@ MODULES = pytest.mark.parametrize("kind", SIZES)
 
 @MODULES
 def test_arguments_without_effect_are_accepted(kind):
-    kind(*SIZES[kind], **dict.fromkeys(NO_EFFECT, 3), **ONLY_DEFAULT)
+    modules = []
+    without_effect: dict[str, object] = {**dict.fromkeys(NO_EFFECT, 3), **ONLY_DEFAULT}
+    for arguments in ({}, without_effect):
+        torch.manual_seed(0)
+        modules.append(kind(*SIZES[kind], **arguments))
+    plain, other = modules
+    assert repr(other) == repr(plain)
+    values = other.state_dict()
+    assert values.keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, values[name]) for name, value in plain.state_dict().items() if value is not None)
 
 
 @MODULES

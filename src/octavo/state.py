@@ -1,0 +1,5 @@
+"""Former name of :mod:`octavo.nn.scaling_state`; works for one release, with a DeprecationWarning."""
+
+from octavo._former_names import forward
+
+__getattr__, __dir__ = forward(__name__, "octavo.nn.scaling_state")

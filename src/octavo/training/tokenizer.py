@@ -1,0 +1,5 @@
+"""Former name of :mod:`octavo.text.tokenizer`; works for one release, with a DeprecationWarning."""
+
+from octavo._former_names import forward
+
+__getattr__, __dir__ = forward(__name__, "octavo.text.tokenizer")
