@@ -208,3 +208,11 @@ def test_an_rms_that_is_zero_is_no_number_to_divide_by():
     with np.errstate(all="ignore"):  # as diagnose has it
         (found,) = bulk_underflow(series, LIMITS)
     assert "amax is far beyond the rms" in found.cause
+
+
+@pytest.mark.parametrize("margin", [3, 20])
+def test_underflow_by_the_recipes_margin_names_it(margin):
+    """A margin of 20 puts every value of this layer below E4M3's range; one of 3 is no cause and is not named."""
+    lost = {INPUT: {"underflow_fraction": 0.9}}
+    (found,) = bulk_underflow(looks("delayed", margin=margin, casts=lost, products=MISSED), LIMITS)
+    assert (f"the recipe's margin of {margin} leaves" in found.cause) == (margin > 3)
