@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import octavo
 from octavo.errors import ConfigError
@@ -319,6 +320,28 @@ def test_encoder_weights_inside_an_adapter_are_not_stored():
     with pytest.warns(UserWarning, match="stored none of the 2 weights as codes: linear1: torch's fast path"):
         report = octavo.convert(layer, frozen="fp8")
     assert list(report.not_stored) == ["linear1", "linear2.0"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (nn.utils.spectral_norm, "weight"),
+        (nn.utils.weight_norm, "weight"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "weight"),
+        (lambda layer: prune.l1_unstructured(layer, "bias", 0.5), "bias"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_weight_that_a_hook_computes_is_not_stored(compute, name):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)).requires_grad_(False)
+    compute(model[0])
+    compute(model[1].requires_grad_(True))
+    model[0].requires_grad_(False)
+    report = octavo.convert(model, frozen="fp8")
+    assert report.held == ("2",)
+    reason = f"its {name} is computed at every call (torch.nn.utils' weight_norm, prune or similar)"
+    assert report.not_held == {"0": reason}
+    assert model(torch.randn(4, 16)).isfinite().all()
 
 
 def test_codes_with_one_scale_serve_both_gemms():

@@ -444,6 +444,58 @@ TWO_NAMES = {
     ),
 }
 
+LOOK_UPS = {  # statements whose last line reads the weight of d, and whether d counts as called
+    "return x @ getattr(self, 'd').weight": True,
+    "return x @ getattr(self.d, 'weight')": True,
+    "return x @ self.get_submodule('d').weight": True,
+    "return x @ self.get_parameter('d.weight')": True,
+    "return x @ self.d._parameters['weight'] @ self._modules['d'].weight": True,
+    "w, b = self.d.parameters()\nreturn F.linear(x, w, b)": True,
+    "return F.linear(x, *self.d.parameters())": True,
+    "me = self\nreturn x @ me.d.weight": True,
+    "if (y := self.d) is not None: x = x @ y.weight\nreturn x": True,
+    "return x @ (y := self.d).weight + y.bias": True,
+    "return self.read(self.d, x)": True,
+    "return self.pass_on(x, layer=self.d)": True,
+    "return self.called(self.d, x) + self.read(self.d, x)": False,
+    "return self.dig(self.d, x) @ self.d.weight": False,
+    "return (y := self.d)(x) @ y.weight": False,
+    "return getattr(self, 'd')(x) @ self.d.weight": False,
+    "for name in 'cd': x = getattr(self, name)(x)\nreturn x @ self.d.weight": False,
+    "for name in 'cd': x = self.get_submodule(name)(x)\nreturn x @ self.d.weight": False,
+    "for m in self.children(): x = m(x) if m is self.d else x\nreturn x @ self.d.weight": False,
+    "for m in self.modules(): x = m(x) if m is self.d else x\nreturn x @ self.d.weight": False,
+    "for _, m in self.named_modules(): x = m(x) if m is self.d else x\nreturn x @ self.d.weight": False,
+    "for m in list(self.modules())[1:]: x = m(x) if m is self.d else x\nreturn x @ self.d.weight": False,
+}
+
+
+class Helped(TwoNames):
+    """Passes layers to its own methods."""
+
+    @staticmethod
+    def read(layer: Any, x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight)
+
+    def pass_on(self, x: Tensor, *, layer: Any) -> Tensor:
+        return self.read(layer, x)
+
+    def dig(self, layer: Any, x: Tensor) -> Tensor:
+        return self.dig(layer[0], x) if isinstance(layer, nn.ModuleList) else layer(x)
+
+    def called(self, layer: Any, x: Tensor) -> Tensor:
+        y: Tensor = layer(x)
+        return y
+
+
+@pytest.mark.parametrize("body", LOOK_UPS)
+def test_layer_is_followed_through_look_ups_and_methods_that_it_is_passed_to(body, tmp_path):
+    model = _with_forward(Helped, body, tmp_path)
+    assert weight_readers(model)[model.d].replaces == LOOK_UPS[body]
+    octavo.convert(model)
+    model(torch.randn(4, 4))
+    assert not {"d", "e"} & set(layers_not_run(model))
+
 
 @pytest.mark.parametrize("case", TWO_NAMES)
 def test_name_refers_to_every_child_it_may_be_bound_to(case, tmp_path):
