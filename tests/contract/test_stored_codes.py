@@ -157,6 +157,15 @@ def test_unconverted_model_refuses_codes_as_weights(assign):
     assert torch.equal(plain.get_parameter("0.weight"), kept)
 
 
+def test_scale_that_was_cast_is_refused_as_that():
+    model = nn.Sequential(nn.Linear(16, 16)).requires_grad_(False)
+    octavo.convert(model, "rowwise", frozen="fp8")
+    state = model.state_dict()
+    state["0.weight_scale"] = state["0.weight_scale"].bfloat16()
+    with pytest.raises(RuntimeError, match=r"0.weight_scale is torch.bfloat16.* the scale was cast after it was saved"):
+        model.load_state_dict(state)
+
+
 @pytest.mark.parametrize(("saved", "other"), [("mxfp8", "rowwise"), ("rowwise", "mxfp8")])
 def test_codes_and_scales_of_another_format_are_refused(saved, other):
     """With 16 columns both have scales [N, 1]; copied, the exponent 127 would be read as the scale 127."""
