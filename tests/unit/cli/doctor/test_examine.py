@@ -99,36 +99,6 @@ def test_a_run_without_a_step_is_refused(octavo, run):
     assert "has finished no step yet" in refusal(octavo, run)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        ('recipe = "tensorwise"', 'recipe = "bf16"', "casts nothing to FP8"),
-        ("statistics_interval = 10", "statistics_interval = 0", "its statistics_interval is 0; set it to 10"),
-        ("", "", "it was never sampled"),
-    ],
-)
-def test_losses_of_a_run_without_statistics_are_judged_with_how_to_get_more(octavo, run, before, after, words):
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["kind"] in ("step", "evaluation")]
-    (run / "metrics.jsonl").write_text("".join(kept))
-    config = (run / "config.toml").read_text()
-    assert before in config
-    (run / "config.toml").write_text(config.replace(before, after))
-    result = octavo("doctor", run)
-    assert result.exit_code == 0
-    assert re.sub(r"\s+", " ", result.stdout).startswith(
-        "nothing found in the losses up to step 4; nothing was sampled:"
-    )
-    assert words in result.stdout
-    steps = [{"kind": "step", "step": step, "loss": 2.0 if step < 40 else 9.0} for step in range(1, 81)]
-    template = next(json.loads(line) for line in kept if json.loads(line)["kind"] == "step")
-    (run / "metrics.jsonl").write_text("".join(json.dumps(template | step) + "\n" for step in steps))
-    diverged = octavo("doctor", run, "--html", run / "page.html")
-    assert "divergence" in diverged.stdout
-    assert "in the losses up to step 80; nothing was sampled:" in re.sub(r"\s+", " ", diverged.stdout)
-    assert "divergence" in (run / "page.html").read_text()
-
-
 def test_half_a_line_in_the_middle_is_refused_by_number(octavo, run):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([lines[0], lines[1][:9] + "\n", *lines[2:]]))
