@@ -8,23 +8,23 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("change", "words"),
     [
-        ('recipe = "tensorwise"', 'recipe = "bf16"', "casts nothing to FP8"),
-        ("statistics_interval = 10", "statistics_interval = 0", "its statistics_interval is 0; set it to 10"),
-        ("", "", "it was never sampled"),
+        (('recipe = "tensorwise"', 'recipe = "bf16"'), "casts nothing to FP8"),
+        (("statistics_interval = 10", "statistics_interval = 0"), "its statistics_interval is 0; set it to 10"),
+        (("", ""), "it was never sampled"),
     ],
 )
 def test_losses_of_a_run_without_statistics_are_judged_with_how_to_get_more(
-    octavo, finished_run, tmp_path, before, after, words
+    octavo, finished_run, tmp_path, change, words
 ):
     run = shutil.copytree(finished_run, tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
     lines = re.sub(', "sha256": "[^"]*"}\n', "}\n", (run / "metrics.jsonl").read_text()).splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["kind"] in ("step", "evaluation")]
     (run / "metrics.jsonl").write_text("".join(kept))
     config = (run / "config.toml").read_text()
-    assert before in config
-    (run / "config.toml").write_text(config.replace(before, after))
+    assert change[0] in config
+    (run / "config.toml").write_text(config.replace(*change))
     result = octavo("doctor", run)
     assert result.exit_code == 0
     assert re.sub(r"\s+", " ", result.stdout).startswith(
