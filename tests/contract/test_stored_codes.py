@@ -347,9 +347,9 @@ def test_weight_that_a_hook_computes_is_not_stored(compute, name):
     compute(model[1].requires_grad_(True))
     model[0].requires_grad_(False)
     report = octavo.convert(model, frozen="fp8")
-    assert report.held == ("2",)
+    assert report.stored == ("2",)
     reason = f"its {name} is computed at every call (torch.nn.utils' weight_norm, prune or similar)"
-    assert report.not_held == {"0": reason}
+    assert report.not_stored == {"0": reason}
     assert model(torch.randn(4, 16)).isfinite().all()
 
 
