@@ -116,6 +116,13 @@ def test_what_save_pretrained_writes_of_a_partly_converted_model_is_refused(part
         _read(tmp_path / "m")
 
 
+def test_plain_module_is_refused_with_another_way_to_save_its_codes(tmp_path):
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(TypeError, match=r"not Sequential; write other modules with safetensors.torch.save_file\("):
+        octavo.save_quantized(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_weights_that_are_handed_over_are_saved(tmp_path):
     model = _llama()
     weights = {key: value.clone() for key, value in model.state_dict().items()}

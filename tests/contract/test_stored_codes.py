@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import octavo
 from octavo.errors import ConfigError
@@ -154,6 +155,15 @@ def test_unconverted_model_refuses_codes_as_weights(assign):
         with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: .* torch.Size\(\[0, 4, 0\]\) from"):
             plain.load_state_dict(state, strict=strict, assign=assign)
     assert torch.equal(plain.get_parameter("0.weight"), kept)
+
+
+def test_scale_that_was_cast_is_refused_as_that():
+    model = nn.Sequential(nn.Linear(16, 16)).requires_grad_(False)
+    octavo.convert(model, "rowwise", frozen="fp8")
+    state = model.state_dict()
+    state["0.weight_scale"] = state["0.weight_scale"].bfloat16()
+    with pytest.raises(RuntimeError, match=r"0.weight_scale is torch.bfloat16.* the scale was cast after it was saved"):
+        model.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("saved", "other"), [("mxfp8", "rowwise"), ("rowwise", "mxfp8")])
@@ -319,6 +329,28 @@ def test_encoder_weights_inside_an_adapter_are_not_stored():
     with pytest.warns(UserWarning, match="stored none of the 2 weights as codes: linear1: torch's fast path"):
         report = octavo.convert(layer, frozen="fp8")
     assert list(report.not_stored) == ["linear1", "linear2.0"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (nn.utils.spectral_norm, "weight"),
+        (nn.utils.weight_norm, "weight"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "weight"),
+        (lambda layer: prune.l1_unstructured(layer, "bias", 0.5), "bias"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_weight_that_a_hook_computes_is_not_stored(compute, name):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)).requires_grad_(False)
+    compute(model[0])
+    compute(model[1].requires_grad_(True))
+    model[0].requires_grad_(False)
+    report = octavo.convert(model, frozen="fp8")
+    assert report.stored == ("2",)
+    reason = f"its {name} is computed at every call (torch.nn.utils' weight_norm, prune or similar)"
+    assert report.not_stored == {"0": reason}
+    assert model(torch.randn(4, 16)).isfinite().all()
 
 
 def test_codes_with_one_scale_serve_both_gemms():

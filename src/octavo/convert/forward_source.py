@@ -3,12 +3,17 @@
 | in the source                                        | counts as               |
 |------------------------------------------------------|-------------------------|
 | ``self.a.weight``, ``self.a[key].weight``            | a read of a's weight    |
+| ``self.get_parameter("a.weight")``                   | a read of a's weight    |
+| ``self.a.parameters()``                              | a read of a's weight    |
 | ``self.a.weight.dtype`` and similar metadata         | no use                  |
 | ``self.a(x)``, ``self.a`` passed on                  | a call of a             |
+| ``self.method(self.a)``                              | what the method does    |
+
+``getattr(self, "a")``, ``self.get_submodule("a")`` and ``self._modules["a"]`` count as ``self.a``.
 
 A name that is assigned one of these refers to it until it is bound again; after branches it refers to all that any of
 them bound to it. The target of a loop or comprehension refers to all items, also in ``enumerate``, ``zip`` and
-``reversed``, ``.values()`` and ``.items()``. If a module's flags and absent parameters decide an ``if``
+``reversed``, ``.values()``, ``.items()`` and ``.modules()``. If a module's flags and absent parameters decide an ``if``
 (``self.q_bias is None``), only the branch that is taken counts for this module.
 """
 
@@ -20,17 +25,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["ITEM", "NOT_A_CALL", "Chain", "ChildUses", "MethodSources", "uses_in"]
+__all__ = ["ALL_MODULES", "ITEM", "NOT_A_CALL", "Chain", "ChildUses", "MethodSources", "uses_in"]
 
 Chain = tuple[str, ...]  # attribute names after self; ITEM for an index
+Arguments = tuple[tuple[str, tuple[Chain, ...]], ...]  # parameters of a method that children are passed to
 ITEM = "[]"
+ALL_MODULES = "modules()"  # a list of all modules below one, at any depth
+MAX_CHAIN = 12  # a method that passes a child of its argument to itself would lengthen chains without end
 WEIGHT = "weight"
 METADATA = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "is_meta", "is_cuda", "requires_grad", "grad"}
 NOT_A_CALL = {WEIGHT, "bias", "in_features", "out_features", *METADATA}
 NO_VALUES = ("isinstance", "hasattr", "len")
 SAME_ITEMS = ("reversed", "list", "tuple", "iter")
 ITEM_METHODS = ("values", "children")
-PAIR_METHODS = ("items", "named_children")
+PAIR_METHODS = ("items", "named_children", "named_modules")
+DEEP_METHODS = ("modules", "named_modules")
 UNKNOWN = object()
 
 
@@ -69,6 +78,7 @@ class MethodSources:
                 return
             method = vars(base).get(name)
             function = method.fget if isinstance(method, property) else method
+            function = function.__func__ if isinstance(function, staticmethod) else function
             if not inspect.isfunction(function):
                 continue
             if function not in self._parsed:
@@ -87,34 +97,50 @@ def _parse(function: Callable[..., object]) -> ast.FunctionDef | None:
 
 def uses_in(kind: type, sources: MethodSources, owner: torch.nn.Module | None = None) -> ChildUses:
     """Collect the uses in ``forward`` and the methods it calls; ``owner`` selects the branches it takes."""
-    uses, pending, visited = ChildUses(), ["forward"], set[str]()
+    uses, visited = ChildUses(), set[tuple[str, Arguments]]()
+    pending: list[tuple[str, Arguments]] = [("forward", ())]
     while pending:
-        name = pending.pop()
-        if name in visited:
+        name, arguments = pending.pop()
+        if (name, arguments) in visited:
             continue
-        visited.add(name)
+        visited.add((name, arguments))
         for function in sources.definitions(kind, name):
-            visitor = _UseVisitor(function, uses, owner)
+            visitor = _UseVisitor(function, uses, owner, lambda name: next(sources.definitions(kind, name), None))
+            visitor.names |= {parameter: list(chains) for parameter, chains in arguments}
             visitor.visit_block(function.body)
-            pending += [chain[0] for chain in uses.mentioned | uses.iterated if chain and chain[0] not in visited]
+            pending += visitor.calls
+            pending += [(chain[0], ()) for chain in uses.mentioned | uses.iterated if chain]
             if not visitor.uses_super:
                 break
     return uses
 
 
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    """Names of a method's parameters; of a static one, after a blank in the place of ``self``."""
+    static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in function.decorator_list)
+    return [*([""] if static else []), *(each.arg for each in (*function.args.posonlyargs, *function.args.args))]
+
+
 class _UseVisitor(ast.NodeVisitor):
     """Collect what one method does with its module's children."""
 
-    def __init__(self, function: ast.FunctionDef, uses: ChildUses, owner: torch.nn.Module | None) -> None:
-        self.uses, self.owner, self.uses_super = uses, owner, False
-        arguments = [*function.args.posonlyargs, *function.args.args]
-        self.names: dict[str, list[Chain]] = {arguments[0].arg: [()]} if arguments else {}
+    def __init__(
+        self,
+        function: ast.FunctionDef,
+        uses: ChildUses,
+        owner: torch.nn.Module | None,
+        method: Callable[[str], ast.FunctionDef | None],
+    ) -> None:
+        self.uses, self.owner, self.method, self.uses_super = uses, owner, method, False
+        self.calls: list[tuple[str, Arguments]] = []  # of methods of the same class that children are passed to
+        self.names: dict[str, list[Chain]] = {name: [()] for name in _parameters(function)[:1]}
 
     def visit_block(self, statements: list[ast.stmt]) -> bool:
         """Visit statements up to a return or raise; returns whether one was reached."""
         for statement in statements:
             condition = self._known(statement.test) if isinstance(statement, ast.If) else None
             if isinstance(statement, ast.If) and condition is not None:
+                self._bind_walruses(statement.test)
                 if self.visit_block(statement.body if condition else statement.orelse):
                     return True
                 continue
@@ -198,6 +224,17 @@ class _UseVisitor(ast.NodeVisitor):
         if node.value is not None:
             self._assign([node.target], node.value)
 
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        """Bind a name inside an expression, which uses the value too."""
+        self._assign([node.target], node.value)
+        self._use(node.target)
+
+    def _bind_walruses(self, expression: ast.expr) -> None:
+        """Bind the names of assignments inside an expression whose value itself is not used."""
+        for each in ast.walk(expression):
+            if isinstance(each, ast.NamedExpr):
+                self._assign([each.target], each.value)
+
     def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
         bound: dict[str, list[Chain]] = {}
         for target in targets:
@@ -250,7 +287,7 @@ class _UseVisitor(ast.NodeVisitor):
             case ast.Call(func=ast.Attribute(value=inner, attr=name)), ast.Tuple(elts=[_, item]) if (
                 name in PAIR_METHODS
             ):
-                self._bind_items(item, inner, bound)
+                self._bind_items(item, iterable if name in DEEP_METHODS else inner, bound)
             case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]), ast.Tuple(elts=[_, item]):
                 self._bind_items(item, inner, bound)
             case ast.Call(func=ast.Name(id="zip"), args=args), ast.Tuple(elts=items) if len(args) == len(items):
@@ -266,18 +303,42 @@ class _UseVisitor(ast.NodeVisitor):
                 self.visit(iterable)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Note ``super()``; ``len`` and type checks read no values."""
+        """Note ``super()`` and the arguments of methods; ``len`` and type checks read no values."""
         if isinstance(node.func, ast.Name):
             self.uses_super = self.uses_super or node.func.id == "super"
             if node.func.id in NO_VALUES:
                 return
-        elif isinstance(node.func, ast.Attribute) and node.func.attr in (*ITEM_METHODS, *PAIR_METHODS):
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in (*ITEM_METHODS, *PAIR_METHODS, *DEEP_METHODS):
             self.uses.mentioned.update(self._chains(node.func.value))  # the items are passed on
-        self.generic_visit(node)
+        if self._chains(node):
+            self._use(node)
+        elif not self._call_method(node):
+            self.generic_visit(node)
+
+    def _call_method(self, node: ast.Call) -> bool:
+        """Note the children that are passed to a method of the same class, whose source says what it does with them."""
+        if not isinstance(node.func, ast.Attribute) or self._chains(node.func.value) != [()]:
+            return False
+        function = self.method(node.func.attr)
+        if function is None or any(isinstance(each, ast.Starred) for each in node.args):
+            return False
+        named = {each.arg for each in function.args.kwonlyargs} | set(_parameters(function))
+        passed = list(zip(_parameters(function)[1:], node.args, strict=False))
+        passed += [(each.arg, each.value) for each in node.keywords if each.arg is not None and each.arg in named]
+        bound = {name: tuple(self._children(value)) for name, value in passed}
+        bound = {name: chains for name, chains in bound.items() if 0 < max(map(len, chains), default=0) < MAX_CHAIN}
+        followed = [value for name, value in passed if name in bound]
+        for value in (node.func, *node.args, *(each.value for each in node.keywords)):
+            if not any(value is each for each in followed):
+                self.visit(value)
+        self.calls.append((node.func.attr, tuple(bound.items())))
+        return True
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Skip ``is None`` and ``in self.a``, which read no values."""
-        if not all(isinstance(each, ast.Is | ast.IsNot | ast.In | ast.NotIn) for each in node.ops):
+        if all(isinstance(each, ast.Is | ast.IsNot | ast.In | ast.NotIn) for each in node.ops):
+            self._bind_walruses(node)
+        else:
             self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -297,7 +358,9 @@ class _UseVisitor(ast.NodeVisitor):
 
     def _use(self, node: ast.expr) -> None:
         chains = self._chains(node)
-        if not chains:
+        if chains:
+            self._bind_walruses(node)
+        else:
             self.generic_visit(node)
         for chain in chains:
             if WEIGHT in chain[1:]:
@@ -308,19 +371,46 @@ class _UseVisitor(ast.NodeVisitor):
                 self.uses.mentioned.add(chain or (ITEM,))
 
     def _children(self, value: ast.expr) -> list[Chain]:
-        """Children that a name refers to after this value is assigned to it."""
-        chains = self._chains(value)
-        return chains if all(chain and WEIGHT not in chain for chain in chains) else []
+        """Children that a name refers to after this value is assigned to it; () is the module itself."""
+        chains, is_name = self._chains(value), isinstance(value, ast.Name)
+        return chains if all(WEIGHT not in chain and (chain or is_name) for chain in chains) else []
 
     def _chains(self, node: ast.expr) -> list[Chain]:
         """Chains of attribute names from ``self`` of each child that an expression may be; else []."""
-        match node:
-            case ast.Name(id=name):
-                return self.names.get(name, [])
-            case ast.Attribute(value=value, attr=name):
-                return [(*chain, name) for chain in self._chains(value)]
-            case ast.Subscript(value=value, slice=ast.Slice()):
-                return self._chains(value)
-            case ast.Subscript(value=value):
-                return [(*chain, ITEM) for chain in self._chains(value)]
-        return []
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, [])
+        value, names = _last_step(node)
+        return [] if value is None else [(*chain, *names) for chain in self._chains(value)]
+
+
+def _last_step(node: ast.expr) -> tuple[ast.expr | None, Chain]:
+    """Split the last attribute, index or look-up from an expression; None if it has none."""
+    match node:
+        case ast.Attribute(value=value, attr=name):
+            return value, (name,)
+        case ast.Subscript(value=value, slice=ast.Slice()) | ast.NamedExpr(value=value):
+            return value, ()
+        case ast.Subscript(
+            value=ast.Attribute(value=value, attr="_modules" | "_parameters"), slice=ast.Constant(value=str(name))
+        ):
+            return value, (name,)
+        case ast.Subscript(value=value):
+            return value, (ITEM,)
+    return _look_up(node) if isinstance(node, ast.Call) else (None, ())
+
+
+def _look_up(call: ast.Call) -> tuple[ast.expr | None, Chain]:
+    """Split a look-up of children or weights, such as ``getattr(self, "a")``, into the module and the names."""
+    match call.func, call.args:
+        case ast.Name(id="getattr"), [value, name, *_]:
+            return value, (str(name.value) if isinstance(name, ast.Constant) else ITEM,)
+        case ast.Attribute(value=value, attr="parameters"), []:
+            return value, (WEIGHT,)
+        case ast.Attribute(value=value, attr="get_submodule" | "get_parameter"), [ast.Constant(value=str(path))]:
+            return value, tuple(path.split("."))
+        case ast.Attribute(value=value, attr="modules" | "named_modules"), _:
+            return value, (ALL_MODULES,)
+        case ast.Attribute(value=value, attr="get_submodule"), [_]:
+            return value, (ALL_MODULES, ITEM)
+    first_parameter = isinstance(call.func, ast.Name) and call.func.id == "next" and len(call.args) == 1
+    return (call.args[0], ()) if first_parameter else (None, ())

@@ -38,10 +38,12 @@ def store_weights_as_codes(
     for path in paths:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        if layer.codes_layout is not None or layer.weight.requires_grad:
+        if layer.codes_layout is not None or _is_trained(layer):
             continue
         if path in others_read:
             reasons[path] = others_read[path]
+        elif (computed := _computed(layer)) is not None:
+            reasons[path] = f"its {computed} is computed at every call (torch.nn.utils' weight_norm, prune or similar)"
         elif layer.recipe.output.b is None:
             reasons[path] = f"{layer.recipe.name} casts no weight"
         elif layer.weight.is_meta:
@@ -54,6 +56,20 @@ def store_weights_as_codes(
     if stored:
         guard_save_pretrained(model)
     return tuple(stored), reasons
+
+
+def _is_trained(layer: Linear) -> bool:
+    """Return whether the weight takes a gradient, or a parameter that weight_norm and similar compute it from."""
+    return any(
+        parameter.requires_grad
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name.startswith("weight")
+    )
+
+
+def _computed(layer: Linear) -> str | None:
+    """Parameter that a pre-hook of ``torch.nn.utils`` computes from others at every call; None if there is none."""
+    return next((name for name in ("weight", "bias") if name not in layer._parameters), None)  # noqa: SLF001
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:

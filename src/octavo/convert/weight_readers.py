@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from octavo.convert.forward_source import ITEM, NOT_A_CALL, Chain, ChildUses, MethodSources, uses_in
+from octavo.convert.forward_source import ALL_MODULES, ITEM, NOT_A_CALL, Chain, ChildUses, MethodSources, uses_in
 from octavo.nn import Linear
 
 __all__ = ["WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
@@ -162,6 +162,8 @@ def _reaches(owner: torch.nn.Module, mentioned: Chain, layer: torch.nn.Module) -
 def _inside(place: object, name: str) -> list[object]:
     """Children of a place by name, or a plain list of them; an index leads to all items."""
     if isinstance(place, torch.nn.Module):
+        if name == ALL_MODULES:
+            return [list(place.modules())[1:]]
         children = [child for key, child in place._modules.items() if name in (key, ITEM)]  # noqa: SLF001
         return [*children, vars(place)[name]] if isinstance(vars(place).get(name), list | tuple | dict) else [*children]
     if name != ITEM or not isinstance(place, list | tuple | dict):

@@ -150,6 +150,12 @@ def save_quantized(
 
 
 def _check_language_model(model: object) -> None:
+    if isinstance(model, torch.nn.Module) and not hasattr(model, "config"):
+        raise TypeError(
+            f"save_quantized takes a language model with its tokenizer, not {type(model).__name__}; write other "
+            "modules with safetensors.torch.save_file(model.state_dict(), file), after octavo.convert(model, "
+            "frozen='fp8') with FP8 codes in place of frozen weights"
+        )
     if not isinstance(model, LanguageModel):
         raise TypeError(
             f"save_quantized takes a language model with its tokenizer, not {type(model).__name__}; call "

@@ -40,6 +40,7 @@ from octavo.functional.saved_operands import (
     serves_both_ways,
 )
 from octavo.kernels import high_precision_mm, scaled_mm
+from octavo.kernels.backend import refuse_transforms
 from octavo.kernels.tracing import unaliased
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.recipes import GemmSpec, Recipe
@@ -76,6 +77,7 @@ def fp8_linear(
         rows.
 
     Raises:
+        BackendError: a transform of ``torch.func`` is running.
         ConfigError: the recipe's input is static and ``scaling`` has no scale for it, or the recipe cannot
             use these ``input_operands``.
 
@@ -92,6 +94,7 @@ def fp8_linear(
     if input_operands is not None:
         learning = weight.requires_grad and torch.is_grad_enabled()
         _check_operands(input_operands, rows, recipe, learning=learning)
+    refuse_transforms("FP8 linear layers")
     y: Tensor = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
         computed,
         weight,

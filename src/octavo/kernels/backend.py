@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from octavo.errors import BackendError
 from octavo.formats import Format
 from octavo.numerics import (
     Accumulate,
@@ -33,6 +34,7 @@ __all__ = [
     "block_widths",
     "inside_transform",
     "product_shape",
+    "refuse_transforms",
 ]
 
 
@@ -149,6 +151,15 @@ class CastBackend(Protocol):
 def inside_transform() -> bool:
     """Return whether torch.func transforms the running code; False in a traced graph."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+
+
+def refuse_transforms(operation: str) -> None:
+    """Raise BackendError inside torch.func, for which octavo's autograd functions define no rule."""
+    if inside_transform():
+        raise BackendError(
+            f"torch.func (grad, vmap, jvp and others) does not support {operation}; use backward() or "
+            "torch.autograd.grad, or octavo.autocast(enabled=False), in which layers run in high precision"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 import octavo.kernels.dispatch as dispatch
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format
+from octavo.kernels.backend import refuse_transforms
 from octavo.kernels.tracing import unaliased
 from octavo.numerics import (
     AmaxRecord,
@@ -108,6 +109,7 @@ def fake_quantize(
         _check_out(x, out)
         with torch.no_grad():
             return _rounded(x, fmt, granularity, scale_rounding, out)
+    refuse_transforms("octavo.fake_quantize without out=")
     result: Tensor = _FakeQuantize.apply(x, fmt, granularity, scale_rounding)  # type: ignore[no-untyped-call]
     return result
 

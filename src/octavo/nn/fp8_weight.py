@@ -143,10 +143,13 @@ class FP8WeightLinear(Linear):
         for name in (CODES, "weight_scale"):
             loaded, own = tensors.get(prefix + name), getattr(self, name)
             if loaded is not None and loaded.dtype is not own.dtype:
-                rest[-1].append(
-                    f"{prefix}{name} is {loaded.dtype}, and this layer's is {own.dtype}: it was stored with another "
-                    "recipe; convert the model with that one"
+                was_cast = name == "weight_scale" and loaded.dtype in (torch.bfloat16, torch.float16, torch.float64)
+                reason = (
+                    "the scale was cast after it was saved, which loses its bits; load the state_dict as it was saved"
+                    if was_cast
+                    else "it was stored with another recipe; convert the model with that one"
                 )
+                rest[-1].append(f"{prefix}{name} is {loaded.dtype}, and this layer's is {own.dtype}: {reason}")
                 return
         torch.nn.Module._load_from_state_dict(self, tensors, prefix, *rest)  # noqa: SLF001
         self._guard_codes()

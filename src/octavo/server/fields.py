@@ -175,7 +175,8 @@ class Const(FieldKind):
         """Return the value."""
         if not self.fit(value):
             allowed = " or ".join(map(json.dumps, (*self.values, None)))
-            raise FieldError(place, f"must be {allowed}, not {_shown(value)}; leave it out")
+            entries = " with entries" if isinstance(value, list | dict) and value else ""
+            raise FieldError(place, f"must be {allowed}, not {_shown(value)}{entries}; leave it out")
         return value
 
     def schema(self) -> Schema:

@@ -82,21 +82,26 @@ class WatchedRun:
         return next((step for step in steps if training.recipe_at(step) not in PLAIN_RECIPES), None)
 
     @property
+    def unsampled(self) -> str | None:
+        """Reason why no step was sampled, with how to sample some; None if one was."""
+        return None if self.samples else _reason_without_statistics(self.config)
+
+    @property
     def steps(self) -> int | None:
         """Updates of the whole run, None if unknown."""
         return None if self.config is None else self.config.training.steps
 
 
 def watched_run(run_dir: Path) -> WatchedRun:
-    """Read a run with statistics.
+    """Read a run with statistics, or at least with losses.
 
     Raises:
-        ConfigError: there is no run, it has no step yet, or it has no statistics.
+        ConfigError: there is no run, it has no step yet, or it has neither statistics nor losses.
         TrainingError: a line is not a run's, or the statistics are those of another model.
     """
     run = read_run(run_dir)
-    if not run.samples:
-        raise ConfigError(f"the run in {str(run_dir)!r} has no statistics: {_reason_without_statistics(run.config)}")
+    if run.unsampled is not None and not len(run.series.curve("loss")[0]):
+        raise ConfigError(f"the run in {str(run_dir)!r} has no statistics: {run.unsampled}")
     if run.config is not None:
         _check_model(run, run.config)
     return run

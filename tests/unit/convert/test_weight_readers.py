@@ -3,8 +3,6 @@
 import re
 import warnings
 from collections import Counter
-from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from torch.nn import functional as F
 import octavo
 from octavo.convert import layers_not_run, read_by_others
 from octavo.convert.weight_readers import weight_readers
+from tests.unit.convert.written_forward import with_forward
 
 
 class Attention(nn.Module):
@@ -223,7 +222,7 @@ LOOPS = {  # statements that read the weights of the layers named
 
 @pytest.mark.parametrize("statement", LOOPS)
 def test_reads_are_followed_through_loops(statement, tmp_path):
-    model, x = _with_forward(Loops, f"{statement}\nreturn x", tmp_path), torch.randn(4, 4)
+    model, x = with_forward(Loops, f"{statement}\nreturn x", tmp_path), torch.randn(4, 4)
     report = octavo.convert(model, "rowwise")
     assert [path for path, reason in report.skipped.items() if reason.endswith("never calls the layer")] == LOOPS[
         statement
@@ -232,16 +231,6 @@ def test_reads_are_followed_through_loops(statement, tmp_path):
     named = set(re.findall(r"self\.(\w+)", statement))
     not_run = [path for path in layers_not_run(model) if path.split(".")[0] in named]
     assert not_run == [], "what the loop names and convert takes, runs"
-
-
-def _with_forward(base: type[nn.Module], body: str, folder: Path) -> nn.Module:
-    """A module whose forward has this body, with a source file, as a user's has."""
-    file = folder / "given.py"
-    file.write_text(f"class Given(Base):\n    def forward(self, x):\n{indent(body, 8 * ' ')}\n")
-    names: dict[str, Any] = {"Base": base, "F": F, "torch": torch}
-    exec(compile(file.read_text(), str(file), "exec"), names)
-    model: nn.Module = names["Given"]()
-    return model
 
 
 class Stack(nn.Sequential):
@@ -396,58 +385,3 @@ def test_a_slice_of_a_module_that_is_called_is_a_call():
     readers = weight_readers(Sliced(*(nn.Linear(4, 4) for _ in range(3))))
     assert readers
     assert not any(reader.replaces for reader in readers.values())
-
-
-class TwoNames(nn.Module):
-    """Holds layers under two names, and in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a: Any = nn.Linear(4, 4)
-        self.b, self.c, self.d = self.a, nn.Linear(4, 4), nn.Linear(4, 4)
-        self.layers, self.e = nn.ModuleList([self.a]), self.d
-        self.flag = torch.zeros(1)
-
-
-TWO_NAMES = {
-    "other name": ("return self.d(x) @ self.e.weight", {"d": False}),
-    "name in a list": ("return self.layers[0](x) @ self.a.weight", {"a": False}),
-    "by a method": ("return self.e.forward(x) @ self.d.weight", {"d": False}),
-    "only read": ("return x @ self.e.weight + self.d.bias", {"d": True}),
-    "branches": (
-        "if self.flag > 0: y = self.d\nelse: y = self.c\nreturn y(x @ self.d.weight @ self.c.weight)",
-        {"d": False, "c": False},
-    ),
-    "read in branches": ("y = self.d\nif self.flag > 0: y = self.c\nreturn x @ y.weight", {"c": True, "d": True}),
-    "ended branch": (
-        "y = self.c\nif self.flag > 0:\n    y = self.d\n    return y(x)\nreturn x @ y.weight",
-        {"c": True},
-    ),
-    "bound anew": ("y = self.c\nw = y.weight\ny = torch.relu(x)\nreturn torch.add(y, w)", {"c": True}),
-    "unpacked": ("y = self.c\nw = y.weight\ny, z = x.split(2)\nreturn y @ w", {"c": True}),
-    "loop": (
-        "y = self.c\nfor _ in range(2):\n    x = y(x)\n    y = self.d\nreturn x @ self.d.weight @ self.c.weight",
-        {"c": False, "d": False},
-    ),
-    "while": ("y = self.c\nwhile self.flag > 0:\n    x = y(x)\n    y = self.d\nreturn x @ self.d.weight", {"d": False}),
-    "loop variable": (
-        "for y in self.layers:\n    w = y.weight\nfor y in (x, x):\n    w = torch.add(y, w)\nreturn w",
-        {"a": True},
-    ),
-    "exception": (
-        "y = self.c\ntry:\n    y = x.T\nexcept ValueError:\n    x = y(x)\nreturn x @ self.c.weight",
-        {"c": False},
-    ),
-    "match": (
-        "match self.flag:\n    case 1: y = self.c\n    case _: y = self.d\nreturn y(x) @ self.c.weight @ self.d.weight",
-        {"c": False, "d": False},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TWO_NAMES)
-def test_name_refers_to_every_child_it_may_be_bound_to(case, tmp_path):
-    body, replaced = TWO_NAMES[case]
-    model = _with_forward(TwoNames, body, tmp_path)
-    readers = weight_readers(model)
-    assert {name: readers[getattr(model, name)].replaces for name in replaced} == replaced

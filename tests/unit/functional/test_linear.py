@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import octavo
-from octavo.errors import ConfigError
+from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, E5M2, E8M0
 from octavo.functional import InputOperands, cast_operand, fp8_linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor, ScaleRounding, quantize
+from octavo.quantization.qat.straight_through import straight_through_linear
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling
 from octavo.scaling import LayerScaling, OperandScaling
 from tests.contract.gemm_oracle import assert_product, assert_same_operand, recorded_products
@@ -188,10 +189,26 @@ def test_there_is_no_second_derivative_and_torch_says_so():
         grad.sum().backward()
 
 
-def test_function_transforms_are_refused_by_torch():
-    x, weight, bias, _ = _tensors()
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda w: fp8_linear(x, w, bias, TENSORWISE).sum())(weight.detach())
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, w: fp8_linear(x, w, None, TENSORWISE).sum(),
+        lambda x, w: straight_through_linear(x, w, None, TENSORWISE).sum(),
+        lambda x, w: octavo.fake_quantize(w, E4M3).sum(),
+    ],
+)
+def test_function_transforms_are_refused_in_one_sentence(transform, compute):
+    x, weight, *_ = _tensors()
+    with pytest.raises(BackendError, match=r"torch\.func .* does not support .*; use backward\(\)"):
+        transform(lambda w: compute(x.detach(), w))(weight.detach())
+
+
+def test_function_transforms_run_in_high_precision():
+    layer, x = octavo.nn.Linear(4, 4), torch.ones(2, 4)
+    with octavo.autocast(enabled=False):
+        gradient = torch.func.grad(lambda y: layer(y).sum())(x)
+    assert torch.equal(gradient, layer.weight.detach().sum(0).expand(2, 4))
 
 
 def test_gradients_point_the_way_of_the_exact_ones():

@@ -104,7 +104,7 @@ def test_default_max_tokens_fits_the_cache(client):
         ({"response_format": {"type": "json_object"}}, 'response_format must be {"type": "text"} or null'),
         ({"store": True}, "store must be false or null, not true; leave it out"),
         ({"metadata": {"a": "b"}}, "metadata must be {} or null"),
-        ({"tools": [{"type": "function"}]}, "tools must be [] or null, not a list; leave it out"),
+        ({"tools": [{"type": "function"}]}, "tools must be [] or null, not a list with entries; leave it out"),
         ({"tool_choice": "required"}, 'tool_choice must be "none" or "auto" or null, not \'required\''),
         ({"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages[0].refusal must be null"),
         ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name must be text"),

@@ -141,7 +141,7 @@ def test_text_offset_is_the_start_of_the_character(client, byte_tokenizer, promp
         ({"temperature": -1}, 400, "temperature must be a number from 0 to 2"),
         ({"stop": [""]}, 400, "stop"),
         ({"tools": []}, 400, "tools is not a known field"),
-        ({"logit_bias": {"50": 1}}, 400, "logit_bias must be {} or null, not an object; leave it out"),
+        ({"logit_bias": {"50": 1}}, 400, "logit_bias must be {} or null, not an object with entries; leave it out"),
         ({"presence_penalty": 1}, 400, "presence_penalty"),
     ],
     ids=lambda value: str(value)[:30],

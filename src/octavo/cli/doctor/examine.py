@@ -183,6 +183,10 @@ def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Findi
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
     times = "once" if run.samples == 1 else f"{run.samples} times"
     coverage = f"{run.layers} layers, sampled {times} up to step {run.step}{so_far}"
+    if run.unsampled is not None:
+        found = counts(findings) if findings else "nothing found"
+        yield f"{found} in the losses up to step {run.step}{so_far}; nothing was sampled: {run.unsampled}"
+        return
     if findings:
         yield f"{counts(findings)}, in {coverage}"
     if not run.layers:

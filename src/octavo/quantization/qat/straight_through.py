@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from octavo.functional import WeightOperands, cast_operand, multiply
 from octavo.functional.saved_operands import load_operands, operand_of, save_operands
 from octavo.kernels import high_precision_mm
+from octavo.kernels.backend import refuse_transforms
 from octavo.kernels.tracing import unaliased
 from octavo.numerics import QuantizedTensor, ScaleRounding
 from octavo.numerics.metrics import saturation_limit
@@ -85,6 +86,7 @@ def straight_through_linear(
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     computed = rows.float() if x.dtype is torch.float64 else rows
+    refuse_transforms("layers in quantization-aware training")
     y: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
         computed,
         weight,

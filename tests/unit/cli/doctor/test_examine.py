@@ -99,24 +99,6 @@ def test_a_run_without_a_step_is_refused(octavo, run):
     assert "has finished no step yet" in refusal(octavo, run)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        ('recipe = "tensorwise"', 'recipe = "bf16"', "casts nothing to FP8"),
-        ("statistics_interval = 10", "statistics_interval = 0", "its statistics_interval is 0; set it to 10"),
-        ("", "", "it was never sampled"),
-    ],
-)
-def test_a_run_without_statistics_is_refused_with_how_to_get_them(octavo, run, before, after, words):
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["kind"] in ("step", "evaluation")]
-    (run / "metrics.jsonl").write_text("".join(kept))
-    config = (run / "config.toml").read_text()
-    assert before in config
-    (run / "config.toml").write_text(config.replace(before, after))
-    assert words in refusal(octavo, run)
-
-
 def test_half_a_line_in_the_middle_is_refused_by_number(octavo, run):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([lines[0], lines[1][:9] + "\n", *lines[2:]]))
