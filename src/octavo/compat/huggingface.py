@@ -22,6 +22,7 @@ from octavo.compat.huggingface_numbers import FP8Numbers
 from octavo.convert import ConversionReport, convert
 from octavo.doctor.huggingface import DoctorCallback
 from octavo.errors import ConfigError
+from octavo.nn import Linear
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.parsing import parse_tensors
 from octavo.recipes import Recipe
@@ -113,8 +114,11 @@ class FP8Callback(_StateInCheckpoints):
     report: ConversionReport | None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Convert the model."""
+        """Convert the model; nothing is kept of the Trainer that used this callback before."""
         del args, state, control
+        self.saved, self._model = "", None
+        self.doctor = DoctorCallback(interval=self.interval) if self.interval else None
+        self.numbers = FP8Numbers(self.numbers.tensors)
         if self.recipe is not None:
             self.report = convert(kwargs["model"], self.recipe, **self.conversion)
 
@@ -122,7 +126,7 @@ class FP8Callback(_StateInCheckpoints):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Load the state of the checkpoint that training resumes from, and start to watch."""
-        if self.recipe is not None and self.report is None and not state.stateful_callbacks:
+        if self.recipe is not None and not any(isinstance(module, Linear) for module in kwargs["model"].modules()):
             raise ConfigError("FP8Callback came after the Trainer was built; pass it as Trainer(callbacks=[...])")
         super().on_train_begin(args, state, control, **kwargs)
         _call_first(self)

@@ -9,6 +9,7 @@ from torch import nn
 from octavo.doctor.series import Sample
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.nn.scaling_state import nonfinite_counts, scaling_state
+from octavo.scaling import EMPTY
 
 __all__ = ["FP8Numbers"]
 
@@ -62,6 +63,6 @@ def _amaxes(model: nn.Module, sample: Sample | None) -> dict[str, dict[_Key, flo
         amaxes[cast.role][_Key(cast.path, cast.role)] = float(values[AMAX])
     for name, tensor in scaling_state(model).items():
         path, role, kind = f".{name}".rsplit(".", 2)
-        if kind == "amax_history":
+        if kind == "amax_history" and (tensor > EMPTY).any():  # a weight of FP8 codes records none
             amaxes[role][_Key(path.removeprefix("."), role)] = float(tensor.max())
     return amaxes

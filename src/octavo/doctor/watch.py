@@ -50,8 +50,8 @@ class StepNotes:
 
     Attributes:
         loss: a number or a tensor [], in nats.
-        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale". Record a dynamic loss scale after its
-            update: ``scaler.get_scale()`` after ``scaler.update()``.
+        values: other numbers by name, such as "grad_norm" and "loss_scale"; "lr" is read from the optimizer. Record a
+            dynamic loss scale after its update: ``scaler.get_scale()`` after ``scaler.update()``.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ def watch(
 
     Args:
         model: a model converted by ``octavo.convert`` or built from ``octavo.nn`` modules.
-        optimizer: the optimizer, to measure updates relative to weights; None to skip them.
+        optimizer: the optimizer, to measure updates relative to weights and to note the learning rate; None to skip
+            them.
         interval: steps between sampled steps, 1 or more. The first step is sampled too.
         keep: number of samples to store, 2 or more.
         on_sample: called with each sample when its step ends.
@@ -161,7 +162,7 @@ class Watcher:
         self.number = self.number + 1 if number is None else number
         notes = StepNotes()
         is_sampled = always or self.is_due(self.number)
-        with self.overflows.during_step():
+        with self.overflows.during_step(), self._recording_rate(notes):
             if is_sampled:
                 with self._monitored_step() as finish:
                     yield notes
@@ -173,6 +174,22 @@ class Watcher:
             self.overflows.read()
             if self.captor is not None:
                 self.captor.update(self.findings, self.number)
+
+    @contextmanager
+    def _recording_rate(self, notes: StepNotes) -> Iterator[None]:
+        """Note the largest learning rate of the optimizer's step; what the loop notes itself replaces it."""
+        if self.overflows.optimizer is None:
+            yield
+            return
+
+        def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            notes.values["lr"] = max(float(group["lr"]) for group in optimizer.param_groups)
+
+        handle = self.overflows.optimizer.register_step_post_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def capturing(self, paths: Iterable[str]) -> AbstractContextManager[None]:
         """Context of a forward and backward pass outside of steps that captures the layers at or below these paths.

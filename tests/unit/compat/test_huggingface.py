@@ -12,6 +12,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 
 from octavo.compat.huggingface import FP8Callback, ScalingStateCallback  # noqa: E402 (needs transformers)
 from octavo.compat.huggingface_numbers import FP8Numbers  # noqa: E402
+from octavo.errors import ConfigError  # noqa: E402
 from tests.tiny_llama import TinyTexts, tiny_hugging_face_config  # noqa: E402
 
 
@@ -60,6 +61,22 @@ def test_missing_callback_warns_on_saving_and_on_resuming(tmp_path):
     with pytest.warns(UserWarning, match="holds no scaling state: delayed scaling starts anew"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "through/checkpoint-3"))
     assert losses_of(resumed) != losses_of(through), "the scaling state matters here"
+
+
+def test_callback_added_after_the_trainer_was_built_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, convert=False)
+    trainer.add_callback(FP8Callback(interval=0))
+    with pytest.raises(ConfigError, match=r"came after the Trainer was built; pass it as Trainer\(callbacks="):
+        trainer.train()
+
+
+def test_callback_of_an_earlier_trainer_starts_anew(tmp_path):
+    callback = FP8Callback("delayed", interval=0)
+    first = trainer_of(tmp_path / "first", callback, steps=2, convert=False)
+    first.train()
+    again = trainer_of(tmp_path / "again", callback, steps=2, convert=False)
+    again.train()
+    assert losses_of(again) == losses_of(first)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

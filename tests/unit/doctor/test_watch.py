@@ -469,3 +469,20 @@ def test_a_state_dict_saved_in_a_sampled_step_is_that_of_an_unwatched_model():
     assert not watching(model)
     assert saved.keys() == never_watched.state_dict().keys()
     assert all(torch.equal(tensor, never_watched.state_dict()[name]) for name, tensor in saved.items())
+
+
+def test_learning_rate_is_the_one_that_the_optimizers_step_used():
+    model = mlp()
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters()}], 1e-4
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    watcher = watch(model, optimizer, interval=2)
+    for noted in (None, None, 7.0):
+        with watcher.step() as notes:
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            schedule.step()
+            if noted is not None:
+                notes.values["lr"] = noted
+    assert [line["lr"] for line in watcher.steps] == [1e-3, 5e-4, 7.0]

@@ -117,8 +117,8 @@ def _cause_by_range(track: Track, peak: float, elements: str) -> str:
     margin = float(track.spec("margin") or 0)
     if margin >= LARGE_MARGIN:
         return (
-            f"the recipe's margin of {margin:g} leaves that many powers of two free above the amax, and under its scale "
-            f"{elements} lie below the range{format_name}"
+            f"the recipe's margin of {margin:g} leaves that many powers of two free above the amax, so that {elements} "
+            f"lie below the range{format_name}"
         )
     return f"amax is {_format_ratio(peak)} the rms, and under its scale {elements} lie below the range{format_name}"
 
