@@ -86,3 +86,19 @@ def test_a_statistic_may_write_to_its_arguments():
 def test_a_statistic_of_another_shape_is_refused(statistic, returned):
     with pytest.raises(ConfigError, match=rf"returned {returned}; it must return a tensor of shape \[3\]"):
         _trained(statistic)
+
+
+def test_a_mean_of_encode_scales_is_ruled_by_one_tiny_amax_while_it_is_in_the_window():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    octavo.convert(model, "article", convert_head=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    lost = []
+    for step in range(48):
+        x = torch.ones(2, 4, requires_grad=True)
+        grad = torch.full((2, 4), 1e-20 if step == 5 else 1.0)
+        model(x).backward(grad)
+        optimizer.step()
+        true = grad @ model[0].weight.detach()
+        assert x.grad is not None
+        lost.append(bool((x.grad - true).norm() > 0.999 * true.norm()))
+    assert [step for step, is_lost in enumerate(lost) if is_lost] == [5, *range(8, 40)]
