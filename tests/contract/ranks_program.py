@@ -26,6 +26,7 @@ from octavo.errors import ConfigError
 from octavo.training.loop import Trainer
 from octavo.training.setup import build_model
 from tests.contract.overflowing_ranks import overflow_state
+from tests.contract.ranks_between_steps import read_before_the_reduction, zero_redundancy
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 STEPS, RATIO = 4, 64.0
@@ -349,60 +350,6 @@ def reduces_a_step(_rank: int, _: Path) -> int:
             sum(each(torch.ones(1, 8)).sum() for each in model).backward()
             optimizer.step()
     return counted
-
-
-def zero_redundancy(rank: int, _: Path) -> Any:
-    """The optimizer's state is sharded: the first rank's shard is the embedding, the converted layer the second's."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4, bias=False))
-    octavo.convert(model, RECIPE, convert_head=True)
-    wrapped = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
-    tokens = torch.arange(5) + 5 * rank
-    for _step in range(STEPS):
-        wrapped(tokens).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    sharded = [id(each) for group in optimizer.optim.param_groups for each in group["params"]]
-    return {
-        "holds the layer": id(model[1].weight) in sharded,
-        "largest": model[0].weight[:10].abs().max().item(),
-        "closed": model[1].scale_updates.closed_steps,
-        "state": octavo.scaling_state(model),
-    }
-
-
-def read_before_the_reduction(rank: int, _: Path) -> Any:
-    """The input's window as one rank, then all of them read it of a step that is over, and as training goes on."""
-    recipe = octavo.recipes.get("delayed_te", history_length=3)
-    by_hand, by_blocks = build(), octavo.nn.Linear(8, 4, recipe=recipe)
-    windows: dict[str, list[list[float]]] = {}
-    for name, model in {"hand": by_hand, "blocks": by_blocks}.items():
-        own = f"{'0.' if name == 'hand' else ''}input.amax_history"
-
-        def run(amax: float, model: nn.Module = model) -> None:
-            with octavo.autocast(recipe) if model is by_blocks else nullcontext():
-                model(torch.full((1, 8), amax * RATIO**rank)).sum().backward()
-
-        def update(model: nn.Module = model) -> None:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(1e-3)
-
-        run(1.0)
-        update()
-        run(2.0)
-        update()
-        with pytest.warns(UserWarning, match="leaves out the last step"):
-            before = octavo.scaling_state(model)[own].tolist()
-        run(0.5)
-        after = model.get_submodule("0" if name == "hand" else "").amax_history.window[0].tolist()
-        update()
-        octavo.update_scales(model)
-        windows[name] = [before, after, octavo.scaling_state(model)[own].tolist()]
-    return windows
 
 
 def one_more_step(rank: int, _: Path) -> str:

@@ -352,7 +352,7 @@ class Wrapper(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.parts = parts
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 closure()

@@ -120,7 +120,6 @@ def stop_following(layer: DelayedLayer) -> None:
     _layers.pop(layer, None)
 
 
-@torch.compiler.assume_constant_result  # runs while a graph is traced, and leaves nothing in it
 def watch_compiled_backwards() -> None:
     """Let histories count backward passes that compiled layers take part in, through one weight of each model.
 
@@ -133,6 +132,10 @@ def watch_compiled_backwards() -> None:
             if history is not None and weight.requires_grad and weight.is_leaf and not updates.backwards_watched:
                 updates.backwards_watched = True
                 weight.register_post_accumulate_grad_hook(partial(_remind, weakref.ref(layer)))
+
+
+# As torch.compiler.assume_constant_result, which imports dynamo: it runs while a graph is traced, outside of it.
+watch_compiled_backwards._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 (compiled autograd traces hooks)

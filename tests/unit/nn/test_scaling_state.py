@@ -414,7 +414,7 @@ def test_a_model_converted_in_inference_mode_trains_as_any_other(recipe):
     states = []
     for mode in (False, True):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-        torch.nn.init.ones_(model[0].weight)
+        torch.nn.init.ones_(next(model.parameters()))
         with torch.inference_mode(mode=mode):
             octavo.convert(model, recipe, convert_head=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
