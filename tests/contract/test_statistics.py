@@ -89,7 +89,7 @@ def test_a_statistic_of_another_shape_is_refused(statistic, returned):
 
 
 def test_a_mean_of_encode_scales_is_ruled_by_one_tiny_amax_while_it_is_in_the_window():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
     octavo.convert(model, "article", convert_head=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     lost = []

@@ -236,7 +236,7 @@ class AmaxHistory(StatefulModule):
         statistic = self.spec.statistic
         if isinstance(statistic, Statistic):
             return _statistic(self.window, statistic)
-        result = statistic(self.window.clone(), self.amax.clone())  # the function may write to its arguments
+        result: object = statistic(self.window.clone(), self.amax.clone())  # the function may write to its arguments
         if not isinstance(result, Tensor) or result.shape != self.amax.shape:
             returned = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"{type(result).__name__}"
             raise ConfigError(
