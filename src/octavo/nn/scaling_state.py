@@ -172,7 +172,7 @@ def _warn_of_unreduced_step() -> None:
         "the scaling state that was read leaves out the last step: it is over, and its amaxes are reduced over the "
         "ranks only with the next training forward; for training that resumes bit for bit call "
         "octavo.update_scales(model) on every rank before octavo.scaling_state(model)",
-        stacklevel=4,
+        stacklevel=6,
     )
 
 
