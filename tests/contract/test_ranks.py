@@ -234,6 +234,20 @@ def test_a_step_of_all_models_takes_one_all_reduce(found):
     assert _of(found, "reduces_a_step") == [3, 3]
 
 
+def test_an_optimizer_whose_state_is_sharded_ends_one_step_on_every_rank(found):
+    one, other = _of(found, "zero_redundancy")
+    assert (one["holds the layer"], other["holds the layer"]) in ((True, False), (False, True))
+    assert (one["closed"], other["closed"]) == (program.STEPS, program.STEPS)
+    _assert_same_state(one["state"], other["state"])
+    assert one["state"]["1.input.amax_history"].tolist() == [one["largest"]] * 3
+
+
+@pytest.mark.parametrize("ended", ["hand", "blocks"])
+def test_a_state_read_before_the_ranks_reduce_leaves_that_step_out(found, ended):
+    for windows in _of(found, "read_before_the_reduction"):
+        assert windows[ended] == [[64.0, EMPTY, EMPTY], [128.0, 64.0, EMPTY], [32.0, 128.0, 64.0]]
+
+
 def test_stages_of_a_pipeline_count_the_optimizers_steps(found):
     assert _of(found, "pipeline") == [3, 3]
 

@@ -331,6 +331,75 @@ def test_compiled_layers_keep_the_eager_histories(dynamic):
     assert all(torch.equal(state[key], same[key]) for key in state)
 
 
+def test_compiled_layers_whose_updates_end_no_step_are_told_of():
+    """A graph compares no weights, so that hand-written updates close nothing there."""
+    torch.compiler.reset()
+    model = _model()
+    compiled, update = torch.compile(model, fullgraph=True, backend="aot_eager"), _by_hand(model, through_data=False)
+    for _ in range(99):
+        compiled(_batch(1.0)).sum().backward()
+        update()
+    loss = compiled(_batch(1.0)).sum()
+    with pytest.warns(UserWarning, match=r"layer '0' has run 100 backward passes without a step"):
+        loss.backward()
+    compiled(_batch(1.0)).sum().backward()  # a second warning would be an error
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that lets others take its steps, as ``ZeroRedundancyOptimizer`` does."""
+
+    def __init__(self, parameters: list[nn.Parameter], *parts: torch.optim.Optimizer) -> None:
+        super().__init__(parameters, {})
+        self.parts = parts
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for part in self.parts:
+            part.step()
+
+
+def _wrapped(model: Any) -> Wrapper:
+    return Wrapper([*model.parameters()], _sgd(model[0]), _sgd(model[2]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_steps_within_an_optimizers_step_end_with_it_once(compiled):
+    model = _model()
+    optimizer = _wrapped(model)
+    _steps(model, torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step, optimizer.zero_grad)
+    assert _window(model) == WINDOW
+    assert model[0].scale_updates.closed_steps == 3
+    assert [*model[0].scale_updates.optimizers] == [optimizer]
+
+
+def test_after_an_optimizers_step_that_raises_steps_end_as_before():
+    def fail() -> None:
+        raise ArithmeticError
+
+    model = _model()
+    optimizer = _wrapped(model)
+    with pytest.raises(ArithmeticError):
+        optimizer.step(fail)
+    _steps(model, optimizer.step, optimizer.zero_grad)
+    assert _window(model) == WINDOW
+    assert model[0].scale_updates.closed_steps == 3
+
+
+def test_a_closure_that_trains_another_model_ends_that_ones_steps():
+    model, inner = _model(), _model()
+    optimizer, theirs = _wrapped(model), _sgd(inner)
+
+    def closure() -> None:
+        _steps(inner, theirs.step, theirs.zero_grad)
+        model(_batch(7.0)).sum().backward()
+
+    optimizer.step(closure)
+    assert _window(inner) == WINDOW
+    assert _window(model) == [7.0, EMPTY, EMPTY, EMPTY]
+
+
 def test_a_copy_waits_for_an_optimizer_of_its_own():
     model = _model()
     optimizer = _sgd(model)

@@ -22,6 +22,7 @@ class ScalingState:
     - accelerate: ``accelerator.register_for_checkpointing(ScalingState(model))``.
     - ``torch.distributed.checkpoint``: ``{"model": ..., "scaling": ScalingState(model)}``. One rank's tensors are saved
       for all: steps that end on all ranks together leave the same on every rank, those of ``amax_group="rank"`` do not.
+      A step that is over, but whose amaxes are not reduced yet, is left out with a warning, as by ``scaling_state``.
 
     Args:
         model: converted; may be wrapped later.

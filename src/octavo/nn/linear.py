@@ -32,7 +32,13 @@ from octavo.scaling import (
     StatefulModule,
     inside_backward,
 )
-from octavo.scaling.scale_updates import close_block_over_ranks, close_if_written, follow_optimizers, reduces
+from octavo.scaling.scale_updates import (
+    close_block_over_ranks,
+    close_if_written,
+    follow_optimizers,
+    reduces,
+    watch_compiled_backwards,
+)
 
 __all__ = ["CODES", "CodesLayout", "Linear", "autocast_dtype"]
 
@@ -283,9 +289,11 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def _watch_backward(self, y: Tensor) -> None:
         """Let the history count backward passes, so that it can warn if no step is ever closed."""
-        if torch.compiler.is_compiling() or inside_backward():
+        if self.amax_history is None or not self.training or inside_backward():
             return
-        if self.amax_history is not None and self.training and y.requires_grad:
+        if torch.compiler.is_dynamo_compiling():
+            watch_compiled_backwards()
+        elif y.requires_grad and not torch.compiler.is_compiling():
             y.register_hook(self.amax_history.remind)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:

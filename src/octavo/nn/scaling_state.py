@@ -11,6 +11,7 @@ delayed only under ``octavo.autocast`` has a history from its first training for
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
 from octavo.recipes import Recipe
 from octavo.scaling import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
-from octavo.scaling.scale_updates import close_over_ranks, is_written
+from octavo.scaling.scale_updates import close_over_ranks, is_written, reduces
 
 if TYPE_CHECKING:
     from torch import distributed
@@ -125,7 +126,9 @@ def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """Copies of every delayed and static layer's state, on the layer's device.
 
     With automatic updates, a step that is over counts as closed, as the next forward will find it; the micro-batches of
-    one that goes on are left out.
+    one that goes on are left out. So are, with a warning, the amaxes of a step that is over where several ranks have
+    still to reduce them, since this function may be called on one rank alone: training that resumes from such a state
+    scales as before that step. Call :func:`update_scales` on every rank before saving.
 
     Example:
         >>> scaling_state(torch.nn.Linear(2, 2))
@@ -149,11 +152,28 @@ def read_scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
     histories = copy.deepcopy(_histories(model))
     layers = _layers(model)
     over = {id(layer.scale_updates) for layer in layers.values() if is_written(layer)}
+    unreduced = False
     for path, history in histories.items():
-        if id(layers[path].scale_updates) in over:
+        updates, region = layers[path].scale_updates, autocast_region()
+        if reduces(updates):
+            is_left = history.ends_with_blocks and 0 < int(history.region) != int(region)
+            unreduced |= (is_left or id(updates) in over) and bool((history.pending != EMPTY).any())
+            continue
+        if id(updates) in over:
             history.close()
-        history.close_if_left(autocast_region())
+        history.close_if_left(region)
+    if unreduced:
+        _warn_of_unreduced_step()
     return {key: slot.clone() for key, slot in _slots(model, histories).items()}
+
+
+def _warn_of_unreduced_step() -> None:
+    warnings.warn(
+        "the scaling state that was read leaves out the last step: it is over, and its amaxes are reduced over the "
+        "ranks only with the next training forward; for training that resumes bit for bit call "
+        "octavo.update_scales(model) on every rank before octavo.scaling_state(model)",
+        stacklevel=6,
+    )
 
 
 @torch.no_grad()
@@ -250,12 +270,11 @@ def _new_histories(model: torch.nn.Module, state: Mapping[str, Tensor], recipe: 
     """Histories of ``recipe`` for the layers that have none and that ``state`` knows."""
     if recipe.history is None:
         raise ConfigError(f"recipe {recipe.name!r} keeps no history; name the delayed recipe that autocast runs")
-    with torch.inference_mode(mode=False):  # its tensors could never be trained with
-        return {
-            path: layer.new_history(recipe.history)
-            for path, layer in _layers(model).items()
-            if layer.amax_history is None and f"{_prefix(path)}{ROLES[INPUT]}.amax_history" in state
-        }
+    return {
+        path: layer.new_history(recipe.history)
+        for path, layer in _layers(model).items()
+        if layer.amax_history is None and f"{_prefix(path)}{ROLES[INPUT]}.amax_history" in state
+    }
 
 
 def _is_positive(value: object) -> bool:

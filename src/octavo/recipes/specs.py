@@ -80,9 +80,10 @@ class History:
     Attributes:
         length: number of steps kept, 1 to 65,536.
         statistic: what is taken from them; or a function of the window, float32 [roles, length], newest first and -1
-            where nothing was recorded, and of the amaxes in force, [roles], that returns the next amaxes, [roles]; one
-            that is not above 0 leaves the amax in force. Two histories are equal if their functions are; a file takes
-            no function.
+            where nothing was recorded, and of the amaxes in force, [roles], both copies, that returns the next amaxes,
+            [roles]; one that is not above 0 or not finite in float32 leaves the amax in force, as does a step without
+            an amax. Another shape is refused when a step ends. Two histories are equal if their functions are; a file
+            takes no function.
         update_interval: steps between two changes of the scale, 1 or more.
         backoff: after a step with NaN or ±Inf elements the encode scale becomes this times the last one, instead of
             following the window; above 0, and 1 lets it follow. (The source article backs off by 0.99.)

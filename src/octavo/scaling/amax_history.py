@@ -55,6 +55,7 @@ class ScaleUpdates:
         optimizer_steps: number of optimizer steps that ended steps of these layers.
         closed_steps: number of ended steps, whether or not a layer kept a history; ranks compare it.
         switch_logged: whether a change of recipe in mid-training has been logged.
+        backwards_watched: whether a weight counts backward passes, for layers that are compiled.
     """
 
     manual: bool = False
@@ -73,6 +74,7 @@ class ScaleUpdates:
     optimizer_steps: int = field(default=0, init=False)
     closed_steps: int = field(default=0, init=False)
     switch_logged: bool = field(default=False, init=False)
+    backwards_watched: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":
@@ -179,10 +181,15 @@ class AmaxHistory(StatefulModule):
             self.close_if_left(region)
             self.region.fill_(region)  # from a CPU's scalar a copy to the GPU waits, a fill does not
 
+    @property
+    def ends_with_blocks(self) -> bool:
+        """Return whether leaving an autocast block ends a step."""
+        return self.spec.close == Close.AUTOCAST and not self.updates.manual
+
     @torch.no_grad()
     def close_if_left(self, region: Tensor) -> None:
         """Close the step, unless updates are manual, if it stood in another autocast block and that ends it."""
-        if self.updates.manual or self.spec.close != Close.AUTOCAST:
+        if not self.ends_with_blocks:
             return
         if self._has_kernel:
             self._close_by_kernel(left=(self.region, int(region)))
@@ -225,11 +232,18 @@ class AmaxHistory(StatefulModule):
         return self.spec.statistic in (Statistic.MAX, Statistic.LATEST) and triton_bindings.closes_steps(self.window)
 
     def _statistic(self) -> Tensor:
-        """One amax a role from its window [3, length]; not positive where the window has none."""
+        """One finite amax a role from its window [3, length]; not positive where the window has none."""
         statistic = self.spec.statistic
-        if not isinstance(statistic, Statistic):
-            return statistic(self.window, self.amax)
-        return _statistic(self.window, statistic)
+        if isinstance(statistic, Statistic):
+            return _statistic(self.window, statistic)
+        result: object = statistic(self.window.clone(), self.amax.clone())  # the function may write to its arguments
+        if not isinstance(result, Tensor) or result.shape != self.amax.shape:
+            returned = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"{type(result).__name__}"
+            raise ConfigError(
+                f"the function that is a history's statistic returned {returned}; it must return a tensor of shape "
+                f"[{len(ROLES)}], the next amaxes of {', '.join(ROLES)}"
+            )
+        return result.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _close_by_kernel(self, *, left: tuple[Tensor, int] | None = None) -> None:
         """Run :meth:`close` in one launch; ``left`` is the kernel's condition."""

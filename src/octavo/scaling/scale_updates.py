@@ -4,7 +4,8 @@ A step of delayed scaling is an optimizer's step, however many micro-batches it 
 
 1. ``torch.optim`` calls a hook after every step of every optimizer. It closes the models whose parameters the optimizer
    holds, and those that ran and have no optimizer of their own: all layers frozen, FSDP's flat parameters, or gradients
-   that an optimizer over copies of the parameters takes. A step that a gradient scaler leaves out ends nothing.
+   that an optimizer over copies of the parameters takes. A step that a gradient scaler leaves out ends nothing, nor
+   does one that is part of another optimizer's step (:mod:`octavo.scaling.nested_steps`).
 2. As long as no living optimizer is known for a model, a weight that was written to since the last training forward
    ends the step: a hand-written update.
 3. ``octavo.update_scales(model)``.
@@ -44,6 +45,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo.errors import ConfigError
 from octavo.recipes import Close, Recipe
 from octavo.scaling.amax_history import EMPTY, AmaxHistory, ScaleUpdates, WeightSeen
+from octavo.scaling.nested_steps import is_nested_step
 from octavo.scaling.operand_scaling import ROLES, inside_backward
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "reduce_amaxes",
     "reduces",
     "stop_following",
+    "watch_compiled_backwards",
 ]
 
 _STEPS_UNTIL_CALLED = 100  # optimizer steps in which every layer, also a seldom chosen expert, should have run
@@ -117,6 +120,32 @@ def stop_following(layer: DelayedLayer) -> None:
     _layers.pop(layer, None)
 
 
+def watch_compiled_backwards() -> None:
+    """Let histories count backward passes that compiled layers take part in, through one weight of each model.
+
+    A graph takes no hook on a layer's result, and its guards need no layer's own number. Accumulating a parameter's
+    gradient stays outside of graphs.
+    """
+    for updates, layers in _by_model(_living()):
+        for layer in layers:
+            history, weight = layer.amax_history, layer.stored_weight
+            if history is not None and weight.requires_grad and weight.is_leaf and not updates.backwards_watched:
+                updates.backwards_watched = True
+                weight.register_post_accumulate_grad_hook(partial(_remind, weakref.ref(layer)))
+
+
+# As torch.compiler.assume_constant_result, which imports dynamo: it runs while a graph is traced, outside of it.
+watch_compiled_backwards._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 (compiled autograd traces hooks)
+def _remind(reference: "weakref.ref[DelayedLayer]", weight: Tensor) -> None:
+    """Count a backward pass in the history that the layer has now."""
+    layer = reference()
+    if layer is not None and layer.amax_history is not None:
+        layer.amax_history.remind(weight)
+
+
 def _living() -> list[DelayedLayer]:
     """List the registered layers; a list, since other threads may register layers at any time."""
     return [layer for reference in _layers.keyrefs() if (layer := reference()) is not None]
@@ -143,6 +172,8 @@ def _group_of(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     """Close the steps that end with this optimizer's."""
     OptimizerSteps.count += 1
+    if is_nested_step(optimizer):
+        return
     layers = list(_stepped(optimizer))
     _remind_of_checkpoints(layers)
     _warn_of_layers_not_run(layers)

@@ -21,9 +21,10 @@ class StatefulModule(torch.nn.Module):
         raise NotImplementedError
 
     def start_state(self, device: torch.device | None) -> None:
-        """Register the buffers with their initial values."""
-        for name, tensor in self.fresh_state(device).items():
-            self.register_buffer(name, tensor, persistent=False)
+        """Register the buffers with their initial values; also in inference mode as tensors that training may write."""
+        with torch.inference_mode(False):  # dynamo takes no keyword here
+            for name, tensor in self.fresh_state(device).items():
+                self.register_buffer(name, tensor, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         state = self.fresh_state(torch.device("cpu"))

@@ -409,6 +409,22 @@ def test_a_state_loaded_in_inference_mode_can_be_trained_with():
     octavo.update_scales(resumed)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_model_converted_in_inference_mode_trains_as_any_other(recipe):
+    states = []
+    for mode in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        torch.nn.init.ones_(next(model.parameters()))
+        with torch.inference_mode(mode=mode):
+            octavo.convert(model, recipe, convert_head=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model(torch.tensor([[1.0, 2.0, 3.0, float("nan")]])).sum().backward()
+        optimizer.step()
+        assert octavo.nonfinite_counts(model) == {"0.input": 1}
+        states.append({key: value.tolist() for key, value in octavo.scaling_state(model).items()})
+    assert states[0] == states[1]
+
+
 def test_ranks_close_a_step_with_the_largest_of_their_amaxes(tmp_path):
     """One rank stands for two: the other's amaxes come in through the collective."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -307,3 +307,17 @@ def test_a_block_at_float32s_maximum(rounding, scale, largest):
     unsaturated = slice(1 if rounding == "floor" else 0, None)
     error = (decoded - x.double()).abs()[0, unsaturated]
     assert (error <= x.double()[0, unsaturated] * E4M3.epsilon / 2).all()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_where_subnormals_are_flushed_the_smallest_scale_is_float32s_smallest_normal(fmt):
+    smallest = 2.0**-126 * fmt.max
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        kept, lost = (quantize(torch.tensor([amax]), fmt) for amax in (smallest, smallest * 0.99))
+        decoded = [each.dequantize().item() for each in (kept, lost)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert decoded == [torch.tensor(smallest).item(), 0.0]
+    assert lost.scale.item() == 0
