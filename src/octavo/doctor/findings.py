@@ -26,7 +26,7 @@ CAUSES = {
     "nonfinite": "NaN or ±Inf reached a cast",
     "saturation": "values exceed the range of the scale",
     "gradient-underflow": "small gradients become zero",
-    "bulk-underflow": "outliers set a scale under which most values become zero",
+    "bulk-underflow": "the scale puts most values below the format's range, where they become zero",
     "stale-scale": "a scale is made from outdated amaxes",
     "frozen-scale": "a scale does not change while its tensor does",
     "scale-oscillation": "a scale jumps up and down",
