@@ -74,6 +74,7 @@ LEFT_OUT = {
     "read_limits": "no user's file: control groups of the system",
     "read_metrics": "metrics.jsonl, through read_run",
     "read_object": "in every reader of JSON",
+    "read_scaling_state": "no file: the state of a model in memory",
     "read_state": "a checkpoint's state.json, through load_checkpoint",
     "read_toml": "in every reader of TOML",
     "load_model": "a checkpoint's tensors, through load_checkpoint",
