@@ -65,7 +65,7 @@ def test_every_recipe_has_its_bar():
 
 
 @pytest.mark.parametrize("recipe", BYTES_BARS)
-def test_what_backward_keeps(recipe):
+def test_tensors_saved_for_backward_stay_within_the_recipes_share_of_bf16(recipe):
     model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False))
     x = torch.randn(4096, 128)
     with torch.autocast("cpu", torch.bfloat16):

@@ -101,7 +101,7 @@ def test_distributed_checkpoint_of_codes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0.mlp.up_proj"])
-def test_what_save_pretrained_writes_of_a_partly_converted_model_is_refused(part, tmp_path):
+def test_from_pretrained_refuses_save_pretrained_output_of_a_partly_converted_model(part, tmp_path):
     """Its outermost module does not know what was converted inside, so from_pretrained refuses instead."""
     model = _llama().requires_grad_(False)
     inner = model.get_submodule(part)

@@ -30,7 +30,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def test_what_triton_compiles_anew_for_has_another_key() -> None:
+def test_arguments_that_triton_specializes_on_have_distinct_keys() -> None:
     for one, other in itertools.combinations(ARGUMENTS, 2):
         theirs = [native_specialize_impl(CUDABackend, ARGUMENTS[name], False, True, True) for name in (one, other)]
         ours = [launching._traits(None, (ARGUMENTS[name],)) for name in (one, other)]
@@ -97,7 +97,7 @@ def test_another_kind_of_call_is_bound_anew(kernel: Kernel, change: str) -> None
     assert not kernel.launched
 
 
-def test_what_compiles_nothing_is_bound_every_time(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_kernel_is_bound_on_every_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernel, "compiled", None)  # as in Triton's interpreter
     for _ in range(2):
         launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4)

@@ -21,7 +21,7 @@ def test_every_operator_is_seen_through(launches: list[dict]) -> None:
     assert {launch["operator"] for launch in launches} == OPERATORS
 
 
-def test_what_an_operator_is_given_is_not_taken_for_written(launches: list[dict]) -> None:
+def test_operator_inputs_are_not_marked_as_mutated(launches: list[dict]) -> None:
     """It would be copied first, which costs more than the cast."""
     assert all(launch["written"] for launch in launches)
     assert not [launch for launch in launches if launch["given"]]

@@ -94,7 +94,7 @@ def test_keys_and_values_are_those_of_both(ours, folder):
         assert not torch.equal(a, ours(TOKENS)), "attention read something else outside of the block too"
 
 
-def test_nothing_stands_between_afterwards(ours, folder):
+def test_interrupted_layer_hook_leaves_later_logits_unchanged(ours, folder):
     model = LanguageModel(model=ours, tokenizer=load_language_model(folder).tokenizer, context=32, source="ours")
     with torch.no_grad():
         before = model.logits(TOKENS)
@@ -114,7 +114,7 @@ def test_a_gguf_file():
     assert loaded.tokenizer.encode("The capital").ids
 
 
-def test_what_is_no_model(tmp_path, folder):
+def test_paths_that_hold_no_model_are_refused(tmp_path, folder):
     with pytest.raises(CheckpointError, match="is not a model; give a run's folder"):
         load_language_model(tmp_path)
     with pytest.raises(ConfigError, match="there is no"):

@@ -96,7 +96,7 @@ def test_a_finite_number_that_a_dtype_has_not(tmp_path):
     assert TensorFiles(tmp_path)["b"].tolist() == [1, 65504]
 
 
-def test_what_is_infinite_already_stays_so(tmp_path):
+def test_infinite_values_are_written_and_read_back_as_infinite(tmp_path):
     """Whether a model may hold that is not for a file to say."""
     write_tensors(tmp_path, {"mask": torch.tensor([0.0, -torch.inf])}, {"mask": torch.float16}, 10**6)
     assert TensorFiles(tmp_path)["mask"].tolist() == [0, -torch.inf]

@@ -94,7 +94,7 @@ def test_bytes_stay_within_their_bound(tmp_path):
     assert [load_capture(file).step for file in captures.files()] == [3, 4]
 
 
-def test_what_is_larger_than_the_bound_is_left_out_and_said(tmp_path):
+def test_capture_beyond_the_byte_limit_is_skipped_with_a_warning(tmp_path):
     captures = Captures(tmp_path, max_bytes=600)
     with pytest.warns(UserWarning, match=r"'layers.0.q_proj' is not captured at step 7: it takes \d+ bytes"):
         assert captures.add(some_capture(m=100)) is None

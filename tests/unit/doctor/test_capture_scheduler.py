@@ -84,7 +84,7 @@ def test_capturing_changes_no_bit_of_training(tmp_path, recipe):
     assert all(torch.equal(one, other) for one, other in zip(with_captures, without, strict=True))
 
 
-def test_what_is_captured_is_what_the_layer_computed_with(tmp_path):
+def test_capture_holds_the_operands_and_amax_history_the_layer_used(tmp_path):
     x, gradient = torch.randn(20, 8), torch.randn(20, 6)
     capture = captured(tmp_path, "delayed", x=x, gradient=gradient, before=lambda _: 3.0)
     assert torch.equal(capture.input, x)

@@ -141,7 +141,7 @@ def test_codes_that_are_held_were_made_of_nobody_knows_what():
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_does_not_run_is_not_there(name):
+def test_recorder_has_no_entry_for_gemms_that_do_not_run(name):
     frozen = octavo.nn.Linear(K, N, recipe=name)
     frozen.weight.requires_grad_(False)
     recorder = watched(frozen)

@@ -75,7 +75,7 @@ def test_sqnr_is_that_of_the_products(tmp_path):
     assert ran.error == pytest.approx((squares / 3) ** 0.5, rel=1e-3)
 
 
-def test_what_is_exact_is_exact_in_float64(tmp_path):
+def test_replay_measures_error_against_float64_products(tmp_path):
     """The surrounding precision's own rounding counts: by FP32 products its own would be without an error."""
     capture = captured(tmp_path, "tensorwise", **gaussian())
     bf16 = tried(capture, "bf16")["bf16"]

@@ -34,7 +34,7 @@ def severities(*events, **options):
     return [(one.code, one.severity) for one in found(*events, **options)]
 
 
-def test_what_the_autopilot_mended_is_a_note_that_says_since_when():
+def test_finding_resolved_by_the_autopilot_is_a_note_with_its_step():
     (one,) = found(ACT)
     assert (one.code, one.severity, one.path) == ("bulk-underflow", Severity.NOTE, FIRST)
     assert (one.first_step, one.last_step, one.evidence["mended_at"]) == (5, 20, 20)
@@ -45,11 +45,11 @@ def test_what_the_autopilot_mended_is_a_note_that_says_since_when():
     "events",
     [(), (ACT | {"path": "elsewhere"},), (ACT, TAKEN_BACK | {"helped": False}), (ACT | {"changes": {}},)],
 )
-def test_what_nobody_mended_is_none(events):
+def test_unresolved_finding_keeps_its_severity(events):
     assert severities(*events) == [("bulk-underflow", "fail")]
 
 
-def test_what_is_taken_back_because_it_is_over_was_mended():
+def test_action_undone_after_it_helped_counts_as_resolved():
     assert severities(ACT, TAKEN_BACK | {"helped": True}) == [("bulk-underflow", "note")]
 
 
@@ -57,7 +57,7 @@ def test_an_act_that_changed_nothing_at_the_layer_mends_nothing():
     assert severities(ACT, mended=False) == [("bulk-underflow", "fail")]
 
 
-def test_what_comes_back_is_what_it_is_then():
+def test_recurring_finding_has_the_steps_and_severity_of_its_recurrence():
     (one,) = found(ACT, again=(6, 7, 8))
     assert (one.severity, one.first_step, one.last_step) == (Severity.WARN, 30, 40)
 

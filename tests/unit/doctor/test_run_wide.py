@@ -32,7 +32,7 @@ def test_more_than_half_of_the_layers_and_four_at_least(layers, with_it, merged)
     assert [one.places for one in result] == ([tuple(PATHS[:with_it])] if merged else [()] * with_it)
 
 
-def test_what_the_merged_one_says():
+def test_merged_finding_has_the_union_of_steps_the_worst_cause_and_all_places():
     findings = [
         found(
             path=path, role=role, first_step=10 - i, last_step=20 + i, weight=i, evidence={"share": i}, cause="it is so"

@@ -192,7 +192,7 @@ def test_an_event_without_what_the_rules_read_is_refused(line, words):
         series_of([line])
 
 
-def test_what_a_run_does_not_know_is_null_and_welcome():
+def test_null_values_in_event_lines_are_accepted():
     lines = [
         {"kind": "overflow", "step": 2, "loss_scale": None},
         {"kind": "failure", "step": 3, "loss": None, "grad_norm": None, "tensor": None},

@@ -155,7 +155,7 @@ def test_codes_of_another_tensor(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_delayed_scaling_makes_is_no_mismatch(way):
+def test_delayed_scaling_has_no_code_mismatch(way):
     """Its encode scale is not the reciprocal of the stored one, which differs in the last bit."""
     for amax in torch.linspace(3, 9, 40):
         x = (torch.randn(32, 32)).bfloat16()

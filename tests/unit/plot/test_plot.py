@@ -69,7 +69,7 @@ def fresh(recipe):
         (lambda: octavo.plot.losses("/nowhere/run"), "'/nowhere/run' holds no run"),
     ],
 )  # fmt: skip
-def test_nothing_to_plot_is_one_sentence(draw, said):
+def test_plot_without_data_raises_one_sentence(draw, said):
     with pytest.raises(ConfigError, match=said):
         draw()
 

@@ -110,7 +110,7 @@ def test_parameters_stand_in_their_layers_rows():
     assert [layers_of(series)[row] for row in found["rows"]] == paths(14)
 
 
-def test_what_only_some_layers_cast_twice_is_a_map_of_its_own():
+def test_casts_that_only_some_layers_make_get_their_own_map():
     numbers = np.ones(len(CAST_FIELDS))
     keys = [
         ("a", "input", "output"),

@@ -168,7 +168,7 @@ def test_thresholds_are_tuned_on_other_seeds_and_another_width_than_they_are_mea
         ({"seeds": ()}, "needs at least one seed"),
     ],
 )
-def test_what_no_selftest_runs(options, sentence):
+def test_impossible_selftest_configurations_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         SelftestConfig(**options)
 

@@ -56,7 +56,7 @@ def test_every_part_is_measured_and_prebuilt_by_default(called, tmp_path):
     assert all("--out" not in line for line in built)
 
 
-def test_what_is_tuned_while_others_compile_is_forgotten(called, tmp_path):
+def test_prebuild_deletes_autotuning_results_and_keeps_kernels(called, tmp_path):
     (tmp_path / "deep").mkdir()
     tuned, kept = tmp_path / "deep" / "a.best_config", tmp_path / "deep" / "a.py"
     tuned.touch()

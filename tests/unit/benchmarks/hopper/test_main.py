@@ -257,7 +257,7 @@ def test_ctrl_c_keeps_what_is_finished(hopper, tmp_path, monkeypatch, session):
     assert parts[2]["failure"]["reason"] == "left out, interrupted"
 
 
-def test_what_is_finished_is_written_before_the_next_part(hopper, tmp_path, monkeypatch, session):
+def test_report_is_written_before_the_next_part_starts(hopper, tmp_path, monkeypatch, session):
     seen = []
 
     def looking(_):

@@ -178,7 +178,7 @@ def made_up(seconds):
     return Timings(variants, {}, seconds, ())
 
 
-def test_who_is_faster_is_found_among_those_that_ran():
+def test_fastest_variant_is_selected_among_those_that_ran():
     found = made_up({"a": [3.0] * 3, "b": [2.0] * 3})
     assert faster(found, "a", "b", "c") == "b"
     assert faster(found, "c", "d") == "c"

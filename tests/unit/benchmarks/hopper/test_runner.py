@@ -78,7 +78,7 @@ def test_a_part_for_which_no_time_is_left_is_named(monkeypatch, session):
     assert report.parts[1].failure.reason == "left out, the parts before it had used the time"
 
 
-def test_what_a_part_leaves_over_is_the_nexts(monkeypatch, session):
+def test_unused_time_of_a_part_goes_to_the_next(monkeypatch, session):
     left: list[float] = []
 
     def looking(own):

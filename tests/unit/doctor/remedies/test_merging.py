@@ -39,7 +39,7 @@ def test_the_given_configuration_is_not_changed():
     assert remedy.changes == {"overrides": {"a": "bf16"}, "skip": ["c"]}
 
 
-def test_nothing_to_apply_changes_nothing():
+def test_merging_no_changes_returns_the_configuration():
     assert merged({"lr": 1.0}) == {"lr": 1.0}
     assert merged({"lr": 1.0}, {}) == {"lr": 1.0}
 
@@ -164,7 +164,7 @@ def test_a_last_phase_comes_after_the_user_s_own(own, wanted):
     config_from_dict({"training": after})
 
 
-def test_what_is_gentle_already_stays():
+def test_merging_keeps_the_smaller_rate_and_the_longer_warmup():
     assert merged({"lr": 0.001, "warmup": 500}, {"lr": 0.1, "warmup": 10}) == {"lr": 0.001, "warmup": 500}
     assert merged({"lr": 0.1, "min_lr": 0.01}, {"lr": 0.001}) == {"lr": 0.001, "min_lr": 0.001}
 

@@ -49,7 +49,7 @@ def test_every_finding_has_a_remedy_in_one_sentence(code, path, recipe):
 
 
 @pytest.mark.parametrize("code", ["rank-mismatch", "nonfinite", "stale-weight", "zero-tensor", "nondeterministic"])
-def test_what_no_configuration_mends_is_said_in_words(code):
+def test_finding_without_a_configuration_fix_gets_a_text_only_remedy(code):
     first = remedies_for(found(code, path="mlp.0", role="weight"), run_of())[0]
     assert not first.changes
 
@@ -62,7 +62,7 @@ def test_an_override_is_finer_than_what_the_layer_runs():
 
 
 @pytest.mark.parametrize("newest", ["bf16", "mxfp8"])
-def test_what_the_layer_runs_later_mends_nothing_that_was_found_before(newest):
+def test_remedy_follows_the_recipe_at_the_time_of_the_finding(newest):
     """A last phase of BF16, and a finer recipe: the remedy is for what the layer ran when it was found."""
     samples = [
         Sample(step=step, casts={}, products={}, parameters={}, layers={"mlp.0": LAYER | {"recipe": recipe}})
@@ -82,7 +82,7 @@ def test_a_module_stands_for_its_layers_and_the_run_for_all():
     assert changes_of("saturation", run_of(), path="")[-1] == {"overrides": {"*": "bf16"}}
 
 
-def test_what_most_layers_show_is_mended_beyond_the_recipe_they_run():
+def test_remedy_for_most_layers_goes_beyond_their_current_recipe():
     places = ("mlp.1", "mlp.0")
     assert changes_of("saturation", run_of(recipe="blockwise"), path="", places=places) == [
         {"overrides": {"*": "bf16"}}

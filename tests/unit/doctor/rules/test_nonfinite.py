@@ -65,7 +65,7 @@ def test_a_loss_that_stays_no_number(losses, since):
     assert all(f"the loss is NaN or ±Inf since step {since}, although every sampled cast" in one.cause for one in found)
 
 
-def test_what_an_update_spread_between_looks_names_no_layer():
+def test_nonfinite_spread_by_an_update_between_samples_names_no_layer():
     losses = [2.0] * 12 + [math.nan] * 18
     (found,) = findings(EVERYWHERE, steps(losses))
     assert (found.path, found.role, found.first_step) == ("", "", 15)

@@ -87,7 +87,7 @@ def test_underflow_of_a_tenth_at_three_looks(rule, place, code, lost, found):
         (INPUT, {}, {"output": math.nan, "grad_weight": math.nan}, Severity.WARN),
     ],
 )
-def test_what_no_gemm_misses_is_less_severe(place, numbers, gemm, severity):
+def test_underflow_that_no_gemm_loses_is_less_severe(place, numbers, gemm, severity):
     changes = {place: {"underflow_fraction": 0.42, **numbers}}
     products = {(FIRST, name): {"sqnr_db": value} for name, value in gemm.items()}
     (found,) = bulk_underflow(looks(casts=changes, products=products), LIMITS)
@@ -101,7 +101,7 @@ def test_what_no_gemm_misses_is_less_severe(place, numbers, gemm, severity):
         (0.0, 2.0**-147, "amax is {:.3g}, too small for any FP32 scale to bring to the format's range", "Find why"),
     ],
 )
-def test_what_a_floor_flushes_is_not_the_format_s_fault(floor, size, cause, remedy):
+def test_gradient_flushed_by_an_amax_floor_names_the_floor_as_cause(floor, size, cause, remedy):
     """Real looks: at gradients of 1e-30 under torchao's floor, and at FP32's smallest numbers under none."""
     series, amax = small_gradients(floor, size)
     (found,) = gradient_underflow(series, LIMITS)
@@ -137,7 +137,7 @@ def test_a_gradient_that_no_gemm_misses_is_missed_all_the_same():
     assert found.severity is Severity.FAIL
 
 
-def test_what_a_softmax_makes_tiny_is_not_missed():
+def test_tiny_softmax_outputs_are_a_note_and_outweighed_tokens_a_warning():
     """A real look: the outputs of a softmax of large logits; and tokens that outweigh all others, one in the sample."""
     torch.manual_seed(0)
     x = (4 * torch.randn(256, 64)).softmax(-1)

@@ -95,7 +95,7 @@ class TestFrozen:
         assert len(list(frozen_scale(series, LIMITS))) == found
 
     @pytest.mark.parametrize(("count", "found"), [(12, 1), (10, 0)])
-    def test_nothing_holds_a_maximum_for_longer_than_its_window(self, count, found):
+    def test_scale_constant_for_several_history_windows_is_frozen(self, count, found):
         """Looks every 5 steps: 55 steps are more than three windows of 16, 45 are not."""
         amaxes = np.where(np.arange(count) % 2, 0.5, 0.9)
         series = looks("delayed", count=count, casts={PLACE: provided(amaxes, np.full(count, 1 / 448))})

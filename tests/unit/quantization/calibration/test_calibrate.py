@@ -346,7 +346,7 @@ def test_one_huge_element_is_beyond_however_small_its_share():
     assert (model(other)[7] - wanted[7]).norm() > 0.9 * wanted[7].norm()
 
 
-def test_what_a_percentile_means_to_clip_is_not_beyond():
+def test_saturation_that_the_percentile_intends_does_not_go_beyond_the_calibration():
     model = mlp()
     found = calibrate(model, mlp_batches(), method="percentile", percentile=99.0)
     assert all(each.saturation_fraction > 1e-3 for each in coverage(model, found, mlp_batches()) if each.path == "0")

@@ -183,7 +183,7 @@ class Halves(nn.Module):
         return self.used(x)
 
 
-def test_what_the_batches_do_not_reach_stays_and_training_mode_too():
+def test_unreached_layers_and_training_mode_stay_unchanged():
     model = Halves().train()
     octavo.convert(model, "tensorwise")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -203,7 +203,7 @@ def test_what_the_batches_do_not_reach_stays_and_training_mode_too():
         ("tensorwise", [torch.full((2, 6), float("nan"))], DataError, "layer 'used' received NaN"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_changes_nothing(recipe, batches, error_type, words):
+def test_unsupported_compensation_is_refused_and_leaves_the_weights_unchanged(recipe, batches, error_type, words):
     model = Halves()
     octavo.convert(model, recipe)
     before = model.used.weight.detach().clone()

@@ -53,7 +53,7 @@ def warnings(*layers, samples=128):
     return list(health_warnings(layers, samples=samples))
 
 
-def test_nothing_is_said_where_nothing_is_wrong():
+def test_healthy_layers_give_no_warnings():
     quiet = [
         layer(),
         layer(underflow_fraction=0.1, flushed_energy=1e-7),  # SmolLM2's worst input

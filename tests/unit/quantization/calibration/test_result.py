@@ -25,7 +25,7 @@ def found():
     )
 
 
-def test_what_is_saved_is_what_is_loaded(found, tmp_path):
+def test_saved_calibration_loads_with_the_same_fields(found, tmp_path):
     found.save(tmp_path / "out")
     loaded = load_calibration(tmp_path / "out")
     for name in ("recipe", "rule", "weight_method", "health", "groups", "left_out", "shapes", "model_hash", "seen",

@@ -90,7 +90,7 @@ def test_a_reference_of_ones_own(contestants):
     assert compare(contestants[:1], windows(1), reference="fp32").entry("fp32").scores.divergence == 0
 
 
-def test_what_cannot_be_compared(contestants):
+def test_invalid_variants_and_windows_are_refused(contestants):
     with pytest.raises(ConfigError, match="include 'bf16', not fp32"):
         compare(contestants[:1], windows())
     with pytest.raises(ConfigError, match="must be distinct"):

@@ -227,7 +227,7 @@ def test_bf16_stands_among_them():
 
 
 @pytest.mark.parametrize("name", ["fp8-static", "fp8-qat", CENTRED])
-def test_what_a_format_needs_is_named(name):
+def test_missing_requirement_of_a_format_is_named(name):
     with pytest.raises(ConfigError, match=f"{name} needs .* or leave {name} out"):
         line_up(language_model(), [name])
 

@@ -394,7 +394,7 @@ def test_dtype_and_device_moves_keep_the_state():
         ({"recipe": "int8"}, "there is no recipe"),
     ],
 )
-def test_what_is_refused_leaves_the_model_as_it_was(arguments: dict[str, Any], words):
+def test_refused_preparation_leaves_the_model_unchanged(arguments: dict[str, Any], words):
     model = small()
     with pytest.raises(ConfigError, match=words):
         prepare_qat(model, **arguments)

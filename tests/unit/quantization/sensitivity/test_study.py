@@ -101,7 +101,7 @@ def test_the_front_and_the_presets_stand_beside_it(found):
     assert list(ends)[:2] == ["estimate", "measure layers"]
 
 
-def test_what_is_told_is_what_was_found(found):
+def test_study_record_agrees_with_the_result(found):
     result, _ = found
     told = record(result, {"model": "m"})
     assert (told["format"], told["model"]) == (FORMAT, "m")
@@ -189,7 +189,7 @@ def test_a_mix_is_kept_that_is_two_standard_errors_within(sensitive, monkeypatch
     assert (result.best is not None) == is_kept
 
 
-def test_which_pairs_are_run():
+def test_measured_pairs_are_the_largest_estimates_and_a_spread_of_the_rest():
     estimates = {(str(index), "tensorwise"): float(index) for index in range(100)}
     estimates |= {("table", "weight_only:0.5"): 1e3, ("0", "bf16"): 0.0}
     pairs = _pairs_to_measure(estimates, 10)
