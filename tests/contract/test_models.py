@@ -92,7 +92,7 @@ def test_torchs_transformer_encoder_trains(recipe):
     assert _trains(model, lambda: (model(x) - target).square().mean())
 
 
-def test_torchs_fast_path_is_named_in_the_report_and_can_be_turned_off():
+def test_report_notes_torchs_fast_path_and_it_can_be_disabled():
     model, x = _encoder(), torch.randn(4, 6, 32)
     report = octavo.convert(model)
     assert list(report.notes) == ["layers.0", "layers.1"]

@@ -132,7 +132,7 @@ def test_weights_that_are_handed_over_are_saved(tmp_path):
     assert all(torch.equal(value, weights[key]) for key, value in _read(tmp_path / "n").items())
 
 
-def test_a_converted_model_without_codes_saves_as_ever(tmp_path):
+def test_converted_model_without_codes_saves_its_plain_weights(tmp_path):
     model = _llama()
     octavo.convert(model, "delayed")
     model.save_pretrained(tmp_path / "m")
@@ -227,7 +227,7 @@ def test_distributed_checkpoints_keep_codes_apart_from_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_model_of_16_bits_is_exported_and_stays_what_it_was(dtype, tmp_path):
+def test_sixteen_bit_model_is_exported_and_stays_unchanged(dtype, tmp_path):
     """Verified in FP32, as its readers compute, or 16-bit roundings in between would count as differences."""
     model = _llama().to(dtype)
     octavo.convert(model.model, octavo.recipes.get("rowwise", power_of_two=False))

@@ -393,7 +393,7 @@ def test_exported_and_compiled_ahead_of_time_it_computes_the_same(tmp_path):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "bf16"])
-def test_jit_trace_is_told_what_records_a_model(recipe, training):
+def test_jit_trace_is_refused_with_an_alternative(recipe, training):
     """TensorBoard's add_graph traces so; in high precision it can, and torch.export can."""
     model, x = nn.Sequential(_linear(32, 16, recipe)).train(training), torch.randn(4, 32)
     with pytest.raises(BackendError, match=r"record the model with torch\.export\.export, or inside octavo\.autocast"):
@@ -404,7 +404,7 @@ def test_jit_trace_is_told_what_records_a_model(recipe, training):
     assert torch.equal(torch.export.export(model.eval(), (x,)).module()(x), model(x))
 
 
-def test_jit_script_is_told_what_records_a_model():
+def test_jit_script_is_refused_with_an_alternative():
     model = nn.Sequential(nn.Linear(8, 8))
     octavo.convert(model)
     with pytest.raises(BackendError, match=r"torch.jit.script .* torch.export.export"):

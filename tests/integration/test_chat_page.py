@@ -47,7 +47,7 @@ def page(browser):
     assert heard == foreign == []
 
 
-def test_an_answer_streams_and_a_conversation_goes_on(page, start):
+def test_chat_page_streams_an_answer_and_continues_the_conversation(page, start):
     service, place = start()
     page.goto(place)
     page.locator("#model", has_text="tiny").wait_for()

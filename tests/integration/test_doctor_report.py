@@ -180,7 +180,7 @@ def test_a_finding_leads_to_its_cells(tab):
     assert tab.locator(".finding.chosen").get_attribute("id") == "finding-2"
 
 
-def test_a_path_that_looks_like_markup_is_shown_as_it_is(tab):
+def test_markup_in_a_layer_path_is_shown_as_text(tab):
     tab.locator("#finding-3 .show").click()
     assert curves_of(tab) == paths(LAYERS)[-1]
     assert tab.locator("#heat .ytick text").last.text_content() == paths(LAYERS)[-1]

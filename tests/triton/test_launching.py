@@ -84,7 +84,7 @@ def test_the_first_launch_is_tritons_and_the_next_give_all_arguments_in_order(ke
 
 
 @pytest.mark.parametrize("change", ["x", "n", "SIZE", "num_warps", "kernel"])
-def test_another_kind_of_call_is_bound_anew(kernel: Kernel, change: str) -> None:
+def test_different_kind_of_call_is_bound_again(kernel: Kernel, change: str) -> None:
     other = Kernel() if change == "kernel" else kernel
     x = torch.empty(9)
     launching.launch(kernel, (1,), x[:8], 32, SIZE=4, num_warps=8)
@@ -109,7 +109,7 @@ def test_a_graph_takes_no_option_that_inductor_would_drop(kernel: Kernel) -> Non
         launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4, num_warps=8, enable_fp_fusion=False)
 
 
-def test_a_graph_takes_the_launch_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_records_the_launch_with_its_grid_and_constants(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "wrap_triton", lambda given: given)
     with FakeTensorMode():
         x = torch.empty(8)

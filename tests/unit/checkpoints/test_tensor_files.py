@@ -77,7 +77,7 @@ def test_an_index_that_is_not_theirs(sharded, change, match):
         TensorFiles(sharded)
 
 
-def test_a_full_disk_is_said_with_the_systems_number(tmp_path, monkeypatch):
+def test_full_disk_raises_os_error_with_its_errno(tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -26,7 +26,7 @@ def some_capture(*, path="layers.0.q_proj", step=7, recipe="tensorwise", m=4, n=
 
 
 @pytest.mark.parametrize("path", ["layers.0.q_proj", "", "a/b c%", "ö.1"])
-def test_a_capture_is_read_back_as_it_was(tmp_path, path):
+def test_capture_round_trips_through_its_file(tmp_path, path):
     capture = some_capture(path=path, recipe="delayed", window=torch.full((3, 16), -1.0), amax=torch.rand(3))
     file = Captures(tmp_path).add(capture)
     assert file is not None

@@ -148,7 +148,7 @@ def test_thresholds_are_obeyed():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
-def test_a_healthy_look_again_and_again(recipe):
+def test_healthy_samples_have_no_findings(recipe):
     assert diagnose(looks(recipe)) == []
 
 

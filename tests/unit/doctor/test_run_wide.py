@@ -110,6 +110,6 @@ def test_other_recipes_are_tried_on_all_layers(tmp_path):
     assert all("all layers" in remedy.text for remedy in one.remedies)
 
 
-def test_an_empty_run_has_none():
+def test_empty_run_has_no_findings():
     assert diagnose(series_of([])) == []
     assert run_wide([], []) == []

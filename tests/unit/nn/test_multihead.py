@@ -206,7 +206,7 @@ def test_inputs_are_checked(cross, inputs, words):
     ids=lambda wrong: next(iter(wrong)),
 )
 @torch.inference_mode()
-def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
+def test_refused_call_does_not_change_the_cache(wrong):
     """So that the call may be made again."""
     layer, x = _layer(), torch.randn(2, 5, 24)
     cache = layer.new_cache(2, 9)

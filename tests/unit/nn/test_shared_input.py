@@ -194,7 +194,7 @@ class Latents(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("update", ["fused", "data"])
-def test_a_parameter_is_cast_anew_however_it_was_written(recipe, update):
+def test_parameter_is_cast_again_after_any_kind_of_write(recipe, update):
     """Fused optimizers and ``.data`` raise no version counter; the last cast may be of the parameter itself."""
     losses: dict[bool, list[float]] = {}
     for shared in (True, False):

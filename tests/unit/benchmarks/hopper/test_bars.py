@@ -152,7 +152,7 @@ def test_a_speed_without_both_sides_is_not_judged(ours, bases, reason):
     assert (verdict.word, verdict.is_met, verdict.reason) == ("not judged", False, reason)
 
 
-def test_memory_is_judged_by_the_least_and_not_where_there_is_none():
+def test_memory_bar_uses_the_smallest_variant_and_needs_a_measurement():
     bar = replace(BAR, bar=0.75, at_most=True)
     judged = judged_by_memory(bar, {"base": 100, "a": 80, "b": 70}, ["a", "b", "c"], "base", ())
     assert (judged.found, judged.by, judged.word) == (0.7, "b over base", "met")

@@ -89,7 +89,7 @@ def test_options_change_the_layers_that_have_them():
     assert (model[0].amax_history.window == -1).all(), "no scale is made from what is out of date"
 
 
-def test_cached_weights_are_cast_anew_and_cached_again():
+def test_weight_cache_is_disabled_by_the_remedy_and_restored_by_undo():
     model = model_of(cache_weights=True)
     undo = apply_to_model(model, remedy(cache_weights=False))
     assert undo.cached == ("0", "2")

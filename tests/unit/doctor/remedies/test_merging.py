@@ -48,7 +48,7 @@ PATTERNS = ("a.0", "a.*", "*")
 
 
 @pytest.mark.parametrize("patterns", [*itertools.product(PATTERNS, repeat=2)], ids="+".join)
-def test_whatever_the_order_no_remedy_makes_coarser_what_another_made_fine(patterns):
+def test_merging_in_any_order_makes_no_layer_coarser_than_a_single_remedy(patterns):
     """Against the layer's recipe under each remedy alone."""
     for names in itertools.product(("tensorwise", "rowwise", "bf16"), repeat=2):
         changes = [{"overrides": {pattern: name}} for pattern, name in zip(patterns, names, strict=True)]

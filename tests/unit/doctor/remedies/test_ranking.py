@@ -102,7 +102,7 @@ def test_ineffective_remedies_rank_last_after_remedies_without_replay(tmp_path):
     assert texts[-2:] == ["rate", "window"]
 
 
-def test_a_healthy_capture_leaves_the_order_and_brings_the_numbers(tmp_path):
+def test_healthy_capture_adds_error_numbers_and_keeps_the_remedy_order(tmp_path):
     captured(tmp_path, "tensorwise", **gaussian())
     one = diagnosed("inexact-amax")
     remedies = proven(one, Captures(tmp_path))
@@ -151,7 +151,7 @@ def test_a_finding_of_a_module_is_replayed_on_the_layer_that_is_meant(tmp_path):
     assert proven(one, [capture], run_of((1, "tensorwise"), path="mlp.down"))[0].error_removed is not None
 
 
-def test_words_and_what_no_capture_shows_stay_as_they_are(tmp_path):
+def test_remedies_that_no_capture_can_test_stay_unchanged(tmp_path):
     words = diagnosed("rank-mismatch")
     capture = captured(tmp_path, "tensorwise", **outlier_row())
     assert proven(words, [capture]) == words.remedies

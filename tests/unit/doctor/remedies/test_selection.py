@@ -77,7 +77,7 @@ def test_remedy_follows_the_recipe_at_the_time_of_the_finding(newest):
     assert changes_of("loss-gap", series, path="")[0] == {"recipe": "rowwise", "recipe_options": {}}
 
 
-def test_a_module_stands_for_its_layers_and_the_run_for_all():
+def test_module_finding_overrides_its_layers_and_run_finding_overrides_all():
     assert changes_of("saturation", run_of(), path="mlp")[-1] == {"overrides": {"mlp.*": "bf16"}}
     assert changes_of("saturation", run_of(), path="")[-1] == {"overrides": {"*": "bf16"}}
 
@@ -204,7 +204,7 @@ def test_the_noisiest_layer_leaves_fp8(ratios, noisiest):
     assert noisiest or "precision_schedule" in first
 
 
-def test_of_most_layers_the_worst_one_that_is_still_in_fp8_says_what_is_finer():
+def test_remedy_for_most_layers_is_finer_than_the_worst_layer_still_in_fp8():
     """The autopilot may have given the worst one BF16 while the others went on as they were."""
     recipes_of = {5: ("delayed", "delayed", "delayed"), 30: ("bf16", "tensorwise", "delayed"), 60: ("bf16",) * 3}
     samples = [
@@ -228,7 +228,7 @@ def test_of_most_layers_the_worst_one_that_is_still_in_fp8_says_what_is_finer():
     assert first_of(70) is None
 
 
-def test_the_learning_rate_goes_back_to_what_it_was():
+def test_learning_rate_remedy_restores_the_previous_rate_and_lengthens_warmup():
     rates = [0.001, 0.002, 0.003, 0.003, 0.03, 0.03]
     lines = [{"kind": "step", "step": step, "lr": lr} for step, lr in enumerate(rates, start=1)]
     changes = changes_of("learning-rate", run_of(lines=lines), path="", first_step=5)
@@ -252,7 +252,7 @@ def test_slow_layers_leave_fp8_smallest_first():
     assert [dict(one.changes) for one in remedies_for(finding, series)] == [{"skip": ["b", "c", "a"]}]
 
 
-def test_diagnosis_brings_its_remedies():
+def test_diagnosis_includes_remedies():
     with finding(found("sensitive-module", path="lm_head", severity=Severity.FAIL)):
         (one,) = diagnose(run_of())
     assert one.remedies == (Remedy(text="Keep lm_head out of FP8.", changes={"skip": ["lm_head"]}),)

@@ -91,7 +91,7 @@ def test_noise_is_quiet(seed, length):
         assert not found(list(losses))
 
 
-def test_its_story():
+def test_divergence_reports_severity_steps_and_cause():
     (one,) = found(BLOWN)
     assert (one.severity, one.path, one.first_step, one.last_step) == (Severity.WARN, "", 12, 25)
     assert one.evidence["seen_at"] == 15
@@ -103,7 +103,7 @@ def test_its_story():
     )
 
 
-def test_it_stands_beside_what_came_before_it():
+def test_divergence_is_reported_beside_its_earlier_cause():
     lines = steps(BLOWN, lr=1.0)
     (one,) = diagnose(looks(lines=lines))
     assert one.code == "divergence"

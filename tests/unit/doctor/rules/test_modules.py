@@ -151,7 +151,7 @@ def test_a_batch_norm_whose_batches_differ_in_size(rows, severity):
 
 
 @pytest.mark.parametrize(("sizes", "severity"), [((64, 2), Severity.NOTE), ((64, 64), None)])
-def test_a_watched_training_with_batches_of_many_sizes_says_so(sizes, severity):
+def test_watched_training_with_varying_batch_sizes_reports_them(sizes, severity):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8))
     octavo.convert(model)
@@ -189,7 +189,7 @@ def test_small_layers_are_slow_on_a_gpu_only():
     assert found.cause.startswith("2 of 2 FP8 layers have fewer than 1.68e+07 weights")
 
 
-def test_a_layer_in_high_precision_is_as_fast_as_ever():
+def test_high_precision_layer_is_never_reported_as_slow():
     facts = {"in_features": 8, "out_features": 8, "casts": {}}
     assert not list(slow_layers({FIRST: facts}, LIMITS))
 

@@ -51,7 +51,7 @@ def test_max_scales_are_those_of_all_inputs_together_bitwise():
     assert all(torch.equal(found.weight_scales[path], scale) for path, scale in own.items())
 
 
-def test_the_model_is_left_as_it_was():
+def test_calibration_does_not_change_the_model():
     model = mlp().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     calibrate(model, mlp_batches())

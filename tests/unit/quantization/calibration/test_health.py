@@ -77,7 +77,7 @@ def test_each_fault_has_its_sentence(numbers, words):
     assert [words in sentence for sentence in warnings(layer(**numbers), layer("b"))] == [True]
 
 
-def test_few_samples_are_said():
+def test_calibration_on_few_samples_gives_a_warning():
     assert warnings(samples=31) == [
         "31 samples are few: calibrate on 32 or more, of all kinds of text that will be served"
     ]

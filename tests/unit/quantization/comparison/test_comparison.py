@@ -86,7 +86,7 @@ def test_memory_is_of_two_contestants(contestants, monkeypatch):
         assert len(alive) == 9
 
 
-def test_a_reference_of_ones_own(contestants):
+def test_comparison_accepts_another_reference_variant(contestants):
     assert compare(contestants[:1], windows(1), reference="fp32").entry("fp32").scores.divergence == 0
 
 

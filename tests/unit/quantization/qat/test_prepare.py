@@ -304,7 +304,7 @@ def test_learned_scales_resume_from_the_state_dict():
     assert torch.equal(second.eval()(x), first(x))
 
 
-def test_frozen_scales_must_be_there():
+def test_frozen_scales_without_calibration_are_refused():
     model = nn.Sequential(nn.Linear(4, 2))
     prepare_qat(model, "static", scales="frozen")
     with pytest.raises(ConfigError, match="layer '0' has no scale"):

@@ -41,7 +41,7 @@ def result() -> QATResult:
     return ran(settings_of(baseline=True))
 
 
-def test_the_model_itself_stays_as_it_is():
+def test_qat_run_does_not_change_the_callers_model():
     model = tiny_language_model()
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
     ran(settings_of(baseline=True), model)

@@ -122,7 +122,7 @@ def test_study_record_agrees_with_the_result(found):
         (Budget(perplexity=1e-9, bytes_share=0.52), "The nearest mix costs"),
     ],
 )
-def test_a_budget_that_cannot_be_met_says_so(sensitive, budget, said):
+def test_unreachable_budget_is_reported_without_a_mix(sensitive, budget, said):
     result = measure_sensitivity(*sensitive, budget=budget, true_pairs=0)
     assert result.best is None
     assert result.mix is None
@@ -200,7 +200,7 @@ def test_measured_pairs_are_the_largest_estimates_and_a_spread_of_the_rest():
     assert len(_pairs_to_measure(estimates, 1000)) == 100
 
 
-def test_the_truth_takes_the_estimates_place_where_it_stands_out():
+def test_measured_divergence_replaces_an_estimate_it_clearly_differs_from():
     units = units_of(small_llama())
     table, layer, other = units[0], units[1].path, units[2].path
     estimates = {(unit.path, choice): 0.01 for unit in units for choice in unit.choices}
