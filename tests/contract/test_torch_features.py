@@ -348,7 +348,7 @@ def test_compiled_with_dynamic_shapes_delayed_layers_train(recipe):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight"])
 def test_exported_model_accepts_any_row_count_within_its_dynamic_range(recipe, dtype):
-    """What is kept depends on the number of rows, 2 to 512; an exported graph decides for all of them."""
+    """Saved tensors depend on the number of rows, 2 to 512; an exported graph decides for all of them."""
     model = nn.Sequential(_linear(64, 128, recipe), _linear(128, 64, recipe)).to(dtype)
     rows = torch.export.Dim("rows", min=2, max=512)
     exported = torch.export.export(model, (torch.randn(8, 64, dtype=dtype),), dynamic_shapes={"input": {0: rows}})

@@ -98,7 +98,7 @@ def test_a_recipe_that_rounds_scales_down_is_one_finding_and_its_remedy_is_the_r
 
 
 def test_other_recipes_are_tried_on_all_layers(tmp_path):
-    """What a replay adds to the known remedies is as wide as the finding."""
+    """Remedies that a replay adds apply to as many layers as the finding."""
     model = stack("tensorwise")
     with finding(*alike([str(index) for index in range(5)])):
         watcher = watched(model, tmp_path)

@@ -194,7 +194,7 @@ def test_zero_tensor_needs_three_consecutive_samples(place):
     [(WEIGHT, 0.25, 1), (WEIGHT, 0.24, 0), (INPUT, 0.95, 0), (GRADIENT, 0.999, 0)],
 )
 def test_only_weights_have_no_zeros_of_their_own(place, fraction, found):
-    """What a ReLU or a mask makes zero is healthy."""
+    """Zeros from a ReLU or a mask are healthy."""
     assert len(list(zero_tensor(looks(casts={place: {"zero_fraction": fraction}}), LIMITS))) == found
 
 
