@@ -106,7 +106,7 @@ def test_the_page_opens_at_the_worst_finding(tab):
     assert curves_of(tab) == "layers.1.mlp.down"
 
 
-def test_a_cell_says_what_it_is_when_the_mouse_is_over_it(tab):
+def test_heat_map_cell_shows_its_values_on_hover(tab):
     series = run(layers=LAYERS, looks=LOOKS)
     table = series.casts.of("underflow_fraction")
     for layer, look in ((13, 40), (0, 0), (20, 59)):

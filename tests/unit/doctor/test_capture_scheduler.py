@@ -204,7 +204,7 @@ def test_rules_run_at_every_sample_of_a_short_run_and_rarely_in_a_long_one():
     assert asked == [1, 2, 3, 4, 5, 6, 7, 8, 16]
 
 
-def test_a_resumed_training_remembers_what_was_captured_before(tmp_path):
+def test_resumed_training_counts_earlier_captures(tmp_path):
     """In steps, 3 from one look to the next; the layer without a file in the folder is captured at once."""
     left = captured(tmp_path, "tensorwise", x=torch.randn(4, 8), gradient=torch.randn(4, 2))
     one = CaptureScheduler(Captures(tmp_path), captor(2).layers, interval=3)

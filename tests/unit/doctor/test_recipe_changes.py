@@ -15,7 +15,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_is_what_the_preset_makes_of_it(name):
+def test_recipe_option_matches_the_preset_with_that_option(name):
     one = {name: OPTIONS[name]}
     assert with_options(recipes.get("delayed"), one) == recipes.get("delayed", **one)
 

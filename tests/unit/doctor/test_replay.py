@@ -156,7 +156,7 @@ def test_the_scales_of_the_run_are_those_of_its_history(tmp_path):
     assert trials["delayed, its own window"].error < 0.06
 
 
-def test_of_two_that_remove_the_same_the_cheaper_comes_first(tmp_path):
+def test_equally_effective_candidates_rank_by_cost(tmp_path):
     capture = captured(tmp_path, "delayed", **gaussian(), before=lambda _: 1 / 8)
     doubled = replace(recipes.get("tensorwise"), grad_weight=recipes.get("blockwise").grad_weight)
     given = [

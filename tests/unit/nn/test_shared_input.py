@@ -300,7 +300,7 @@ def test_copies_and_pickles_share_among_themselves_alone():
         assert torch.equal(other(x), model(x))
 
 
-def test_a_restored_model_has_nothing_of_it():
+def test_restored_model_has_no_shared_input():
     model = _branches()
     octavo.restore(model)
     assert not any("shared_input" in vars(layer) for layer in model.layers)

@@ -74,7 +74,7 @@ def test_tests_run_side_by_side_a_file_by_one_worker(called):
     assert "filterwarnings=default" in line
 
 
-def test_called_wrongly_it_says_how(called):
+def test_wrong_arguments_show_the_usage(called):
     done, _ = called("nonsense")
     assert done.returncode == 2
     assert b"scripts/gpu.sh bench DIR" in done.stderr

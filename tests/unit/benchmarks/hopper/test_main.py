@@ -92,7 +92,7 @@ run_module("benchmarks.hopper", run_name="__main__")
 """
 
 
-def test_it_runs_where_only_torch_typer_and_rich_are():
+def test_bench_runs_with_only_torch_typer_and_rich():
     """From the source tree, without native kernels, tokenizers or anything that draws."""
     environment = os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", BARE]

@@ -44,7 +44,7 @@ def test_every_part_runs_where_nothing_is_timed(part, session):
     assert not any(verdict.is_judged for verdict in verdicts)
 
 
-def test_the_card_tells_later_parts_what_it_reaches(session):
+def test_card_part_records_the_speeds_for_later_parts(session):
     list(PARTS[0].measure(session))
     assert session.speeds.keys() == {"copy", "bf16", "fp8"}
 

@@ -142,7 +142,7 @@ def test_ctrl_c_in_a_round_is_no_failure_either(session):
         session.compare({"a": entry(Breaking(3, KeyboardInterrupt()))})
 
 
-def test_where_none_can_run_there_is_no_time_and_no_error(session):
+def test_comparison_of_failing_variants_has_no_times_and_no_error(session):
     assert session.compare({"a": failing(ValueError())}).seconds == {}
 
 

@@ -157,7 +157,7 @@ GATED = {"mlp.gate": (8, 24), "mlp.up": (8, 24), "mlp.down": (24, 8)}
 PLAIN = {"mlp.fc1": (8, 32), "mlp.fc2": (32, 8)}
 
 
-def test_gates_are_spoken_of_where_there_is_one():
+def test_outlier_advice_mentions_gates_only_for_gated_layers():
     """An input whose peak climbs may be anybody's: only what gate and up projection make hangs on them."""
     assert "gate and up" in outlier_advice(GATED, "mlp", alignment=0.99)
     assert "gate and up" in outlier_advice(GATED, "mlp.down")

@@ -52,7 +52,7 @@ def test_a_loaded_calibration_computes_the_same(found, tmp_path):
     assert torch.equal(*outputs)
 
 
-def test_the_files_are_what_they_say(found, tmp_path):
+def test_calibration_folder_has_its_three_files(found, tmp_path):
     found.save(tmp_path / "a" / "b")
     folder = tmp_path / "a" / "b"
     assert sorted(path.name for path in folder.iterdir()) == ["calibration.json", "recipe.toml", "scales.safetensors"]

@@ -21,7 +21,7 @@ def contestants():
     return line_up(language_model(), NAMES)
 
 
-def test_it_is_a_loop_over_windows(contestants):
+def test_comparison_equals_a_loop_over_windows(contestants):
     """Perplexity, agreement and divergence of all tokens at once; the paired gap from each window's mean."""
     text = windows(5)
     found = compare(contestants, text)

@@ -156,7 +156,7 @@ def test_other_ways_to_find_scales(scales):
     assert all(scale > 0 for scale in octavo.scaling_state(found.language_model.model).values())
 
 
-def test_in_high_precision_the_first_steps_are_the_baselines():
+def test_high_precision_steps_match_the_baseline():
     """To the last digit, with static scales that nobody has found yet; then the casts begin."""
     tuning = replace(TUNING, high_precision_share=0.5, distill=0.5)
     found = ran(settings_of(baseline=True, tuning=tuning))
