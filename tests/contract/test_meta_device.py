@@ -51,7 +51,7 @@ def _assert_as_if_loaded_first(model: nn.Module, weights: dict[str, Tensor], rec
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_assigned_weights_bring_the_state_to_life(recipe):
+def test_assigned_weights_initialize_the_scaling_state(recipe):
     weights, model = _mlp().state_dict(), _mlp("meta")
     octavo.convert(model, recipe)
     model.load_state_dict({key: value.clone() for key, value in weights.items()}, assign=True)
@@ -59,7 +59,7 @@ def test_assigned_weights_bring_the_state_to_life(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_assigned_after_a_move_to_the_meta_device_start_the_state_anew(recipe):
+def test_weights_assigned_after_a_move_to_the_meta_device_reset_the_state(recipe):
     weights, model = _mlp().state_dict(), _mlp()
     octavo.convert(model, recipe)
     _trained(model)
@@ -78,7 +78,7 @@ def test_to_empty_starts_the_state_at_its_first_values(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_moving_to_the_meta_device_and_back_starts_anew(recipe):
+def test_moving_to_the_meta_device_and_back_resets_the_state(recipe):
     weights, model = _mlp().state_dict(), _mlp()
     octavo.convert(model, recipe)
     _trained(model)

@@ -65,7 +65,7 @@ def test_every_recipe_has_its_bar():
 
 
 @pytest.mark.parametrize("recipe", BYTES_BARS)
-def test_what_backward_keeps(recipe):
+def test_tensors_saved_for_backward_stay_within_the_recipes_share_of_bf16(recipe):
     model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False))
     x = torch.randn(4096, 128)
     with torch.autocast("cpu", torch.bfloat16):
@@ -92,7 +92,7 @@ def test_torchs_transformer_encoder_trains(recipe):
     assert _trains(model, lambda: (model(x) - target).square().mean())
 
 
-def test_torchs_fast_path_is_named_in_the_report_and_can_be_turned_off():
+def test_report_notes_torchs_fast_path_and_it_can_be_disabled():
     model, x = _encoder(), torch.randn(4, 6, 32)
     report = octavo.convert(model)
     assert list(report.notes) == ["layers.0", "layers.1"]

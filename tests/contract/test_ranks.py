@@ -179,13 +179,13 @@ def test_a_layer_that_ran_on_one_rank_records_on_all_and_one_that_ran_on_none_no
     assert set(one["2.input.amax_history"].tolist()) == {EMPTY}
 
 
-def test_ranks_with_other_layers_are_told_so(found):
+def test_ranks_with_different_layers_get_an_explanatory_error(found):
     for text in _of(found, "other_layers"):
         assert "the ranks' layers differ" in text
         assert 'amax_group="rank"' in text
 
 
-def test_a_model_that_runs_on_one_rank_alone_is_told_of_and_training_goes_on(found):
+def test_model_run_on_one_rank_only_is_reported_and_training_continues(found):
     """The ranks have said so together, so that neither waits for the other."""
     for said in _of(found, "teacher_on_one_rank"):
         (text,) = said
@@ -193,7 +193,7 @@ def test_a_model_that_runs_on_one_rank_alone_is_told_of_and_training_goes_on(fou
         assert "rank 1 closes 2 layers; train the same layers" in text
 
 
-def test_a_rank_that_begins_later_is_told_so(found):
+def test_rank_that_starts_later_is_reported(found):
     """No tensor of one step is taken for another's."""
     for said in _of(found, "autocast_on_one_rank_first"):
         (text,) = said
@@ -209,7 +209,7 @@ def test_ddps_join_is_refused_and_runs_with_each_ranks_own_amaxes(found):
         assert 'amax_group="rank"' in rank["said"]
 
 
-def test_a_rank_that_takes_one_step_more_is_told_so(found):
+def test_rank_with_one_extra_step_is_reported(found):
     said, nothing = _of(found, "one_more_step")
     assert "rank 0 could not reduce its amaxes (step 2 of layer '0', 8 to 16; step 2 of layer '2', 16 to 4)" in said
     assert 'amax_group="rank"' in said

@@ -30,7 +30,7 @@ SAID = (
 )
 
 
-def test_another_autocast_is_told_once(caplog):
+def test_switching_recipes_by_autocast_logs_once(caplog):
     model = _model()
     for _ in range(2):
         _train(model)
@@ -39,7 +39,7 @@ def test_another_autocast_is_told_once(caplog):
     assert _told(caplog) == [SAID]
 
 
-def test_another_recipe_of_its_own_is_told_once(caplog):
+def test_switching_recipes_by_set_recipe_logs_once(caplog):
     model = _model()
     _train(model)
     for layer in model.children():
@@ -50,7 +50,7 @@ def test_another_recipe_of_its_own_is_told_once(caplog):
     assert _told(caplog) == [SAID]
 
 
-def test_another_conversion_is_told(caplog):
+def test_switching_recipes_by_conversion_logs(caplog):
     model = _model()
     _train(model)
     octavo.convert(model, "rowwise", convert_head=True)
@@ -58,7 +58,7 @@ def test_another_conversion_is_told(caplog):
     assert _told(caplog) == [SAID]
 
 
-def test_high_precision_is_another_recipe_too(caplog):
+def test_switching_to_high_precision_logs(caplog):
     model = _model()
     _train(model)
     with octavo.autocast(enabled=False):
@@ -67,7 +67,7 @@ def test_high_precision_is_another_recipe_too(caplog):
     assert "now runs 'bf16'" in _told(caplog)[0]
 
 
-def test_evaluation_and_what_comes_before_training_are_not_told(caplog):
+def test_recipe_changes_before_training_and_in_evaluation_do_not_log(caplog):
     model = _model()
     for recipe in ("rowwise", "blockwise"):
         octavo.convert(model, recipe, convert_head=True)
@@ -83,7 +83,7 @@ def test_evaluation_and_what_comes_before_training_are_not_told(caplog):
     assert not _told(caplog)
 
 
-def test_a_run_s_phases_are_not_told_again(caplog):
+def test_scheduled_recipe_changes_do_not_log(caplog):
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     training = TrainingConfig(recipe="tensorwise", steps=4, precision_schedule=(("bf16", 0.0), ("fp8", 0.5)))
     for step in (1, 2, 3, 4):

@@ -101,7 +101,7 @@ def test_distributed_checkpoint_of_codes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0.mlp.up_proj"])
-def test_what_save_pretrained_writes_of_a_partly_converted_model_is_refused(part, tmp_path):
+def test_from_pretrained_refuses_save_pretrained_output_of_a_partly_converted_model(part, tmp_path):
     """Its outermost module does not know what was converted inside, so from_pretrained refuses instead."""
     model = _llama().requires_grad_(False)
     inner = model.get_submodule(part)
@@ -132,7 +132,7 @@ def test_weights_that_are_handed_over_are_saved(tmp_path):
     assert all(torch.equal(value, weights[key]) for key, value in _read(tmp_path / "n").items())
 
 
-def test_a_converted_model_without_codes_saves_as_ever(tmp_path):
+def test_converted_model_without_codes_saves_its_plain_weights(tmp_path):
     model = _llama()
     octavo.convert(model, "delayed")
     model.save_pretrained(tmp_path / "m")
@@ -227,7 +227,7 @@ def test_distributed_checkpoints_keep_codes_apart_from_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_model_of_16_bits_is_exported_and_stays_what_it_was(dtype, tmp_path):
+def test_sixteen_bit_model_is_exported_and_stays_unchanged(dtype, tmp_path):
     """Verified in FP32, as its readers compute, or 16-bit roundings in between would count as differences."""
     model = _llama().to(dtype)
     octavo.convert(model.model, octavo.recipes.get("rowwise", power_of_two=False))

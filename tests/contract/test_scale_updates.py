@@ -151,7 +151,7 @@ def test_an_optimizer_over_copies_ends_steps_once_the_models_own_is_no_more(empt
     assert _grown_inputs(model, _master_updates(model)) == [1.0, 10.0, 100.0, 1000.0]
 
 
-def test_an_optimizer_that_never_steps_again_is_told_of_and_forgotten():
+def test_abandoned_optimizer_is_warned_about_and_ignored():
     model = _model()
     idle, update = _warmed_up(model), _master_updates(model)
     for _ in range(98):
@@ -172,7 +172,7 @@ def test_calls_of_one_backward_pass_count_once():
         optimizer.step()
 
 
-def test_training_one_model_through_another_ends_each_ones_own_steps():
+def test_training_one_model_through_another_keeps_their_steps_separate():
     generator, discriminator = _model(), _model()
     own, theirs = _sgd(generator), _sgd(discriminator)
     for _ in range(3):
@@ -229,7 +229,7 @@ def test_another_models_optimizer_ends_nothing():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_gradient_scaler_leaves_out_goes_on(fused):
+def test_step_skipped_by_a_gradient_scaler_continues(fused):
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -331,7 +331,7 @@ def test_compiled_layers_keep_the_eager_histories(dynamic):
     assert all(torch.equal(state[key], same[key]) for key in state)
 
 
-def test_compiled_layers_whose_updates_end_no_step_are_told_of():
+def test_compiled_layers_without_detected_steps_give_a_warning():
     """A graph compares no weights, so that hand-written updates close nothing there."""
     torch.compiler.reset()
     model = _model()

@@ -102,7 +102,7 @@ def test_exact_gradients_never_move(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_the_mean_of_gradients_that_nearest_rounding_flushes_is_theirs(name: str) -> None:
+def test_stochastic_gradients_keep_the_mean_that_nearest_rounding_flushes(name: str) -> None:
     """1/8 of the smallest code beside an amax: 5 standard deviations of the mean of many."""
     fmt = octavo.recipes.get(name).grad_weight.a.format  # type: ignore[union-attr]
     small = fmt.magnitude(1) / 8

@@ -347,8 +347,8 @@ def test_compiled_with_dynamic_shapes_delayed_layers_train(recipe):
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight"])
-def test_what_backward_keeps_bounds_no_exported_size(recipe, dtype):
-    """What is kept depends on the number of rows, 2 to 512; an exported graph decides for all of them."""
+def test_exported_model_accepts_any_row_count_within_its_dynamic_range(recipe, dtype):
+    """Saved tensors depend on the number of rows, 2 to 512; an exported graph decides for all of them."""
     model = nn.Sequential(_linear(64, 128, recipe), _linear(128, 64, recipe)).to(dtype)
     rows = torch.export.Dim("rows", min=2, max=512)
     exported = torch.export.export(model, (torch.randn(8, 64, dtype=dtype),), dynamic_shapes={"input": {0: rows}})
@@ -393,7 +393,7 @@ def test_exported_and_compiled_ahead_of_time_it_computes_the_same(tmp_path):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "bf16"])
-def test_jit_trace_is_told_what_records_a_model(recipe, training):
+def test_jit_trace_is_refused_with_an_alternative(recipe, training):
     """TensorBoard's add_graph traces so; in high precision it can, and torch.export can."""
     model, x = nn.Sequential(_linear(32, 16, recipe)).train(training), torch.randn(4, 32)
     with pytest.raises(BackendError, match=r"record the model with torch\.export\.export, or inside octavo\.autocast"):
@@ -404,7 +404,7 @@ def test_jit_trace_is_told_what_records_a_model(recipe, training):
     assert torch.equal(torch.export.export(model.eval(), (x,)).module()(x), model(x))
 
 
-def test_jit_script_is_told_what_records_a_model():
+def test_jit_script_is_refused_with_an_alternative():
     model = nn.Sequential(nn.Linear(8, 8))
     octavo.convert(model)
     with pytest.raises(BackendError, match=r"torch.jit.script .* torch.export.export"):

@@ -67,7 +67,7 @@ def test_a_case_is_repeated_by_its_seed(tmp_path):
     assert len(contents) == 1
 
 
-def test_what_leaves_a_reader_is_seen(monkeypatch):
+def test_hangs_and_exhaustion_of_a_reader_are_detected(monkeypatch):
     def reader(read):
         return Reader(functions=(), write=lambda folder: (folder / "a.json").write_text("{}"), read=read)
 

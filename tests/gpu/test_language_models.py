@@ -56,7 +56,7 @@ def test_scales_are_the_cpus(there, text, tmp_path, weight_method):
     assert there.logits(batches[0]).isfinite().all()
 
 
-def test_formats_are_compared_and_timed_there(there, text):
+def test_formats_are_compared_and_timed_on_the_gpu(there, text):
     windows = text_windows(there, text, "all", count=3, length=24)
     calibration = calibrate(there, windows.split(1))
     contestants = line_up(there, FORMATS, calibration=calibration, means=key_means(there, windows))
@@ -69,7 +69,7 @@ def test_formats_are_compared_and_timed_there(there, text):
     assert extra >= 4 * 24 * 300  # its logits, in FP32
 
 
-def test_layers_are_ranked_there(there, text):
+def test_layers_are_ranked_on_the_gpu(there, text):
     windows = text_windows(there, text, "all", count=4, length=24)
     found = measure_sensitivity(there.model, windows[:2], windows[2:], budget=Budget(perplexity=0.5), true_pairs=2)
     assert len(found.units) > 0

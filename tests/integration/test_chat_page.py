@@ -47,7 +47,7 @@ def page(browser):
     assert heard == foreign == []
 
 
-def test_an_answer_streams_and_a_conversation_goes_on(page, start):
+def test_chat_page_streams_an_answer_and_continues_the_conversation(page, start):
     service, place = start()
     page.goto(place)
     page.locator("#model", has_text="tiny").wait_for()
@@ -148,7 +148,7 @@ def test_the_most_tokens_are_the_server_s(page, start):
     assert page.input_value("#most") == "40"
 
 
-def test_it_is_light_or_dark_as_the_system_is_legible_and_fits_a_phone(page, start, page_faults):
+def test_page_follows_the_color_scheme_and_fits_a_phone(page, start, page_faults):
     _, place = start()
     page.set_viewport_size({"width": 360, "height": 640})
     page.goto(place)

@@ -53,7 +53,7 @@ def test_the_articles_table_is_printed(first):
     assert re.search(r"[+-]0\.\d{4} ± ", first.stdout)
 
 
-def test_it_says_that_fp8_is_emulated_here_and_shows_text(first):
+def test_demo_notes_that_fp8_is_emulated_and_shows_generated_text(first):
     words = " ".join(first.stdout.split())
     assert "On a CPU, FP8 is emulated" in words
     assert "do not predict those on Hopper" in words
@@ -61,7 +61,7 @@ def test_it_says_that_fp8_is_emulated_here_and_shows_text(first):
     assert "  | " in first.stdout
 
 
-def test_the_quick_demo_says_that_it_proves_nothing(first):
+def test_quick_demo_states_that_it_is_no_evidence(first):
     assert "8 steps with one seed show that everything works but prove nothing" in " ".join(first.stdout.split())
 
 

@@ -106,7 +106,7 @@ def test_the_page_opens_at_the_worst_finding(tab):
     assert curves_of(tab) == "layers.1.mlp.down"
 
 
-def test_a_cell_says_what_it_is_when_the_mouse_is_over_it(tab):
+def test_heat_map_cell_shows_its_values_on_hover(tab):
     series = run(layers=LAYERS, looks=LOOKS)
     table = series.casts.of("underflow_fraction")
     for layer, look in ((13, 40), (0, 0), (20, 59)):
@@ -180,7 +180,7 @@ def test_a_finding_leads_to_its_cells(tab):
     assert tab.locator(".finding.chosen").get_attribute("id") == "finding-2"
 
 
-def test_a_path_that_looks_like_markup_is_shown_as_it_is(tab):
+def test_markup_in_a_layer_path_is_shown_as_text(tab):
     tab.locator("#finding-3 .show").click()
     assert curves_of(tab) == paths(LAYERS)[-1]
     assert tab.locator("#heat .ytick text").last.text_content() == paths(LAYERS)[-1]

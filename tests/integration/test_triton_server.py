@@ -105,7 +105,7 @@ def test_the_repositorys_client_prints_what_the_server_says(repository, triton, 
         assert told.stdout == wanted + "\n"
 
 
-def test_who_goes_away_is_answered_no_longer(environment, triton):
+def test_abandoned_stream_leaves_the_server_answering_others(environment, triton):
     request = {"text_input": ["x"], "max_tokens": [300], "ignore_eos": [True]}
     place = {"place": f"127.0.0.1:{triton.grpc}", "model": STREAMING}
     assert ask(environment, abandon={**place, "request": request})["abandon"]

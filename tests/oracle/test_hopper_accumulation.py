@@ -166,7 +166,7 @@ def test_fractions_on_quantized_data(how):
 
 
 @pytest.mark.parametrize(("k", "bias"), [(4096, -0.071), (16384, -0.22)])
-def test_what_a_long_chain_loses_on_numbers_of_one_sign(k, bias):
+def test_long_fast_accumulation_of_positive_numbers_has_the_known_bias(k, bias):
     a, b = (quantize(torch.randn(64, k).abs(), E4M3).data for _ in "ab")
     exact = (a.double() @ b.double().t()).sum()
     fast, slow = (hopper_sums(a, b, accumulate=how).double().sum() / exact - 1 for how in HOPPER)

@@ -180,7 +180,7 @@ def test_threads_change_nothing():
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_a_nan_reaches_who_sees_it_and_nobody_else(fmt):
+def test_nan_affects_only_the_queries_that_attend_to_it(fmt):
     cache = filled(fmt, 140, 2, 64)
     keys, values = torch.randn(2, 1, 2, 64)
     values[0, 1, 5] = math.nan

@@ -75,7 +75,7 @@ def test_gradients_of_a_scaled_loss_are_scaled_gradients(name, exponent):
 
 
 def test_a_factor_that_is_no_power_of_two_changes_codes():
-    """What the law rests on: with another factor the products round elsewhere."""
+    """The law's premise: with any other factor the products round elsewhere."""
     x = torch.randn(64, 64) * math.pi
     cast = recipes.get("rowwise").grad_input.a
     codes = (cast_operand(y, cast).data.view(torch.uint8) for y in (x, x * 1.1))

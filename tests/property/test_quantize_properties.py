@@ -110,7 +110,7 @@ def test_error_is_bounded_by_the_format_and_the_scale(x, fmt, granularity, scale
 
 
 @given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, scale_rounding=NEVER_OVER)
-def test_nothing_saturates_under_its_own_scale(x, fmt, granularity, scale_rounding):
+def test_values_do_not_saturate_under_their_own_scale(x, fmt, granularity, scale_rounding):
     q = quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding)
     scaled = x.double() / granularity.expand(q.scale, x.shape).double()
     assert (scaled.abs() <= fmt.max * (1 + 2.0**-22)).all()

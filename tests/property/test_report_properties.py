@@ -153,7 +153,7 @@ def with_text(value, text):
 @pytest.mark.parametrize("name", PAGES)
 @settings(max_examples=40)
 @given(text=TEXTS)
-def test_text_is_shown_as_it_is_and_nothing_else_changes(name, text):
+def test_arbitrary_text_is_escaped_and_changes_nothing_else_on_the_page(name, text):
     text = text.replace(".", "·") if name == "sensitivity" else text  # a path's words are roles
     page, wanted = Page(PAGES[name](text)), marked_page(name)
     assert page.tags == wanted.tags

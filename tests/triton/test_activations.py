@@ -105,7 +105,7 @@ def test_a_past_amax_scales_unless_it_is_zero(past: float, device: torch.device)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("past", [None, 0.0, 3.0])
-def test_what_is_not_finite_is_counted_once(cast: str, past: float | None, device: torch.device) -> None:
+def test_nonfinite_elements_are_counted_once(cast: str, past: float | None, device: torch.device) -> None:
     if past is not None and not cast.startswith("tensor"):
         pytest.skip("only a scale for the tensor has a past")
     x = _input("reglu", device, torch.float32)

@@ -120,7 +120,7 @@ def test_more_and_fewer_dimensions_than_two(granularity, device):
 @every_granularity
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("nonfinite", list(Nonfinite))
-def test_what_is_not_finite_is_counted_and_spoils_no_scale(granularity, fmt, nonfinite, device):
+def test_nonfinite_elements_are_counted_and_do_not_affect_the_scale(granularity, fmt, nonfinite, device):
     x = torch.randn(9, 140)
     x[2, 3], x[2, 4], x[8, 139], x[5] = float("inf"), float("nan"), float("-inf"), float("nan")
     for rule in (RULE, POWERS):
@@ -357,7 +357,7 @@ def test_the_beginning_of_the_longest_line_is_cast_as_if_nothing_followed(shape,
     assert all(map(torch.equal, casts_of_a_line(x), wanted))
 
 
-def test_what_is_left_to_torch():
+def test_unsupported_casts_fall_back_to_torch():
     x = torch.empty(4, 6)
     assert not triton_bindings.supports(x, E4M3, PerTensor())
     if not torch.cuda.is_available():

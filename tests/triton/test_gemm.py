@@ -152,7 +152,7 @@ def test_operands_in_any_layout(device):
         assert_right(gemm.product(b, other, None, torch.float32), b, other, None)
 
 
-def test_codes_are_copied_where_they_cannot_be_fetched_as_they_are():
+def test_codes_are_copied_where_their_layout_cannot_be_fetched():
     codes = torch.zeros(6, 64, dtype=torch.uint8)
     for view in (codes, codes[:, :20], codes[2:], codes[:, 16:], codes.reshape(2, 3, 64)):
         assert gemm.k_major(view) is view

@@ -79,7 +79,7 @@ def test_products_of_codes_run_on_fp8_tensor_cores(builds: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("kernel", RAISED)
-def test_what_programs_raise_together_is_raised_atomically(kernel: str, builds: list[dict]) -> None:
+def test_shared_counters_are_updated_atomically(kernel: str, builds: list[dict]) -> None:
     """In every build of the kernel, and never stored; the interpreter, which has one program at a time, cannot tell."""
     written = [build["written"] for build in builds if build["kernel"] == kernel]
     for each in written:

@@ -30,7 +30,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def test_what_triton_compiles_anew_for_has_another_key() -> None:
+def test_arguments_that_triton_specializes_on_have_distinct_keys() -> None:
     for one, other in itertools.combinations(ARGUMENTS, 2):
         theirs = [native_specialize_impl(CUDABackend, ARGUMENTS[name], False, True, True) for name in (one, other)]
         ours = [launching._traits(None, (ARGUMENTS[name],)) for name in (one, other)]
@@ -84,7 +84,7 @@ def test_the_first_launch_is_tritons_and_the_next_give_all_arguments_in_order(ke
 
 
 @pytest.mark.parametrize("change", ["x", "n", "SIZE", "num_warps", "kernel"])
-def test_another_kind_of_call_is_bound_anew(kernel: Kernel, change: str) -> None:
+def test_different_kind_of_call_is_bound_again(kernel: Kernel, change: str) -> None:
     other = Kernel() if change == "kernel" else kernel
     x = torch.empty(9)
     launching.launch(kernel, (1,), x[:8], 32, SIZE=4, num_warps=8)
@@ -97,7 +97,7 @@ def test_another_kind_of_call_is_bound_anew(kernel: Kernel, change: str) -> None
     assert not kernel.launched
 
 
-def test_what_compiles_nothing_is_bound_every_time(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_kernel_is_bound_on_every_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernel, "compiled", None)  # as in Triton's interpreter
     for _ in range(2):
         launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4)
@@ -109,7 +109,7 @@ def test_a_graph_takes_no_option_that_inductor_would_drop(kernel: Kernel) -> Non
         launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4, num_warps=8, enable_fp_fusion=False)
 
 
-def test_a_graph_takes_the_launch_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_records_the_launch_with_its_grid_and_constants(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "wrap_triton", lambda given: given)
     with FakeTensorMode():
         x = torch.empty(8)

@@ -109,7 +109,7 @@ def test_a_given_scale_scales(device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("cast", CASTS)
-def test_what_is_not_finite_is_counted_and_stays_in_its_place(cast: str, device: torch.device) -> None:
+def test_nonfinite_elements_are_counted_and_stay_in_place(cast: str, device: torch.device) -> None:
     spec, asked = KINDS["rmsnorm"], CASTS[cast]
     x, gain, _ = _inputs(device, torch.float32, layer=False)
     x[3, 5] = float("nan")

@@ -21,14 +21,14 @@ def test_every_operator_is_seen_through(launches: list[dict]) -> None:
     assert {launch["operator"] for launch in launches} == OPERATORS
 
 
-def test_what_an_operator_is_given_is_not_taken_for_written(launches: list[dict]) -> None:
+def test_operator_inputs_are_not_marked_as_mutated(launches: list[dict]) -> None:
     """It would be copied first, which costs more than the cast."""
     assert all(launch["written"] for launch in launches)
     assert not [launch for launch in launches if launch["given"]]
 
 
 def test_codes_are_written_in_a_dtype_of_their_own(lines: list[dict]) -> None:
-    """What max-autotune times a product with would otherwise be bytes, which no template of a product takes."""
+    """max-autotune would otherwise time a GEMM with bytes, which no GEMM template takes."""
     graphs = [line for line in lines if "views_codes" in line]
     assert {graph["operator"] for graph in graphs} == OPERATORS
     assert not any(graph["views_codes"] for graph in graphs)

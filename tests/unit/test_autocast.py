@@ -70,7 +70,7 @@ def test_each_thread_has_its_own_override():
     assert seen == ["tensorwise", "bf16"]
 
 
-def test_it_decides_what_a_layer_multiplies():
+def test_autocast_selects_the_recipe_of_a_layer():
     layer, x = octavo.nn.Linear(16, 8), torch.randn(4, 16)
     with recorded_products() as products:
         layer(x)

@@ -41,7 +41,7 @@ def test_every_flipped_bit_is_refused_by_the_name_of_its_file(folder):
             check_sums(folder)
 
 
-def test_a_missing_file_is_refused_and_one_more_is_none_of_its_business(folder):
+def test_missing_file_is_refused_and_an_extra_file_is_ignored(folder):
     (folder / "notes.txt").write_text("mine")
     assert check_sums(folder)
     (folder / "deep" / "a name.json").unlink()
@@ -162,5 +162,5 @@ def test_every_changed_digit_of_a_record_is_refused():
             unsealed(changed)
 
 
-def test_a_record_without_a_sum_is_as_it_is():
+def test_record_without_a_checksum_is_returned_unchanged():
     assert unsealed({"step": 3}) == {"step": 3}

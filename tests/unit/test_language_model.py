@@ -94,7 +94,7 @@ def test_keys_and_values_are_those_of_both(ours, folder):
         assert not torch.equal(a, ours(TOKENS)), "attention read something else outside of the block too"
 
 
-def test_nothing_stands_between_afterwards(ours, folder):
+def test_interrupted_layer_hook_leaves_later_logits_unchanged(ours, folder):
     model = LanguageModel(model=ours, tokenizer=load_language_model(folder).tokenizer, context=32, source="ours")
     with torch.no_grad():
         before = model.logits(TOKENS)
@@ -114,7 +114,7 @@ def test_a_gguf_file():
     assert loaded.tokenizer.encode("The capital").ids
 
 
-def test_what_is_no_model(tmp_path, folder):
+def test_paths_that_hold_no_model_are_refused(tmp_path, folder):
     with pytest.raises(CheckpointError, match="is not a model; give a run's folder"):
         load_language_model(tmp_path)
     with pytest.raises(ConfigError, match="there is no"):
@@ -126,7 +126,7 @@ def test_what_is_no_model(tmp_path, folder):
         load_language_model(broken)
 
 
-def test_a_folder_without_a_tokenizer_is_refused_in_whole_sentences(tmp_path, ours):
+def test_folder_without_a_tokenizer_is_refused(tmp_path, ours):
     hugging_face_folder(tmp_path, ours)
     for path in tmp_path.glob("tokenizer*"):
         path.unlink()
@@ -139,7 +139,7 @@ def test_a_folder_without_a_tokenizer_is_refused_in_whole_sentences(tmp_path, ou
     assert "\n" not in str(said.value)
 
 
-def test_a_path_with_a_slip_is_not_looked_up_on_a_network(tmp_path, monkeypatch):
+def test_mistyped_path_is_refused_without_network_access(tmp_path, monkeypatch):
     def connect(*_: object) -> None:
         raise AssertionError("a network was asked")
 
@@ -151,7 +151,7 @@ def test_a_path_with_a_slip_is_not_looked_up_on_a_network(tmp_path, monkeypatch)
             load_language_model(slip)
 
 
-def test_the_hub_is_asked_where_it_is_said_so_alone(folder, monkeypatch):
+def test_hub_is_queried_only_when_enabled(folder, monkeypatch):
     """And gives safetensors and text; a path that exists is never asked for."""
     asked = []
 
@@ -248,7 +248,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypat
         load_language_model("nowhere.gguf", device=Device.CUDA)
 
 
-def test_a_model_says_where_it_is(ours):
+def test_language_model_reports_its_device(ours):
     model = LanguageModel(model=ours, tokenizer=train_tokenizer(["text"], vocab_size=300), context=32, source="a test")
     assert model.device == torch.device("cpu")
     assert replace(model, model=copy.deepcopy(ours).to("meta")).device == torch.device("meta")

@@ -260,7 +260,7 @@ def test_toml_and_back_is_the_same_recipe(recipe):
     assert to_toml(from_toml(text)) == text
 
 
-def test_what_toml_leaves_out_has_its_default():
+def test_fields_missing_from_toml_take_their_defaults():
     text = 'name = "own"\n[output.a]\nformat = "E4M3"\n[output.b]\nformat = "E4M3"\n[grad_input]\n[grad_weight]\n'
     cast = CastSpec(format=E4M3)
     plain = GemmSpec(a=None, b=None)
@@ -299,7 +299,7 @@ def test_only_recipes_are_written(recipe):
         to_toml(recipe)
 
 
-def test_what_no_tensor_core_sums_cannot_emulate_one():
+def test_recipe_that_no_tensor_core_supports_cannot_emulate_one():
     message = r"recipe 'mxfp8' cannot emulate tensor cores: Hopper's sums can be scaled every 128 of K, not every 32; "
     with pytest.raises(ConfigError, match=message):
         replace(get("mxfp8"), emulate_tensor_cores=True)

@@ -92,7 +92,7 @@ def test_llama_cpp_has_the_same_weights_too(tmp_path):
         q8_0_of(tmp_path / "none.gguf", 1)
 
 
-def test_without_llama_cpp_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_llama_cpp_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(BackendError, match="pip install llama-cpp-python"):
         LlamaCpp(tmp_path / "model.gguf", 64, 1)

@@ -92,7 +92,7 @@ def test_a_mix_is_measured_alone(monkeypatch, capsys, asked):
     assert f"{saved().nbytes:,} bytes of weights." in capsys.readouterr().out
 
 
-def test_a_trained_run_goes_through(tmp_path):
+def test_export_benchmark_measures_a_trained_run(tmp_path):
     config, text, run = tmp_path / "run.toml", tmp_path / "own.txt", tmp_path / "tensorwise"
     config.write_text(TINY.replace("context = 32", "context = 96"))
     text.write_text("".join(f"{n} times {n % 7} makes {n * (n % 7)}, of course.\n" for n in range(2000)))

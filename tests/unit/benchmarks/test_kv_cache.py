@@ -90,7 +90,7 @@ def test_a_runner_is_scored_with_each_cache(monkeypatch):
     assert float(again) == pytest.approx(float(rows[0][1]), rel=1e-5)
 
 
-def test_a_small_model_goes_through():
+def test_kv_cache_benchmark_runs_on_a_small_model():
     keys = key_statistics(language_model(), windows())
     rows = [line.split(" | ")[0] for line in design_lines(language_model(), windows(2), keys, [])]
     assert rows[4:] == ["| bf16", *(f"| {name}" for name in designs(keys))]

@@ -17,7 +17,7 @@ def test_the_command_is_the_one_that_was_given(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["| a |", "[b]", f"written to {path}"]
 
 
-def test_nothing_is_written_unless_asked(tmp_path, monkeypatch, capsys):
+def test_publish_writes_no_file_without_write(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     measure.publish("theme", ["one"], title="t", machine="m", write=False)
     assert not list(tmp_path.iterdir())

@@ -41,7 +41,7 @@ def test_the_bar_is_half_a_percent_above_the_tuned_bf16_model(above, verdict):
     assert "- fp8-qat: 2.0 s a step (median)" in lines
 
 
-def test_training_stands_beside_casting_the_tuned_model():
+def test_qat_table_compares_training_with_casting_the_tuned_model():
     assert "- fp8-qat against fp8-of-tuned: -0.0200 ± 0.0100 nats" in qat.table(result(0.0))
 
 

@@ -66,7 +66,7 @@ def test_a_table_has_what_was_scored():
     assert comparison_table(comparison())[0].count("|") == 7
 
 
-def test_a_small_model_goes_through(monkeypatch):
+def test_quantization_benchmark_runs_on_a_small_model(monkeypatch):
     pytest.importorskip("torchao", reason="torchao is not installed")
     monkeypatch.setattr(benchmark, "WINDOW", 16)
     monkeypatch.setattr(benchmark, "CACHE_WINDOW", CONTEXT)

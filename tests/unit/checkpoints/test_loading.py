@@ -312,7 +312,7 @@ GROUPS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("targets", [5, [5], ["re:["]])
-def test_targets_that_are_none(broken, targets):
+def test_invalid_targets_are_refused(broken, targets):
     folder = broken("rows")
     change_config(folder, lambda config: config["config_groups"]["group_0"].update(targets=targets))
     with pytest.raises(CheckpointError, match="as targets"):
@@ -343,7 +343,7 @@ DENSE = {"format": "dense", "global_sparsity": 0.1, "registry_requires_subclass"
 
 
 @pytest.mark.parametrize("sparsity", [DENSE, {}, None], ids=str)
-def test_weights_that_are_said_not_to_be_sparse(broken, folders, sparsity):
+def test_configuration_of_dense_weights_is_accepted(broken, folders, sparsity):
     folder = broken("rows")
     change_config(folder, lambda config: config.update(sparsity_config=sparsity, transform_config={}))
     assert load_quantized(folder).recipes == load_quantized(folders / "rows").recipes
@@ -380,7 +380,7 @@ def test_deepseeks_own_configuration_leaves_the_head_out_without_saying_so(broke
     assert load_quantized(folder).recipes == load_quantized(folders / "blocks").recipes
 
 
-def test_a_modelopt_folder_of_before_config_json_said_it(broken):
+def test_modelopt_folder_without_quantization_config_is_recognized(broken):
     folder = broken("modelopt")
     record = json.loads((folder / "config.json").read_text())
     del record["quantization_config"]
@@ -389,7 +389,7 @@ def test_a_modelopt_folder_of_before_config_json_said_it(broken):
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "INT8", 8])
-def test_a_modelopt_cache_of_other_numbers_of_before_config_json_said_it(broken, algorithm):
+def test_unsupported_modelopt_cache_format_is_refused_without_quantization_config(broken, algorithm):
     folder = broken("modelopt")
     record = json.loads((folder / "config.json").read_text())
     del record["quantization_config"]
@@ -406,7 +406,7 @@ def test_a_modelopt_cache_of_other_numbers_of_before_config_json_said_it(broken,
     [{"rope_parameters": 5}, {"intermediate_size": True}, {"num_hidden_layers": "two"}, {"tie_word_embeddings": 3}],
     ids=str,
 )
-def test_a_shape_that_is_none(broken, change):
+def test_impossible_model_shape_is_refused(broken, change):
     folder = broken("rows")
     record = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(record | change))
@@ -481,7 +481,7 @@ def test_every_flipped_bit_of_an_exported_folder_is_refused(folders, tmp_path, k
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_changed_file_beside_the_weights_is_refused_until_its_owner_says_so(folders, tmp_path, name):
+def test_edited_file_beside_the_weights_is_refused_while_its_checksum_stands(folders, tmp_path, name):
     folder = shutil.copytree(folders / KINDS[0], tmp_path / "m")
     (folder / name).write_text((folder / name).read_text() + "\n")
     with pytest.raises(CheckpointError, match=rf"{name}' is damaged or was edited.*remove octavo.sha256"):

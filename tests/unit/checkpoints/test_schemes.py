@@ -22,7 +22,7 @@ def test_presets(name):
     assert scheme_of(EXPECTED[name].recipe) == EXPECTED[name]
 
 
-def test_what_no_format_has():
+def test_recipes_without_an_fp8_weight_scheme_are_refused():
     with pytest.raises(ConfigError, match="E8M0 scales"):
         scheme_of(recipes.get("mxfp8"))
     with pytest.raises(ConfigError, match="casts no weight"):

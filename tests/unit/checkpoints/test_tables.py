@@ -107,7 +107,7 @@ def test_a_mix_is_written_in_the_bytes_that_it_counts_and_reads_back_as_it_compu
     assert error < 0.02  # other tensors were rounded to BF16 on the way
 
 
-def test_what_is_written_again_is_the_same_to_the_byte(folder, tmp_path):
+def test_rewriting_a_loaded_model_gives_identical_tensors(folder, tmp_path):
     read = load_quantized(folder)
     model = load_language_model(folder)
     save_quantized(model, tmp_path / "again", format="octavo", tables=read.tables, verify_folder=False)

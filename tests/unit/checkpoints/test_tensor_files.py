@@ -77,7 +77,7 @@ def test_an_index_that_is_not_theirs(sharded, change, match):
         TensorFiles(sharded)
 
 
-def test_a_full_disk_is_said_with_the_systems_number(tmp_path, monkeypatch):
+def test_full_disk_raises_os_error_with_its_errno(tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -96,7 +96,7 @@ def test_a_finite_number_that_a_dtype_has_not(tmp_path):
     assert TensorFiles(tmp_path)["b"].tolist() == [1, 65504]
 
 
-def test_what_is_infinite_already_stays_so(tmp_path):
+def test_infinite_values_are_written_and_read_back_as_infinite(tmp_path):
     """Whether a model may hold that is not for a file to say."""
     write_tensors(tmp_path, {"mask": torch.tensor([0.0, -torch.inf])}, {"mask": torch.float16}, 10**6)
     assert TensorFiles(tmp_path)["mask"].tolist() == [0, -torch.inf]

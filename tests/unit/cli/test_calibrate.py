@@ -51,7 +51,7 @@ def test_prints_a_table_without_warnings(octavo, finished_run, text, tmp_path):
     assert "percentile clips up to" in few.stdout
 
 
-def test_text_beyond_the_scales_is_said(octavo, finished_run, tmp_path):
+def test_calibration_check_warns_about_text_beyond_the_scales(octavo, finished_run, tmp_path):
     """Calibrated on one word, the model meets others."""
     (tmp_path / "one.txt").write_text("of course " * 3000)
     (tmp_path / "other.txt").write_text("".join(f"{n} times {n % 7}, {n * n}.\n" for n in range(3000)))

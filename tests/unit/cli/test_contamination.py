@@ -20,7 +20,7 @@ def copied(text, tmp_path):
 
 @pytest.mark.parametrize("more", [[], ["--compare", "bf16", *FEW]], ids=["alone", "compared"])
 def test_overlap_with_a_runs_training_text(octavo, finished_run, text, copied, more):
-    """What is compared is the text, whatever it is called."""
+    """The text is compared, not its name."""
     record = json.loads(octavo("eval", finished_run, "--data", copied, *more, "--json").stdout)
     share = shared_share((str(text), "train"), (str(copied), "all"))
     assert record["read_before"] == {"the run's training": share}

@@ -79,7 +79,7 @@ def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
     assert [len(row) for row in rows] == [9, 5, 5], shown  # "±" and "%" are words of the first; a cache has no layers
 
 
-def test_speed_is_said_to_be_emulated(octavo, gguf):
+def test_speed_table_has_latencies_and_notes_emulation(octavo, gguf):
     shown = octavo("eval", gguf, "--compare", "bf16,fp8-dynamic", "--speed", *FEW).stdout
     assert "ms at 1 " in shown
     assert "ms at 16" in shown
@@ -281,7 +281,7 @@ def test_bad_input_is_one_sentence(octavo, gguf, options, words):
     assert "Traceback" not in result.output
 
 
-def test_options_that_a_run_as_it_was_trained_does_not_take(octavo, finished_run):
+def test_window_options_without_compare_are_refused_for_a_run(octavo, finished_run):
     for option in ("--windows", "--context"):
         result = octavo("eval", finished_run, option, 4)
         assert result.exit_code == 2

@@ -186,7 +186,7 @@ def test_generate_stops_at_the_end_token(octavo, tmp_path):
     assert wanted != "the 12" + loaded.tokenizer.decode(new).rstrip("\ufffd") + "\n"
 
 
-def test_generate_says_that_a_prompt_is_empty(octavo, tmp_path):
+def test_generate_refuses_an_empty_prompt(octavo, tmp_path):
     result = octavo("generate", small_gguf.write(tmp_path / "model.gguf"), "--prompt", "")
     assert result.exit_code == 2
     assert "the prompt '' has no token to continue; give some text" in result.stderr

@@ -174,7 +174,7 @@ def test_eval_and_generate_take_the_folder(octavo, folder, text):
     assert result.stdout.startswith("some text")
 
 
-def test_generate_computes_blocks_as_they_are_served(octavo, tmp_path):
+def test_generate_runs_a_blockwise_export(octavo, tmp_path):
     written(tmp_path / "blocks", "blocks")
     result = octavo("generate", tmp_path / "blocks", "--prompt", "some text", "--max-new-tokens", 4)
     assert result.exit_code == 0, result.output

@@ -20,7 +20,7 @@ command = importlib.import_module("octavo.cli.qat")
 SMALL = ["--steps", 3, "--batch-size", 2, "--context", 16, "--eval-windows", 3, "--warmup", 1, "--lr", 1e-3]
 
 
-def test_it_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
+def test_qat_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
     out = tmp_path / "new" / "qat"
     result = octavo("qat", finished_run, "--data", text, *SMALL, "--baseline", "--out", out, "--json")
     assert result.exit_code == 0, result.output

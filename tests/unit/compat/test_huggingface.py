@@ -70,7 +70,7 @@ def test_callback_added_after_the_trainer_was_built_is_refused(tmp_path):
         trainer.train()
 
 
-def test_callback_of_an_earlier_trainer_starts_anew(tmp_path):
+def test_callback_reused_by_another_trainer_starts_fresh(tmp_path):
     callback = FP8Callback("delayed", interval=0)
     first = trainer_of(tmp_path / "first", callback, steps=2, convert=False)
     first.train()

@@ -104,7 +104,7 @@ class Helped(TwoNames):
 
 
 @pytest.mark.parametrize("body", LOOK_UPS)
-def test_layer_is_followed_through_look_ups_and_methods_that_it_is_passed_to(body, tmp_path):
+def test_layer_is_traced_through_attribute_lookups_and_method_arguments(body, tmp_path):
     model = with_forward(Helped, body, tmp_path)
     assert weight_readers(model)[model.get_submodule("d")].replaces == LOOK_UPS[body]
     octavo.convert(model)

@@ -97,7 +97,7 @@ def test_layers_in_high_precision_are_not_in_fp8():
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*:UserWarning")
-def test_what_torch_quantized_dynamically_is_named():
+def test_layers_quantized_by_torch_are_listed_in_the_report():
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with pytest.warns(DeprecationWarning, match=r"torch\.ao\.quantization is deprecated"):
         model = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})

@@ -26,7 +26,7 @@ def some_capture(*, path="layers.0.q_proj", step=7, recipe="tensorwise", m=4, n=
 
 
 @pytest.mark.parametrize("path", ["layers.0.q_proj", "", "a/b c%", "ö.1"])
-def test_a_capture_is_read_back_as_it_was(tmp_path, path):
+def test_capture_round_trips_through_its_file(tmp_path, path):
     capture = some_capture(path=path, recipe="delayed", window=torch.full((3, 16), -1.0), amax=torch.rand(3))
     file = Captures(tmp_path).add(capture)
     assert file is not None
@@ -94,7 +94,7 @@ def test_bytes_stay_within_their_bound(tmp_path):
     assert [load_capture(file).step for file in captures.files()] == [3, 4]
 
 
-def test_what_is_larger_than_the_bound_is_left_out_and_said(tmp_path):
+def test_capture_beyond_the_byte_limit_is_skipped_with_a_warning(tmp_path):
     captures = Captures(tmp_path, max_bytes=600)
     with pytest.warns(UserWarning, match=r"'layers.0.q_proj' is not captured at step 7: it takes \d+ bytes"):
         assert captures.add(some_capture(m=100)) is None

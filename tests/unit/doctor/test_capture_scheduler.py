@@ -49,12 +49,12 @@ def places(files):
     return [(capture.path, capture.step) for capture in map(load_capture, files)]
 
 
-def test_a_layer_in_which_something_is_found_is_captured_at_the_next_look(tmp_path):
+def test_layer_with_a_finding_is_captured_at_the_next_sample(tmp_path):
     _, files = trained(tmp_path, found(path="head"), steps=9, interval=3)
     assert places(files) == [("head", 3)]
 
 
-def test_a_finding_of_a_module_stands_for_its_layers(tmp_path):
+def test_finding_of_a_module_captures_its_layers(tmp_path):
     _, files = trained(tmp_path, found("outlier-growth", path="mlp"))
     assert places(files) == [("mlp.1", 2), ("mlp.0", 2)]  # in the order of backward
 
@@ -84,7 +84,7 @@ def test_capturing_changes_no_bit_of_training(tmp_path, recipe):
     assert all(torch.equal(one, other) for one, other in zip(with_captures, without, strict=True))
 
 
-def test_what_is_captured_is_what_the_layer_computed_with(tmp_path):
+def test_capture_holds_the_operands_and_amax_history_the_layer_used(tmp_path):
     x, gradient = torch.randn(20, 8), torch.randn(20, 6)
     capture = captured(tmp_path, "delayed", x=x, gradient=gradient, before=lambda _: 3.0)
     assert torch.equal(capture.input, x)
@@ -165,7 +165,7 @@ def captor(count=10):
     return CaptureScheduler(Captures("nowhere"), {str(index): octavo.nn.Linear(2, 2) for index in range(count)})
 
 
-def test_a_look_captures_few_layers_worst_first():
+def test_each_sample_captures_a_few_layers_worst_first():
     one = captor()
     findings = [found(path=str(index)) for index in range(10)]
     one.update(lambda: findings, 1)
@@ -174,7 +174,7 @@ def test_a_look_captures_few_layers_worst_first():
     assert one.selected == tuple(map(str, range(LAYERS_PER_STEP, 2 * LAYERS_PER_STEP)))
 
 
-def test_the_same_finding_is_captured_again_after_some_looks():
+def test_repeated_finding_is_captured_again_after_some_samples():
     one = captor(1)
     wanted = []
     for step in range(1, 2 * SAMPLES_BETWEEN_CAPTURES + 1):
@@ -189,7 +189,7 @@ def test_the_same_finding_is_captured_again_after_some_looks():
     assert one.selected == ("0",), "another finding of the same layer"
 
 
-def test_the_rules_are_asked_at_every_look_of_a_short_run_and_seldom_in_a_long_one():
+def test_rules_run_at_every_sample_of_a_short_run_and_rarely_in_a_long_one():
     one, asked = captor(1), []
 
     def findings(look):
@@ -204,7 +204,7 @@ def test_the_rules_are_asked_at_every_look_of_a_short_run_and_seldom_in_a_long_o
     assert asked == [1, 2, 3, 4, 5, 6, 7, 8, 16]
 
 
-def test_a_resumed_training_remembers_what_was_captured_before(tmp_path):
+def test_resumed_training_counts_earlier_captures(tmp_path):
     """In steps, 3 from one look to the next; the layer without a file in the folder is captured at once."""
     left = captured(tmp_path, "tensorwise", x=torch.randn(4, 8), gradient=torch.randn(4, 2))
     one = CaptureScheduler(Captures(tmp_path), captor(2).layers, interval=3)

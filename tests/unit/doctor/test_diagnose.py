@@ -21,13 +21,13 @@ def raw(series):
     return {finding.code for rule in RULES for finding in rule(series, Thresholds())}
 
 
-def test_what_saturates_because_it_is_stale_is_stale():
+def test_stale_scale_explains_the_same_casts_underflow():
     series = looks("delayed", casts={(FIRST, "input"): {**STALE, "underflow_fraction": 0.2}})
     assert {"stale-scale", "bulk-underflow"} == raw(series)
     assert codes(series) == [("stale-scale", FIRST, "input")]
 
 
-def test_what_is_frozen_is_not_stale_too():
+def test_frozen_scale_replaces_stale_scale_of_the_same_cast():
     amaxes = [1, 2, 3, 4, 5, 6]
     changes = {"amax": amaxes, "stale_ratio": amaxes, "scale": 1 / 448, "saturation_fraction": 0.1}
     series = looks("delayed", casts={(FIRST, "input"): changes})
@@ -35,7 +35,7 @@ def test_what_is_frozen_is_not_stale_too():
     assert codes(series) == [("frozen-scale", FIRST, "input")]
 
 
-def test_what_stands_still_in_a_dynamic_recipe_is_frozen():
+def test_constant_scale_in_a_dynamic_recipe_is_frozen():
     amaxes = [1, 2, 3, 4, 5, 6]
     changes = {"amax": amaxes, "stale_ratio": amaxes, "scale": 1 / 448, "saturation_fraction": 0.1}
     series = looks("tensorwise", casts={(FIRST, "input"): changes})
@@ -62,7 +62,7 @@ def test_one_place_is_one_finding_however_often_it_is_cast():
     assert codes(series) == [("inexact-amax", FIRST, "weight")]
 
 
-def test_what_breaks_training_explains_what_comes_later_elsewhere():
+def test_severe_finding_explains_later_findings_in_other_layers():
     amaxes = [1, 2, 4, 8, 16, 32]
     frozen = {"amax": amaxes, "stale_ratio": amaxes, "scale": 1 / 448}
     later, earlier = {"stale_ratio": [1, 1, 1, 3, 3, 3]}, {"stale_ratio": [3, 3, 3, 1, 1, 1]}
@@ -74,14 +74,14 @@ def test_what_breaks_training_explains_what_comes_later_elsewhere():
     assert {code for code, _, _ in codes(stale_first)} == {"stale-scale", "frozen-scale"}
 
 
-def test_what_costs_only_accuracy_explains_nothing_elsewhere():
+def test_accuracy_finding_explains_nothing_in_other_layers():
     mild = {"stale_ratio": 1.001}
     lossy = {"underflow_fraction": 0.2, "sqnr_db": 20}
     series = looks("tensorwise", casts={(FIRST, "input"): mild, (SECOND, "input"): lossy})
     assert codes(series) == [("bulk-underflow", SECOND, "input"), ("inexact-amax", FIRST, "input")]
 
 
-def test_nothing_after_nan_is_judged():
+def test_findings_after_the_first_nan_are_dropped():
     changes = {
         (FIRST, "input"): {"nonfinite": [0, 1, 1, 1, 1, 1]},
         (SECOND, "input"): {"stale_ratio": [1, 1, 3, 3, 3, 3]},
@@ -148,7 +148,7 @@ def test_thresholds_are_obeyed():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
-def test_a_healthy_look_again_and_again(recipe):
+def test_healthy_samples_have_no_findings(recipe):
     assert diagnose(looks(recipe)) == []
 
 

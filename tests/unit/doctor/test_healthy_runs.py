@@ -26,7 +26,7 @@ def watched(recipe, **training):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_healthy_run_is_quiet(recipe, data):
+def test_healthy_run_raises_no_alarm(recipe, data):
     assert alarming(watched(recipe), data) == []
 
 
@@ -40,11 +40,11 @@ def test_a_healthy_run_is_quiet(recipe, data):
         {"seed": 5, "recipe_options": {"statistic": "latest", "history_length": 1}},
     ],
 )
-def test_so_is_delayed_scaling_in_other_surroundings(changes, data):
+def test_delayed_scaling_in_other_precisions_raises_no_alarm(changes, data):
     assert alarming(watched("delayed", **changes), data) == []
 
 
-def test_and_a_run_at_three_times_the_learning_rate(data):
+def test_run_at_three_times_the_learning_rate_raises_no_alarm(data):
     config = watched("tensorwise", seed=6)
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, lr=3e-3))
     assert alarming(config, data) == []

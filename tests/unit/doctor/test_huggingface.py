@@ -64,7 +64,7 @@ def steps_of(lines, kind):
     return [line["step"] for line in lines if line["kind"] == kind]
 
 
-def test_steps_are_the_optimizer_s_and_looks_come_at_the_interval(trained):
+def test_steps_follow_the_optimizer_and_samples_follow_the_interval(trained):
     assert steps_of(trained.lines, "step") == [1, 2, 3, 4, 5]
     assert steps_of(trained.lines, "statistics") == [1, 2, 4]
     assert steps_of(trained.lines, "watched") == [1]
@@ -88,7 +88,7 @@ def test_every_layer_its_products_and_the_update_are_measured(trained):
     assert (series.parameters.of("update_ratio") > 0).all()  # the optimizer that accelerate wraps was seen
 
 
-def test_a_finding_is_told_once_and_the_same_stand_in_the_file(trained):
+def test_finding_is_printed_once_and_recorded_in_the_file(trained):
     (told,) = [line for line in trained.told if "sensitive-module" in line]
     assert told.startswith("octavo doctor: warn: sensitive-module at lm_head")
     assert [finding.code for finding in trained.callback.findings()] == ["sensitive-module"]
@@ -123,7 +123,7 @@ def test_a_resumed_training_cuts_off_the_steps_that_it_makes_again(tmp_path):
     assert [line for line in again if line["step"] <= 3] == [line for line in first if line["step"] <= 3]
 
 
-def test_a_step_that_a_loss_scale_skipped_stands_in_the_file(tmp_path):
+def test_step_skipped_by_the_loss_scale_is_recorded_in_the_file(tmp_path):
     model, callback = tiny_model(), DoctorCallback(interval=INTERVAL)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
     state, control = transformers.TrainerState(is_world_process_zero=True), transformers.TrainerControl()
@@ -189,7 +189,7 @@ def stance():
     return torch._dynamo.eval_frame._stance.stance
 
 
-def test_a_look_that_an_exception_left_open_is_abandoned(tmp_path):
+def test_sample_interrupted_by_an_exception_can_be_abandoned(tmp_path):
     callback, model = DoctorCallback(interval=2), tiny_model()
     interrupted(tmp_path, callback, model, step=2)
     assert is_watched(model)
@@ -201,7 +201,7 @@ def test_a_look_that_an_exception_left_open_is_abandoned(tmp_path):
     assert steps_of(read_lines(tmp_path / "metrics.jsonl"), "statistics") == [1]
 
 
-def test_a_training_after_an_interrupted_one_holds_its_own_looks_only(tmp_path):
+def test_training_after_an_interrupted_one_records_only_its_own_samples(tmp_path):
     callback, first, second = DoctorCallback(interval=2), tiny_model(), tiny_model()
     interrupted(tmp_path, callback, first, step=2)
     trainer_of(second, tmp_path, callback, eval_strategy="no").train()

@@ -130,7 +130,7 @@ def test_every_gemm_of_a_call(name):
         assert np.isnan(bias) or abs(bias) < 1e-3
 
 
-def test_codes_that_are_held_were_made_of_nobody_knows_what():
+def test_stored_codes_have_no_weight_cast_and_no_gemm_measurement():
     layer = octavo.nn.Linear(K, N, bias=False)
     layer.weight.requires_grad_(False)
     store_weight_as_codes(layer)
@@ -141,7 +141,7 @@ def test_codes_that_are_held_were_made_of_nobody_knows_what():
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_does_not_run_is_not_there(name):
+def test_recorder_has_no_entry_for_gemms_that_do_not_run(name):
     frozen = octavo.nn.Linear(K, N, recipe=name)
     frozen.weight.requires_grad_(False)
     recorder = watched(frozen)

@@ -58,7 +58,7 @@ def test_lines_of_a_file_are_not_held(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("a", "b", "c", "d")])
-def test_looks_cost_little_more_than_their_numbers(names):
+def test_long_run_takes_little_more_memory_than_its_numbers(names):
     """The second run has a layer more than the first from half of its looks on."""
 
     def samples():

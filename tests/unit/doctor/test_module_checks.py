@@ -131,7 +131,7 @@ def test_batches_of_one_distribution_are_near_their_running_statistics(batch):
     assert looked_at(norm, 30 * torch.randn(batch, 512))[""] > 2
 
 
-def test_the_rows_of_a_batch_are_told():
+def test_watching_batch_norms_records_the_batch_size():
     found: dict[str, torch.Tensor] = {}
     norm = torch.nn.BatchNorm2d(4)
     with watching_batch_norms(norm, found):

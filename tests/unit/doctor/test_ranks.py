@@ -132,7 +132,7 @@ def test_ranks_that_have_other_layers(found):
         assert {key.split()[0] for key in one["stages"]["ratios"]} == {f"of{rank}", "last"}
 
 
-def test_who_is_compared_is_the_callers_choice(found):
+def test_process_group_argument_selects_the_ranks_to_compare(found):
     for one in found:
         assert one["group"]["ratios"]["0 input output"] == pytest.approx(3)
         for name in ("alone", "group of one", "group of others"):

@@ -15,7 +15,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_is_what_the_preset_makes_of_it(name):
+def test_recipe_option_matches_the_preset_with_that_option(name):
     one = {name: OPTIONS[name]}
     assert with_options(recipes.get("delayed"), one) == recipes.get("delayed", **one)
 
@@ -46,7 +46,7 @@ def test_options_of_other_recipes_change_nothing():
         ({"overrides": {"a.0": "mxfp8"}, "skip": ["b.*"]}, "mxfp8"),
     ],
 )
-def test_what_is_said_of_one_layer_counts_before_what_is_said_of_all(changes, wanted):
+def test_layer_override_takes_precedence_over_global_changes(changes, wanted):
     assert changed_recipe(recipes.get("delayed"), "a.0", changes) == recipes.get(wanted)
 
 

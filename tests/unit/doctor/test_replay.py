@@ -75,7 +75,7 @@ def test_sqnr_is_that_of_the_products(tmp_path):
     assert ran.error == pytest.approx((squares / 3) ** 0.5, rel=1e-3)
 
 
-def test_what_is_exact_is_exact_in_float64(tmp_path):
+def test_replay_measures_error_against_float64_products(tmp_path):
     """The surrounding precision's own rounding counts: by FP32 products its own would be without an error."""
     capture = captured(tmp_path, "tensorwise", **gaussian())
     bf16 = tried(capture, "bf16")["bf16"]
@@ -99,7 +99,7 @@ def test_rowwise_wins_over_tensorwise_where_one_row_is_loud(tmp_path):
     assert names.index("rowwise") < names.index("tensorwise, E4M3 gradients")
 
 
-def test_a_log_normal_gradient_wants_range(tmp_path):
+def test_replay_of_a_log_normal_gradient_prefers_more_range(tmp_path):
     recipe = recipes.get("tensorwise", gradient_format="E4M3")
     capture = captured(tmp_path, recipe, **log_normal())
     ran, *others = replay(capture, rounds=1)
@@ -125,7 +125,7 @@ def test_underflow_and_bytes_are_those_of_the_casts(tmp_path):
     assert trials["bf16"].underflow == trials["bf16"].saturation == dict.fromkeys(ran.underflow, 0.0)
 
 
-def test_a_history_that_keeps_a_past_outlier_wants_a_shorter_window(tmp_path):
+def test_replay_of_a_past_outlier_prefers_a_shorter_window(tmp_path):
     capture = captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=9)
     ran, *others = replay(capture, rounds=1)
     trials = by_name(others)
@@ -136,7 +136,7 @@ def test_a_history_that_keeps_a_past_outlier_wants_a_shorter_window(tmp_path):
     assert trials["delayed, window 4"].bytes_ratio == 1
 
 
-def test_an_amax_that_grew_wants_the_tensors_own_scale(tmp_path):
+def test_replay_of_a_grown_amax_prefers_dynamic_scaling(tmp_path):
     capture = captured(tmp_path, "delayed", **gaussian(), before=lambda _: 1 / 8, steps=6)
     ran, *others = replay(capture, rounds=1)
     trials = by_name(others)
@@ -156,7 +156,7 @@ def test_the_scales_of_the_run_are_those_of_its_history(tmp_path):
     assert trials["delayed, its own window"].error < 0.06
 
 
-def test_of_two_that_remove_the_same_the_cheaper_comes_first(tmp_path):
+def test_equally_effective_candidates_rank_by_cost(tmp_path):
     capture = captured(tmp_path, "delayed", **gaussian(), before=lambda _: 1 / 8)
     doubled = replace(recipes.get("tensorwise"), grad_weight=recipes.get("blockwise").grad_weight)
     given = [
@@ -273,7 +273,7 @@ def test_candidates_are_not_what_ran(name):
         assert not any(candidate.recipe.is_delayed for candidate in found)
 
 
-def test_a_token_whose_result_cancels_counts_as_lost_and_not_more(tmp_path):
+def test_token_whose_output_cancels_counts_as_fully_lost_at_most(tmp_path):
     """Its exact output is far below the noise of its products, whatever casts them."""
     capture = captured(tmp_path, "tensorwise", **gaussian())
     x = capture.input.clone()

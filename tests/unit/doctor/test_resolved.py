@@ -34,7 +34,7 @@ def severities(*events, **options):
     return [(one.code, one.severity) for one in found(*events, **options)]
 
 
-def test_what_the_autopilot_mended_is_a_note_that_says_since_when():
+def test_finding_resolved_by_the_autopilot_is_a_note_with_its_step():
     (one,) = found(ACT)
     assert (one.code, one.severity, one.path) == ("bulk-underflow", Severity.NOTE, FIRST)
     assert (one.first_step, one.last_step, one.evidence["mended_at"]) == (5, 20, 20)
@@ -45,24 +45,24 @@ def test_what_the_autopilot_mended_is_a_note_that_says_since_when():
     "events",
     [(), (ACT | {"path": "elsewhere"},), (ACT, TAKEN_BACK | {"helped": False}), (ACT | {"changes": {}},)],
 )
-def test_what_nobody_mended_is_none(events):
+def test_unresolved_finding_keeps_its_severity(events):
     assert severities(*events) == [("bulk-underflow", "fail")]
 
 
-def test_what_is_taken_back_because_it_is_over_was_mended():
+def test_action_undone_after_it_helped_counts_as_resolved():
     assert severities(ACT, TAKEN_BACK | {"helped": True}) == [("bulk-underflow", "note")]
 
 
-def test_an_act_that_changed_nothing_at_the_layer_mends_nothing():
+def test_action_without_effect_on_the_layer_resolves_nothing():
     assert severities(ACT, mended=False) == [("bulk-underflow", "fail")]
 
 
-def test_what_comes_back_is_what_it_is_then():
+def test_recurring_finding_has_the_steps_and_severity_of_its_recurrence():
     (one,) = found(ACT, again=(6, 7, 8))
     assert (one.severity, one.first_step, one.last_step) == (Severity.WARN, 30, 40)
 
 
-def test_an_earlier_remedy_that_did_not_help_leaves_it_mended_by_the_later():
+def test_finding_is_resolved_by_a_later_remedy_after_an_earlier_one_failed():
     early = ACT | {"step": 10}
     again = ACT | {"number": 2}
     assert severities(early, TAKEN_BACK | {"step": 20, "helped": False}, again) == [("bulk-underflow", "note")]
@@ -102,6 +102,6 @@ def test_a_step_that_broke_for_good_fails():
     assert one.severity is Severity.FAIL
 
 
-def test_nan_at_a_step_that_did_not_break_is_not_mended_by_one_that_did():
+def test_nan_at_a_finished_step_is_not_resolved_by_the_replay_of_another():
     (one,) = nan_at(3, finished=20)
     assert (one.severity, one.first_step) == (Severity.FAIL, 15)

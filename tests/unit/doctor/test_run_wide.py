@@ -32,7 +32,7 @@ def test_more_than_half_of_the_layers_and_four_at_least(layers, with_it, merged)
     assert [one.places for one in result] == ([tuple(PATHS[:with_it])] if merged else [()] * with_it)
 
 
-def test_what_the_merged_one_says():
+def test_merged_finding_has_the_union_of_steps_the_worst_cause_and_all_places():
     findings = [
         found(
             path=path, role=role, first_step=10 - i, last_step=20 + i, weight=i, evidence={"share": i}, cause="it is so"
@@ -98,7 +98,7 @@ def test_a_recipe_that_rounds_scales_down_is_one_finding_and_its_remedy_is_the_r
 
 
 def test_other_recipes_are_tried_on_all_layers(tmp_path):
-    """What a replay adds to the known remedies is as wide as the finding."""
+    """Remedies that a replay adds apply to as many layers as the finding."""
     model = stack("tensorwise")
     with finding(*alike([str(index) for index in range(5)])):
         watcher = watched(model, tmp_path)
@@ -110,6 +110,6 @@ def test_other_recipes_are_tried_on_all_layers(tmp_path):
     assert all("all layers" in remedy.text for remedy in one.remedies)
 
 
-def test_an_empty_run_has_none():
+def test_empty_run_has_no_findings():
     assert diagnose(series_of([])) == []
     assert run_wide([], []) == []

@@ -192,7 +192,7 @@ def test_an_event_without_what_the_rules_read_is_refused(line, words):
         series_of([line])
 
 
-def test_what_a_run_does_not_know_is_null_and_welcome():
+def test_null_values_in_event_lines_are_accepted():
     lines = [
         {"kind": "overflow", "step": 2, "loss_scale": None},
         {"kind": "failure", "step": 3, "loss": None, "grad_norm": None, "tensor": None},
@@ -204,13 +204,13 @@ def test_what_a_run_does_not_know_is_null_and_welcome():
 @pytest.mark.parametrize(
     ("steps", "words"), [([10, 10], "step 10 come after those of step 10"), ([20, 10], "of step 20")]
 )
-def test_looks_that_do_not_rise_are_refused(steps, words):
+def test_samples_with_nonincreasing_steps_are_refused(steps, words):
     lines = [line for step in steps for line in lines_of(sample(step))]
     with pytest.raises(TrainingError, match=words):
         series_of(lines)
 
 
-def test_a_step_that_broke_is_looked_at_again():
+def test_failed_step_may_be_sampled_again():
     """Its replay, and the step once more under what the autopilot changed."""
     lines = [line for step in (5, 10, 10) for line in lines_of(sample(step))]
     lines += [{"kind": "failure", "step": 10, "loss": None, "tensor": None}, *lines_of(sample(10))]

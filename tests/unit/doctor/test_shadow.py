@@ -78,7 +78,7 @@ def test_a_delayed_scale_is_made_from_the_window():
     assert g["weight"] == pytest.approx(amax / 2, rel=1e-5)
 
 
-def test_what_it_cannot_measure():
+def test_shadow_returns_no_sample_without_a_finite_recorded_step():
     model, x = layer_and_input()
     shadow = Shadow("0", model[0], octavo.recipes.get("tensorwise"))
     assert shadow.sample(1) is None, "the layer did not run"

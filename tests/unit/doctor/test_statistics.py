@@ -155,7 +155,7 @@ def test_codes_of_another_tensor(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_delayed_scaling_makes_is_no_mismatch(way):
+def test_delayed_scaling_has_no_code_mismatch(way):
     """Its encode scale is not the reciprocal of the stored one, which differs in the last bit."""
     for amax in torch.linspace(3, 9, 40):
         x = (torch.randn(32, 32)).bfloat16()
@@ -190,7 +190,7 @@ def test_scales_in_bytes(recipe):
 
 
 @pytest.mark.parametrize("shape", [(2000, 64), (3, 9000), (1, 40000)], ids=str)
-def test_of_a_large_tensor_some_rows_are_summed_and_all_are_counted(shape):
+def test_large_tensor_sums_a_sample_of_rows_and_counts_all(shape):
     x = torch.randn(shape)
     x[0, 0] = 1000.0
     x[-1, -1] = math.nan
@@ -219,7 +219,7 @@ def test_any_format_and_dtype_has_numbers():
     np.testing.assert_array_equal(wide, statistics_of(x, octavo.quantize(x, E4M3)))
 
 
-def test_a_gaussian_reads_what_is_known_of_it():
+def test_gaussian_tensor_has_its_known_statistics():
     x = torch.randn(128, 512)
     found = dict(zip(CAST_FIELDS, statistics_of(x, octavo.quantize(x, E4M3)).tolist(), strict=True))
     assert found["kurtosis"] == pytest.approx(3, abs=0.2)

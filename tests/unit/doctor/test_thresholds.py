@@ -29,7 +29,7 @@ def test_has_a_source_and_is_used(name):
     assert re.search(rf"\b(limits|thresholds)\.{name}\b", RULES)
 
 
-def test_what_is_published_names_its_source():
+def test_published_thresholds_cite_their_source():
     published = {name: source_of(name).why for name in NAMES if source_of(name).kind == "published"}
     assert set(published) == {"saturation_fraction", "gradient_to_noise", "slow_weight_elements", "loss_gap"}
     assert all("arXiv" in why or "torchao" in why for why in published.values())

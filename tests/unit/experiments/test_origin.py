@@ -22,7 +22,7 @@ def _folder(tmp_path):
     (tmp_path / "study").mkdir()
 
 
-def test_a_run_is_continued_from_its_newest_checkpoint_and_left_as_it_is(run):
+def test_run_is_continued_from_its_newest_checkpoint_without_changing_it(run):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     origin = origin_of(run)
     assert origin.start is not None

@@ -159,7 +159,7 @@ def test_a_context_longer_than_the_test_text_stops_before_training(data, config,
     assert not (tmp_path / "new").exists()
 
 
-def test_a_delayed_recipe_goes_through(data, config, tmp_path):
+def test_study_runs_a_delayed_recipe(data, config, tmp_path):
     study = run_study(config.with_training(steps=2), tmp_path, data=data, recipes=("fp32", "delayed"))
     assert math.isfinite(study.gap("delayed", "fp32").nats)
     assert 0 < (study.run("delayed").gradient_error or 0) < 0.5

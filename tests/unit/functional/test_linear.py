@@ -182,7 +182,7 @@ def test_bias_gradient_is_summed_in_float32():
     assert bias.grad.tolist() == [4096.0] * 16, "bfloat16 sums would stop at 256"
 
 
-def test_there_is_no_second_derivative_and_torch_says_so():
+def test_second_derivative_is_refused_by_torch():
     x, weight, bias, _ = _tensors()
     (grad,) = torch.autograd.grad(fp8_linear(x, weight, bias, TENSORWISE).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -266,7 +266,7 @@ def _made_beforehand(x: torch.Tensor, recipe: Recipe) -> InputOperands:
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "bf16"])
-def test_operands_that_were_made_beforehand_are_used_and_the_input_is_not_looked_at(name):
+def test_prepared_operands_are_used_and_the_input_values_are_ignored(name):
     recipe = octavo.recipes.get(name)
     x, weight, bias, grad = _tensors()
     wanted = [*torch.autograd.grad(fp8_linear(x, weight, bias, recipe), (x, weight, bias), grad)]

@@ -106,7 +106,7 @@ def test_the_codes_of_the_weights_transpose_are_not_kept(made_again, recipe):
     assert not [tensor for tensor in kept if tensor.itemsize == 1 and tensor.numel() == layer.weight.numel()]
 
 
-def test_of_a_weight_that_was_computed_codes_are_kept(made_again):
+def test_codes_of_a_computed_weight_are_saved(made_again):
     """It would be kept for nothing else; a parameter is there in any case."""
     made_again(True)
     parameter, x = torch.randn(48, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
@@ -157,7 +157,7 @@ def test_at_no_number_of_rows_more_is_kept_than_in_bfloat16(recipe, autocast, fr
         assert own <= plain + amaxes, rows
 
 
-def test_where_codes_are_no_more_than_bfloat16s_input_they_are_kept():
+def test_codes_are_saved_if_no_larger_than_the_bfloat16_input():
     """Then the weight is cast once a step: three quantizations."""
     layer = Linear(64, 32, bias=False, dtype=torch.bfloat16)
     found = {}

@@ -208,7 +208,7 @@ def test_requests_start_in_order_of_arrival(new_engine):
 
 
 def test_starting_request_is_always_counted_in_load(new_engine):
-    """Whoever looks between its leaving the queue and its coming into the batch sees it."""
+    """The load includes a request that has left the queue and is not yet in the batch."""
     engine, seen = new_engine(), []
     looking = threading.Thread(target=lambda: seen.append(engine.load))
 

@@ -116,7 +116,7 @@ def test_only_an_instance_of_tensor_itself_has_an_address():
 
 
 @built
-def test_numbers_are_read_as_they_are():
+def test_cast_reads_negated_and_zero_tensors():
     """A negative may be a bit that torch keeps, and zeros may have no memory."""
     plain = torch.randn(8, 4)
     x, one = torch._neg_view(plain), torch.ones(())

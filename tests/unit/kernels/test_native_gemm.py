@@ -106,7 +106,7 @@ def test_scales_of_other_dtypes_are_converted(dtype):
     assert torch.equal(sums(a_scale=a_scale.to(dtype), b_scale=b_scale.to(dtype)), plain)
 
 
-def test_numbers_are_read_as_they_are():
+def test_gemm_reads_negated_operands_and_bias():
     negative = torch._neg_view(torch.ones(8))
     assert torch.equal(gemm(bias=negative), gemm(bias=-torch.ones(8)))
     x = torch._neg_view(torch.ones(4, 160))

@@ -34,7 +34,7 @@ def threads_left(expected: int) -> int:
     return threads_of_process()
 
 
-def test_a_team_ends_when_its_thread_gives_it_back_and_is_there_again_when_needed():
+def test_thread_team_ends_on_release_and_restarts_on_demand():
     found = []
 
     def work():
@@ -151,7 +151,7 @@ print(reaches(lambda: threads() == before + 1))
     assert told.split() == ["True", "True"]
 
 
-def test_a_quota_counts_where_nobody_chose_a_number():
+def test_cpu_quota_limits_threads_unless_a_number_is_set():
     told = run(
         """
 import torch

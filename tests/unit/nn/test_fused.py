@@ -88,7 +88,7 @@ def test_output_and_gradients(recipe: str, normalization: str, activation: str) 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_stands_between_is_never_made(recipe: str) -> None:
+def test_fused_layer_keeps_no_high_precision_intermediate(recipe: str) -> None:
     layer, x = _mlp(recipe), _x(6)
     layer(x)  # makes a delayed layer's history
     assert _is_fused(layer, x)
@@ -252,7 +252,7 @@ def test_hooks_of_every_module_are_seen() -> None:
         hook.remove()
 
 
-def test_what_stands_between_is_rounded_by_nobody_else() -> None:
+def test_autocast_to_another_dtype_between_the_layers_prevents_fusion() -> None:
     layer, x = _mlp(), torch.zeros(3, 48, dtype=torch.bfloat16, device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.float16):
         reason = layers.unfused_reason(x, layer.fc1, layer.norm)

@@ -85,7 +85,7 @@ def test_one_gemm_computes_queries_keys_and_values():
 
 @pytest.mark.parametrize("steps", [[1] * 9, [4, 1, 1, 3], [9]], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
-def test_with_a_cache_it_computes_what_the_whole_sequence_gives(window, steps):
+def test_cached_decoding_matches_the_whole_sequence(window, steps):
     """To float32 rounding: torch's attention sums one query's row in another order than a block of rows."""
     layer = _layer(num_kv_heads=2, qk_norm=True, input_layernorm=True, window=window).eval()
     x, cache = torch.randn(2, 9, 24), layer.new_cache(2, 9)
@@ -127,7 +127,7 @@ def test_a_narrower_cache_rounds_what_it_stores():
     assert_close(y, layer(x), relative=2**-6)
 
 
-def test_a_mask_says_what_causal_would():
+def test_causal_mask_tensor_matches_the_causal_option():
     layer, free, x = _layer(), _layer(causal=False), torch.randn(2, 6, 24)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()
     torch.testing.assert_close(free(x, mask=mask), layer(x), rtol=1e-5, atol=1e-5)
@@ -206,7 +206,7 @@ def test_inputs_are_checked(cross, inputs, words):
     ids=lambda wrong: next(iter(wrong)),
 )
 @torch.inference_mode()
-def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
+def test_refused_call_does_not_change_the_cache(wrong):
     """So that the call may be made again."""
     layer, x = _layer(), torch.randn(2, 5, 24)
     cache = layer.new_cache(2, 9)

@@ -81,7 +81,7 @@ def test_under_autocast_the_input_keeps_its_dtype_and_the_next_layer_rounds_once
     assert ((read.double() - exact).abs() <= exact.abs() * 2**-8 * (1 + 2**-6) + 1e-6).all()
 
 
-def test_a_layernorm_without_bias_has_none():
+def test_layernorm_without_bias_has_no_bias_parameter():
     assert list(LayerNorm(4, bias=False).state_dict()) == ["weight"]
     assert list(LayerNorm(4).state_dict()) == ["weight", "bias"]
 

@@ -98,7 +98,7 @@ def test_parameters_and_keys_are_the_same_and_checkpoints_go_both_ways():
     assert torch.equal(plain.self_attn.in_proj_weight, state["self_attn.in_proj_weight"] + 1)
 
 
-def test_joined_it_is_what_it_was():
+def test_joining_projections_restores_the_attention_module():
     model = nn.MultiheadAttention(16, 4)
     weight, shown = model.in_proj_weight, repr(model)
     join_projections(split_projections(model))
@@ -108,7 +108,7 @@ def test_joined_it_is_what_it_was():
 
 
 @pytest.mark.parametrize("options", [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}])
-def test_attention_with_more_than_projections_stays_as_it_is(options):
+def test_attention_with_extra_options_is_not_split(options):
     model = nn.MultiheadAttention(16, 4, **options)
     assert not split_projections(model)
     assert type(model) is nn.MultiheadAttention

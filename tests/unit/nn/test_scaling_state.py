@@ -99,7 +99,7 @@ def test_saving_does_not_disturb_the_run():
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "delayed_te"])
-def test_reading_the_state_leaves_the_model_as_it_is(recipe):
+def test_reading_the_scaling_state_does_not_change_the_model(recipe):
     """The step that is over is closed in what is read; the next training forward closes the model's own."""
     model = octavo.nn.Linear(8, 4, recipe=recipe)
     for batch in _batches(2, seed=4):

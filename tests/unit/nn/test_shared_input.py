@@ -194,7 +194,7 @@ class Latents(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("update", ["fused", "data"])
-def test_a_parameter_is_cast_anew_however_it_was_written(recipe, update):
+def test_parameter_is_cast_again_after_any_kind_of_write(recipe, update):
     """Fused optimizers and ``.data`` raise no version counter; the last cast may be of the parameter itself."""
     losses: dict[bool, list[float]] = {}
     for shared in (True, False):
@@ -300,7 +300,7 @@ def test_copies_and_pickles_share_among_themselves_alone():
         assert torch.equal(other(x), model(x))
 
 
-def test_a_restored_model_has_nothing_of_it():
+def test_restored_model_has_no_shared_input():
     model = _branches()
     octavo.restore(model)
     assert not any("shared_input" in vars(layer) for layer in model.layers)

@@ -167,7 +167,7 @@ def test_inputs_are_checked():
 
 
 @torch.inference_mode()
-def test_a_decoder_that_refuses_its_encoders_padding_leaves_the_cache_as_it_was():
+def test_decoder_with_refused_encoder_padding_does_not_change_the_cache():
     made, memory = _layer(layer_type="decoder"), torch.zeros(1, 3, 18)
     cache = made.self_attention.new_cache(1, 4)
     with pytest.raises(ConfigError, match="lengths must be 0 to 3"):

@@ -147,7 +147,7 @@ def test_bad_elements_show_under_a_given_scale_too(granularity, given):
     assert torch.equal(q.data.float().isfinite(), x.isfinite())
 
 
-def test_only_bad_elements():
+def test_tensor_of_only_nonfinite_elements_has_a_finite_scale():
     q = quantize(torch.tensor([math.nan, math.inf]), E5M2)
     assert q.scale.isfinite()
     assert q.dequantize()[0].isnan()

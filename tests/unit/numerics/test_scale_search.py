@@ -45,7 +45,7 @@ def test_the_scale_is_that_of_a_slow_search(size):
 
 @pytest.mark.parametrize("width", [1, 7, 64, 512])
 def test_no_scale_of_the_binade_decodes_much_better(width):
-    """What integers leave out is less than a thousandth of the error."""
+    """A search over integers misses less than a thousandth of the error."""
     x = vectors(50, max(width, 6))[:, :width]
     power = quantize(x, E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL).scale
     scales = [power * step / STEPS for step in range(STEPS, 2 * STEPS)]

@@ -302,7 +302,7 @@ def test_invalid_options_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_in_training_is_exported_as_it_evaluates_and_left_as_it_was(tmp_path):
+def test_model_in_training_mode_is_exported_for_evaluation_and_unchanged(tmp_path):
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8)).train()
     octavo.convert(model, "tensorwise")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

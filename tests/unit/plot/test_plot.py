@@ -35,7 +35,7 @@ def test_history_draws_amaxes_and_the_largest_magnitude_of_the_next_scale(delaye
     assert {trace.name for trace in octavo.plot.history(delayed).data} == {"0", "1"}
 
 
-def test_history_of_many_layers_draws_those_nearest_to_the_range_and_says_so(monkeypatch, delayed):
+def test_history_of_many_layers_draws_only_those_nearest_to_the_range(monkeypatch, delayed):
     monkeypatch.setattr("octavo.plot.amax_history.MOST_LAYERS", 1)
     figure = octavo.plot.history(delayed)
     assert len({trace.name for trace in figure.data}) == 1
@@ -69,7 +69,7 @@ def fresh(recipe):
         (lambda: octavo.plot.losses("/nowhere/run"), "'/nowhere/run' holds no run"),
     ],
 )  # fmt: skip
-def test_nothing_to_plot_is_one_sentence(draw, said):
+def test_plot_without_data_raises_one_sentence(draw, said):
     with pytest.raises(ConfigError, match=said):
         draw()
 

@@ -93,7 +93,7 @@ def test_a_split_holds_its_own_text(model, file, split):
     assert set(numbers(model, window)) <= {int(n) for n in re.findall(r"w(\d{5})", own)}
 
 
-def test_what_a_tokenizer_file_truncates_is_read_whole(model, file):
+def test_tokenizer_truncation_and_padding_do_not_affect_windows(model, file):
     expected = text_windows(model, file, "all", count=3, length=40)
     model.tokenizer.enable_truncation(8)
     model.tokenizer.enable_padding(length=64)
@@ -116,7 +116,7 @@ def test_what_a_tokenizer_file_truncates_is_read_whole(model, file):
         ({"length": 65}, "this model reads at most 64 tokens at once, not 65"),
     ],
 )
-def test_what_is_refused(model, file, given, message):
+def test_impossible_windows_are_refused(model, file, given, message):
     arguments = {"split": "all", "count": 3, "length": 8} | given
     with pytest.raises(ConfigError, match=message):
         text_windows(model, file, arguments.pop("split"), **arguments)

@@ -3,7 +3,7 @@
 from octavo.reports import figures
 
 
-def test_a_figure_holds_what_was_added_in_its_place():
+def test_figure_has_its_lines_points_and_levels():
     figure = figures.new_figure("nats")
     figures.add_line(figure, ((1, 3.0), (2, 2.0)), "loss", "#000", width=1)
     figures.add_points(figure, ((2, 2.5),), "validation", "#000")

@@ -37,7 +37,7 @@ def cells(series, name, sheet=0):
 
 
 @pytest.mark.parametrize("looks", [1, 2, 399, 400, 401, 1000, 10_001])
-def test_every_look_is_in_one_column(looks):
+def test_every_sample_is_in_exactly_one_column(looks):
     steps = np.cumsum(np.random.default_rng(looks).integers(1, 50, looks)).astype(float)
     columns = columns_of(steps)
     assert len(columns.starts) <= MOST_COLUMNS
@@ -49,7 +49,7 @@ def test_every_look_is_in_one_column(looks):
 
 @pytest.mark.parametrize("worst", list(Worst))
 @pytest.mark.parametrize("kind", [StatisticKind.SIGNED, StatisticKind.RATIO])
-def test_a_column_keeps_its_worst_look(worst, kind):
+def test_column_shows_its_worst_sample(worst, kind):
     rng = np.random.default_rng(0)
     values = np.exp(rng.normal(size=(1003, 5))) if kind is StatisticKind.RATIO else rng.normal(size=(1003, 5))
     values[rng.random(values.shape) < 0.3] = np.nan
@@ -67,7 +67,7 @@ def test_a_column_keeps_its_worst_look(worst, kind):
             assert np.isnan(found[column, place]) if not known else found[column, place] == max(known, key=how_bad)
 
 
-def test_one_bad_step_in_ten_thousand_is_still_there():
+def test_one_bad_step_in_ten_thousand_stays_visible():
     values = np.full((10_000, 1), 31.0)
     values[7321] = 4.8
     found = columns_of(np.arange(10_000.0)).worst(values, statistic("casts.sqnr_db"))
@@ -110,7 +110,7 @@ def test_parameters_stand_in_their_layers_rows():
     assert [layers_of(series)[row] for row in found["rows"]] == paths(14)
 
 
-def test_what_only_some_layers_cast_twice_is_a_map_of_its_own():
+def test_casts_that_only_some_layers_make_get_their_own_map():
     numbers = np.ones(len(CAST_FIELDS))
     keys = [
         ("a", "input", "output"),
@@ -140,7 +140,7 @@ def test_scales_across_ranks_stand_by_role():
     assert layers_of(series) == ["a b"]
 
 
-def test_a_number_nobody_has_makes_no_map():
+def test_statistic_without_values_has_no_map():
     casts = {CastKey("a", "input", "output"): np.full(len(CAST_FIELDS), np.nan)}
     sample = Sample(step=1, casts=casts, products={}, parameters={})
     series = series_of([], [sample])

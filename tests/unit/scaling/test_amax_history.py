@@ -232,7 +232,7 @@ def _two_layers(scale_updates: str) -> torch.nn.Module:
     return model
 
 
-def test_manual_updates_that_never_come_are_told_of_once_a_model_by_name():
+def test_missing_manual_updates_give_one_warning_per_model_naming_a_layer():
     model = _two_layers("manual")
     _backwards(model, 99)
     for _ in range(5):  # a forward alone closes nothing and is not counted
@@ -246,7 +246,7 @@ def test_manual_updates_that_never_come_are_told_of_once_a_model_by_name():
     assert copy.deepcopy(model).get_submodule("0").scale_updates.reminded  # type: ignore[union-attr]
 
 
-def test_a_layer_used_alone_is_told_of_too():
+def test_missing_manual_updates_of_a_single_layer_give_a_warning():
     layer = octavo.nn.Linear(2, 2, recipe="delayed", manual_scale_updates=True)
     with pytest.warns(UserWarning, match="a layer has run 100 backward passes"):
         _backwards(layer, 100)
@@ -263,7 +263,7 @@ def test_automatic_updates_never_warn():
     _backwards(_two_layers("automatic"), 150)
 
 
-def test_leaving_the_meta_device_starts_anew():
+def test_leaving_the_meta_device_resets_the_history():
     """``to_empty`` leaves whatever the memory held: what a history must not begin with."""
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))

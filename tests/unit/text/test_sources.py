@@ -88,7 +88,7 @@ def test_column_is_the_only_one_of_strings_or_the_one_named(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "./nowhere", "gone/", "texts", "here/mised", "a b/c"])
-def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, source):
+def test_missing_path_is_refused_without_a_hub_lookup(tmp_path, monkeypatch, source):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)  # an import would fail

@@ -31,7 +31,7 @@ def test_run_captures_layers_with_findings_and_computes_the_same(tmp_path, data,
 
 
 def test_resumed_run_captures_the_same_layers_as_an_uninterrupted_one(tmp_path, data):
-    """What was captured before the checkpoint is not captured again; what was after it makes room."""
+    """Captures from before the checkpoint are not repeated; those from after it are discarded."""
     config = tiny_config(recipe="tensorwise", statistics_interval=1, checkpoint_interval=3, keep_checkpoints=9)
     with finding(found(path=PATH)):
         train(config, tmp_path / "whole", data=data)

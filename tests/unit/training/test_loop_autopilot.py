@@ -137,7 +137,7 @@ def test_layer_is_captured_before_its_recipe_changes(tmp_path, data, loud, monke
 
 
 def test_capture_does_not_change_amax_histories(tmp_path, data, loud, monkeypatch):
-    """What delayed layers record in that pass is of no step: its layer ran another recipe, and it may be no step's."""
+    """Amaxes of delayed layers in that pass belong to no step, as its layer ran another recipe."""
     real = loop.Trainer._capture
     left: list[float] = []
 

@@ -76,7 +76,7 @@ def test_mistakes_are_named(tmp_path, value):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
-def test_phases_need_a_recipe_that_fp8_stands_for(recipe):
+def test_precision_phases_need_an_fp8_recipe(recipe):
     with pytest.raises(ConfigError, match=f"needs an FP8 recipe as training.recipe, not '{recipe}'"):
         check_schedule(PHASES, recipe)
 

@@ -43,7 +43,7 @@ def test_the_target_note_names_the_step_that_the_target_is_read_at(monkeypatch):
     assert "after 200 of its 400 steps" in study_table.target_note(study())
 
 
-def test_a_run_that_misses_the_target_says_so():
+def test_run_that_misses_the_target_is_marked_not_reached():
     slow = study(run("fp32", 0.0), run("bf16", 0.0), run("tensorwise", 1.0))
     row = cells("Steps", slow)
     assert row.cells[2] == "not reached"
@@ -70,7 +70,7 @@ def test_a_study_without_fp8_has_no_verdict_on_it():
     assert all(row.difference == "–" for row in study_table.rows(alone, "cuda"))
 
 
-def test_a_cpu_says_that_fp8_is_emulated():
+def test_study_table_notes_that_fp8_is_emulated_on_a_cpu():
     assert "emulated" in study_table.emulation_note("cpu")
     assert "emulated" not in study_table.emulation_note("cuda")
 

@@ -61,7 +61,7 @@ def test_a_missed_fault_ends_with_1_and_tables(selftest, asked):
     assert processes == 2
 
 
-def test_without_quick_it_is_what_is_published(selftest, asked):
+def test_default_selftest_is_the_published_one(selftest, asked):
     selftest()
     assert asked[0][0] == SelftestConfig()
 

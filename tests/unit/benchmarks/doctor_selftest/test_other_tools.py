@@ -33,7 +33,7 @@ def test_both_speak_where_a_step_breaks_and_one_names_the_module(data):
         assert not answers[HUGGING_FACE].names("model.layers.0.input_layernorm")
 
 
-def test_nothing_is_said_of_a_healthy_step_and_nothing_is_left_behind(data):
+def test_other_tools_report_nothing_on_a_healthy_step_and_leave_the_trainer_unchanged(data):
     answers: dict[str, ToolAnswer] = {}
     with tiny_trainer(data) as trainer:
         trainer.step = 5

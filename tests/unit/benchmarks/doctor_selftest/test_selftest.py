@@ -69,7 +69,7 @@ def test_recall_precision_and_fails_on_clean_runs(runs, recall, precision, fails
     assert result.passed == (recall == precision == 1.0 and not fails)
 
 
-def test_the_first_finding_counts_and_a_note_is_none():
+def test_selftest_judges_the_first_finding_and_ignores_notes():
     right = finding("inexact-amax", "model.layers.2.mlp.up_proj")
     wrong, note = finding("saturation", "x"), finding("slow-layer", severity=Severity.NOTE)
     assert not judged(RunKind.FAULT, "wrong scale", wrong, right).names_fault(4)
@@ -168,7 +168,7 @@ def test_thresholds_are_tuned_on_other_seeds_and_another_width_than_they_are_mea
         ({"seeds": ()}, "needs at least one seed"),
     ],
 )
-def test_what_no_selftest_runs(options, sentence):
+def test_impossible_selftest_configurations_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         SelftestConfig(**options)
 

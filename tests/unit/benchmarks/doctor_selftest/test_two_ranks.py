@@ -26,7 +26,7 @@ def test_reduced_amaxes_give_both_ranks_one_scale_and_others_do_not(room):
     assert largest_ratio(room, RunKind.FAULT, "amax of the wrong ranks") > 1.8
 
 
-def test_a_process_that_fails_is_told(room):
+def test_failed_process_raises_training_error(room):
     data, start = room
     with pytest.raises(TrainingError, match="ended with"):
         run_on_ranks(SelftestCase(kind=RunKind.FAULT, name="no such fault", seed=1), TINY, data, start)

@@ -60,7 +60,7 @@ def test_a_parts_sections_judge_what_it_owes(part, session):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_what_failed_or_had_no_time_owes_its_bars_still(part, session, monkeypatch):
+def test_failed_or_late_variants_leave_their_bars_unjudged_with_the_reason(part, session, monkeypatch):
     owed = sorted(bar.claim for bar in part.bars(session))
     reasons = {"failed": "OutOfMemoryError: no memory", "late": NO_TIME}
     for how, reason in reasons.items():
@@ -152,7 +152,7 @@ def test_a_speed_without_both_sides_is_not_judged(ours, bases, reason):
     assert (verdict.word, verdict.is_met, verdict.reason) == ("not judged", False, reason)
 
 
-def test_memory_is_judged_by_the_least_and_not_where_there_is_none():
+def test_memory_bar_uses_the_smallest_variant_and_needs_a_measurement():
     bar = replace(BAR, bar=0.75, at_most=True)
     judged = judged_by_memory(bar, {"base": 100, "a": 80, "b": 70}, ["a", "b", "c"], "base", ())
     assert (judged.found, judged.by, judged.word) == (0.7, "b over base", "met")
@@ -187,7 +187,7 @@ def test_memory_that_cannot_be_measured_of_one_is_of_the_others(name, session, m
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_nothing_of_a_table_is_held_when_the_next_one_is_built(part, session, monkeypatch):
+def test_runs_of_one_table_are_freed_before_the_next_is_built(part, session, monkeypatch):
     held: list[weakref.ref[object]] = []
     alive: list[object] = []
     compare = Session.compare

@@ -56,7 +56,7 @@ def test_every_part_is_measured_and_prebuilt_by_default(called, tmp_path):
     assert all("--out" not in line for line in built)
 
 
-def test_what_is_tuned_while_others_compile_is_forgotten(called, tmp_path):
+def test_prebuild_deletes_autotuning_results_and_keeps_kernels(called, tmp_path):
     (tmp_path / "deep").mkdir()
     tuned, kept = tmp_path / "deep" / "a.best_config", tmp_path / "deep" / "a.py"
     tuned.touch()
@@ -74,7 +74,7 @@ def test_tests_run_side_by_side_a_file_by_one_worker(called):
     assert "filterwarnings=default" in line
 
 
-def test_called_wrongly_it_says_how(called):
+def test_wrong_arguments_show_the_usage(called):
     done, _ = called("nonsense")
     assert done.returncode == 2
     assert b"scripts/gpu.sh bench DIR" in done.stderr

@@ -92,7 +92,7 @@ run_module("benchmarks.hopper", run_name="__main__")
 """
 
 
-def test_it_runs_where_only_torch_typer_and_rich_are():
+def test_bench_runs_with_only_torch_typer_and_rich():
     """From the source tree, without native kernels, tokenizers or anything that draws."""
     environment = os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", BARE]
@@ -257,7 +257,7 @@ def test_ctrl_c_keeps_what_is_finished(hopper, tmp_path, monkeypatch, session):
     assert parts[2]["failure"]["reason"] == "left out, interrupted"
 
 
-def test_what_is_finished_is_written_before_the_next_part(hopper, tmp_path, monkeypatch, session):
+def test_report_is_written_before_the_next_part_starts(hopper, tmp_path, monkeypatch, session):
     seen = []
 
     def looking(_):

@@ -44,7 +44,7 @@ def test_every_part_runs_where_nothing_is_timed(part, session):
     assert not any(verdict.is_judged for verdict in verdicts)
 
 
-def test_the_card_tells_later_parts_what_it_reaches(session):
+def test_card_part_records_the_speeds_for_later_parts(session):
     list(PARTS[0].measure(session))
     assert session.speeds.keys() == {"copy", "bf16", "fp8"}
 
@@ -178,7 +178,7 @@ def made_up(seconds):
     return Timings(variants, {}, seconds, ())
 
 
-def test_who_is_faster_is_found_among_those_that_ran():
+def test_fastest_variant_is_selected_among_those_that_ran():
     found = made_up({"a": [3.0] * 3, "b": [2.0] * 3})
     assert faster(found, "a", "b", "c") == "b"
     assert faster(found, "c", "d") == "c"

@@ -83,14 +83,14 @@ def test_other_files_are_refused(text, tmp_path):
         load_report(path)
 
 
-def test_what_is_no_text_is_refused(tmp_path):
+def test_binary_report_file_is_refused(tmp_path):
     path = tmp_path / "r.json"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="no result of octavo bench"):
         load_report(path)
 
 
-def test_what_was_written_before_bars_were_owed_is_read(written, tmp_path):
+def test_report_from_before_owed_bars_can_still_be_read(written, tmp_path):
     del written["parts"][0]["owed"]
     for name in ("by", "reason"):
         del written["parts"][0]["sections"][0]["verdicts"][0][name]

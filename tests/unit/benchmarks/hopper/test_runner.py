@@ -78,7 +78,7 @@ def test_a_part_for_which_no_time_is_left_is_named(monkeypatch, session):
     assert report.parts[1].failure.reason == "left out, the parts before it had used the time"
 
 
-def test_what_a_part_leaves_over_is_the_nexts(monkeypatch, session):
+def test_unused_time_of_a_part_goes_to_the_next(monkeypatch, session):
     left: list[float] = []
 
     def looking(own):
@@ -91,7 +91,7 @@ def test_what_a_part_leaves_over_is_the_nexts(monkeypatch, session):
     assert 90 < left[1] <= 100
 
 
-def test_a_late_part_ends_with_what_it_was_about_to_do(monkeypatch, session):
+def test_late_part_names_the_work_it_did_not_start(monkeypatch, session):
     def late(own):
         yield ONE
         own.deadline = 0.0

@@ -84,7 +84,7 @@ def test_where_the_base_fails_in_a_round_the_others_keep_their_times(session):
     assert [failure.name for failure in section.failures] == ["base"]
 
 
-def test_what_is_raised_where_the_clock_waits_is_the_variants_failure(session):
+def test_error_raised_while_timing_is_the_failure_of_its_variant(session):
     """As a GPU's errors are."""
 
     def clock(run):
@@ -102,7 +102,7 @@ def test_what_is_raised_where_the_clock_waits_is_the_variants_failure(session):
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
-def test_what_failed_has_given_its_memory_back_when_the_next_one_runs(after):
+def test_failed_variant_frees_its_memory_before_the_next_runs(after):
     """Also what was frozen when it failed; and in the end nothing is."""
     held, alive = [], []
 
@@ -120,7 +120,7 @@ def test_what_failed_has_given_its_memory_back_when_the_next_one_runs(after):
     assert gc.get_freeze_count() == 0
 
 
-def test_what_was_timed_can_be_given_back():
+def test_timed_run_is_freed_with_its_timings():
     run = Breaking(9)
     found, held = freezing_session().compare({"a": entry(run)}), weakref.ref(run)
     assert [*found.seconds] == ["a"]
@@ -129,7 +129,7 @@ def test_what_was_timed_can_be_given_back():
     assert held() is None
 
 
-def test_a_look_at_each_goes_on_after_one_that_fails(session):
+def test_look_at_each_continues_after_a_failure(session):
     found, failures = session.look_at_each({"a": 0, "b": 2}, lambda n: 4 // n)
     assert found == {"b": 2}
     assert [(failure.name, failure.reason) for failure in failures] == [
@@ -142,7 +142,7 @@ def test_ctrl_c_in_a_round_is_no_failure_either(session):
         session.compare({"a": entry(Breaking(3, KeyboardInterrupt()))})
 
 
-def test_where_none_can_run_there_is_no_time_and_no_error(session):
+def test_comparison_of_failing_variants_has_no_times_and_no_error(session):
     assert session.compare({"a": failing(ValueError())}).seconds == {}
 
 
@@ -151,7 +151,7 @@ def test_ctrl_c_is_not_a_variants_failure(session):
         session.compare({"a": failing(KeyboardInterrupt())})
 
 
-def test_what_there_is_no_time_to_build_is_named(session):
+def test_variant_without_time_to_build_is_reported_as_a_failure(session):
     session.deadline = time.monotonic() - 1
     found = session.compare({"a": entry()})
     assert [(failure.name, failure.reason) for failure in found.failures] == [("a", NO_TIME)]
@@ -269,7 +269,7 @@ def test_a_hopper_gpu_is_taken(monkeypatch):
     assert session.clocks[1].cycles > 0 == session.clocks[0].cycles  # type: ignore[attr-defined]
 
 
-def test_who_builds_ahead_builds_its_share_and_times_nothing(session):
+def test_prebuilding_process_builds_its_share_and_times_nothing(session):
     built: list[str] = []
 
     def noting(name):

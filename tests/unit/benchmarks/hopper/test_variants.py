@@ -103,7 +103,7 @@ def test_a_step_leaves_no_gradient(session):
     assert all(x.grad is None for x in inputs.items)
 
 
-def test_a_step_that_fails_leaves_no_gradient_to_those_who_share_its_weight(session):
+def test_failed_step_leaves_no_gradient_on_a_shared_weight(session):
     module = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
     inputs, grads = (session.rotation(make, 1) for make in (lambda: leaf(session, 2, 8), lambda: session.randn(2, 4)))
 

@@ -46,7 +46,7 @@ def test_json_holds_the_same(octavo, finished_run):
     assert [part["share"] for part in record["parts"]] == [0.75, 0.25]
 
 
-def test_a_gap_that_cannot_be_measured_says_so(octavo, finished_run):
+def test_bisect_runs_to_the_end_on_a_gap_that_cannot_be_measured(octavo, finished_run):
     result = octavo("doctor", "bisect", finished_run, "--steps", "2")
     assert result.exit_code == 0
     assert "8 runs of 2 steps from step 4" in result.stdout

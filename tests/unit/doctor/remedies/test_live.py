@@ -47,7 +47,7 @@ def test_skipped_layers_run_in_high_precision():
     assert all(map(torch.equal, trained(model), trained(plain)))
 
 
-def test_what_was_applied_is_taken_back():
+def test_undo_restores_the_recipes_of_every_layer():
     model, never = model_of("delayed"), model_of("delayed")
     undo = apply_to_model(model, remedy(overrides={"2": "bf16"}, recipe="tensorwise"))
     assert recipes_of(model) == {"0": "tensorwise", "2": "bf16"}
@@ -89,7 +89,7 @@ def test_options_change_the_layers_that_have_them():
     assert (model[0].amax_history.window == -1).all(), "no scale is made from what is out of date"
 
 
-def test_cached_weights_are_cast_anew_and_cached_again():
+def test_weight_cache_is_disabled_by_the_remedy_and_restored_by_undo():
     model = model_of(cache_weights=True)
     undo = apply_to_model(model, remedy(cache_weights=False))
     assert undo.cached == ("0", "2")
@@ -99,7 +99,7 @@ def test_cached_weights_are_cast_anew_and_cached_again():
     assert not apply_to_model(model, remedy(cache_weights=True)).cached
 
 
-def test_what_is_about_the_loop_changes_no_layer():
+def test_training_loop_remedy_changes_no_layer():
     undo = apply_to_model(model_of(), remedy(lr=1e-3, warmup=10, loss_scale="dynamic", precision_schedule=[]))
     assert not undo.recipes
     assert not undo.cached
@@ -114,7 +114,7 @@ def test_what_is_about_the_loop_changes_no_layer():
         ({"recipe_options": {"history_length": 0}}, "length must be a whole number of at least 1, not 0"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(changes, message):
+def test_unsuitable_remedy_is_refused_and_changes_no_layer(changes, message):
     model = model_of("delayed")
     with pytest.raises(ConfigError, match=message):
         apply_to_model(model, remedy(**changes))

@@ -39,7 +39,7 @@ def test_the_given_configuration_is_not_changed():
     assert remedy.changes == {"overrides": {"a": "bf16"}, "skip": ["c"]}
 
 
-def test_nothing_to_apply_changes_nothing():
+def test_merging_no_changes_returns_the_configuration():
     assert merged({"lr": 1.0}) == {"lr": 1.0}
     assert merged({"lr": 1.0}, {}) == {"lr": 1.0}
 
@@ -48,7 +48,7 @@ PATTERNS = ("a.0", "a.*", "*")
 
 
 @pytest.mark.parametrize("patterns", [*itertools.product(PATTERNS, repeat=2)], ids="+".join)
-def test_whatever_the_order_no_remedy_makes_coarser_what_another_made_fine(patterns):
+def test_merging_in_any_order_makes_no_layer_coarser_than_a_single_remedy(patterns):
     """Against the layer's recipe under each remedy alone."""
     for names in itertools.product(("tensorwise", "rowwise", "bf16"), repeat=2):
         changes = [{"overrides": {pattern: name}} for pattern, name in zip(patterns, names, strict=True)]
@@ -164,7 +164,7 @@ def test_a_last_phase_comes_after_the_user_s_own(own, wanted):
     config_from_dict({"training": after})
 
 
-def test_what_is_gentle_already_stays():
+def test_merging_keeps_the_smaller_rate_and_the_longer_warmup():
     assert merged({"lr": 0.001, "warmup": 500}, {"lr": 0.1, "warmup": 10}) == {"lr": 0.001, "warmup": 500}
     assert merged({"lr": 0.1, "min_lr": 0.01}, {"lr": 0.001}) == {"lr": 0.001, "min_lr": 0.001}
 

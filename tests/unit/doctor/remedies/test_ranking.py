@@ -69,7 +69,7 @@ def test_a_log_normal_gradient_is_best_served_by_range(tmp_path):
     assert all(remedy.error_removed is not None for remedy in remedies)
 
 
-def test_what_the_rules_know_first_of_an_e5m2_gradient_is_what_a_replay_proves(tmp_path):
+def test_replay_confirms_the_first_remedy_of_an_e5m2_gradient_underflow(tmp_path):
     captured(tmp_path, "tensorwise", **gaussian(gradient=torch.exp(6 * torch.randn(64, 96))))
     one = diagnosed("gradient-underflow", role="grad_output")
     remedies = proven(one, Captures(tmp_path))
@@ -91,7 +91,7 @@ def test_a_history_with_a_past_outlier_is_cut_or_given_up(tmp_path):
     assert all(remedy.error_removed is not None and remedy.error_removed > 0.9 for remedy in remedies[:2])
 
 
-def test_what_removes_nothing_comes_last_and_what_is_not_replayed_before_it(tmp_path):
+def test_ineffective_remedies_rank_last_after_remedies_without_replay(tmp_path):
     captured(tmp_path, "delayed", **gaussian(), before=lambda _: 1 / 8)
     window = Remedy(text="window", changes={"recipe_options": {"history_length": 1}})
     rate = Remedy(text="rate", changes={"lr": 1e-3})
@@ -102,7 +102,7 @@ def test_what_removes_nothing_comes_last_and_what_is_not_replayed_before_it(tmp_
     assert texts[-2:] == ["rate", "window"]
 
 
-def test_a_healthy_capture_leaves_the_order_and_brings_the_numbers(tmp_path):
+def test_healthy_capture_adds_error_numbers_and_keeps_the_remedy_order(tmp_path):
     captured(tmp_path, "tensorwise", **gaussian())
     one = diagnosed("inexact-amax")
     remedies = proven(one, Captures(tmp_path))
@@ -118,7 +118,7 @@ def test_the_newest_capture_counts(tmp_path):
     assert [remedy.error_removed for remedy in both] == [remedy.error_removed for remedy in newest]
 
 
-def test_what_a_mended_layer_was_captured_with_proves_nothing(tmp_path):
+def test_captures_under_another_recipe_than_the_findings_prove_no_remedy(tmp_path):
     """Found in steps 10 to 30, from step 40 on under another recipe, and captured before and after."""
     before = replace(captured(tmp_path, "tensorwise", **outlier_row()), step=30)
     after = replace(before, step=60, recipe=recipes.get("rowwise"))
@@ -151,7 +151,7 @@ def test_a_finding_of_a_module_is_replayed_on_the_layer_that_is_meant(tmp_path):
     assert proven(one, [capture], run_of((1, "tensorwise"), path="mlp.down"))[0].error_removed is not None
 
 
-def test_words_and_what_no_capture_shows_stay_as_they_are(tmp_path):
+def test_remedies_that_no_capture_can_test_stay_unchanged(tmp_path):
     words = diagnosed("rank-mismatch")
     capture = captured(tmp_path, "tensorwise", **outlier_row())
     assert proven(words, [capture]) == words.remedies

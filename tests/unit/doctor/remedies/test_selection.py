@@ -49,7 +49,7 @@ def test_every_finding_has_a_remedy_in_one_sentence(code, path, recipe):
 
 
 @pytest.mark.parametrize("code", ["rank-mismatch", "nonfinite", "stale-weight", "zero-tensor", "nondeterministic"])
-def test_what_no_configuration_mends_is_said_in_words(code):
+def test_finding_without_a_configuration_fix_gets_a_text_only_remedy(code):
     first = remedies_for(found(code, path="mlp.0", role="weight"), run_of())[0]
     assert not first.changes
 
@@ -62,7 +62,7 @@ def test_an_override_is_finer_than_what_the_layer_runs():
 
 
 @pytest.mark.parametrize("newest", ["bf16", "mxfp8"])
-def test_what_the_layer_runs_later_mends_nothing_that_was_found_before(newest):
+def test_remedy_follows_the_recipe_at_the_time_of_the_finding(newest):
     """A last phase of BF16, and a finer recipe: the remedy is for what the layer ran when it was found."""
     samples = [
         Sample(step=step, casts={}, products={}, parameters={}, layers={"mlp.0": LAYER | {"recipe": recipe}})
@@ -77,12 +77,12 @@ def test_what_the_layer_runs_later_mends_nothing_that_was_found_before(newest):
     assert changes_of("loss-gap", series, path="")[0] == {"recipe": "rowwise", "recipe_options": {}}
 
 
-def test_a_module_stands_for_its_layers_and_the_run_for_all():
+def test_module_finding_overrides_its_layers_and_run_finding_overrides_all():
     assert changes_of("saturation", run_of(), path="mlp")[-1] == {"overrides": {"mlp.*": "bf16"}}
     assert changes_of("saturation", run_of(), path="")[-1] == {"overrides": {"*": "bf16"}}
 
 
-def test_what_most_layers_show_is_mended_beyond_the_recipe_they_run():
+def test_remedy_for_most_layers_goes_beyond_their_current_recipe():
     places = ("mlp.1", "mlp.0")
     assert changes_of("saturation", run_of(recipe="blockwise"), path="", places=places) == [
         {"overrides": {"*": "bf16"}}
@@ -157,7 +157,7 @@ GATED = {"mlp.gate": (8, 24), "mlp.up": (8, 24), "mlp.down": (24, 8)}
 PLAIN = {"mlp.fc1": (8, 32), "mlp.fc2": (32, 8)}
 
 
-def test_gates_are_spoken_of_where_there_is_one():
+def test_outlier_advice_mentions_gates_only_for_gated_layers():
     """An input whose peak climbs may be anybody's: only what gate and up projection make hangs on them."""
     assert "gate and up" in outlier_advice(GATED, "mlp", alignment=0.99)
     assert "gate and up" in outlier_advice(GATED, "mlp.down")
@@ -204,7 +204,7 @@ def test_the_noisiest_layer_leaves_fp8(ratios, noisiest):
     assert noisiest or "precision_schedule" in first
 
 
-def test_of_most_layers_the_worst_one_that_is_still_in_fp8_says_what_is_finer():
+def test_remedy_for_most_layers_is_finer_than_the_worst_layer_still_in_fp8():
     """The autopilot may have given the worst one BF16 while the others went on as they were."""
     recipes_of = {5: ("delayed", "delayed", "delayed"), 30: ("bf16", "tensorwise", "delayed"), 60: ("bf16",) * 3}
     samples = [
@@ -228,7 +228,7 @@ def test_of_most_layers_the_worst_one_that_is_still_in_fp8_says_what_is_finer():
     assert first_of(70) is None
 
 
-def test_the_learning_rate_goes_back_to_what_it_was():
+def test_learning_rate_remedy_restores_the_previous_rate_and_lengthens_warmup():
     rates = [0.001, 0.002, 0.003, 0.003, 0.03, 0.03]
     lines = [{"kind": "step", "step": step, "lr": lr} for step, lr in enumerate(rates, start=1)]
     changes = changes_of("learning-rate", run_of(lines=lines), path="", first_step=5)
@@ -252,7 +252,7 @@ def test_slow_layers_leave_fp8_smallest_first():
     assert [dict(one.changes) for one in remedies_for(finding, series)] == [{"skip": ["b", "c", "a"]}]
 
 
-def test_diagnosis_brings_its_remedies():
+def test_diagnosis_includes_remedies():
     with finding(found("sensitive-module", path="lm_head", severity=Severity.FAIL)):
         (one,) = diagnose(run_of())
     assert one.remedies == (Remedy(text="Keep lm_head out of FP8.", changes={"skip": ["lm_head"]}),)

@@ -68,7 +68,7 @@ def test_a_loss_that_loses_what_it_had_gained(losses, count):
     assert len(found(losses)) == count
 
 
-def test_what_a_warm_up_overshoots_comes_back():
+def test_loss_rise_after_warmup_is_a_divergence_only_if_it_persists():
     """The rate rises for 40 steps; a rise of 30 steps after it is none yet, one of 60 is."""
     losses = falling(length=50) + [7.6] * 60
     rates = np.minimum(np.arange(1, 111) / 40, 1.0)
@@ -91,7 +91,7 @@ def test_noise_is_quiet(seed, length):
         assert not found(list(losses))
 
 
-def test_its_story():
+def test_divergence_reports_severity_steps_and_cause():
     (one,) = found(BLOWN)
     assert (one.severity, one.path, one.first_step, one.last_step) == (Severity.WARN, "", 12, 25)
     assert one.evidence["seen_at"] == 15
@@ -103,7 +103,7 @@ def test_its_story():
     )
 
 
-def test_it_stands_beside_what_came_before_it():
+def test_divergence_is_reported_beside_its_earlier_cause():
     lines = steps(BLOWN, lr=1.0)
     (one,) = diagnose(looks(lines=lines))
     assert one.code == "divergence"
@@ -115,7 +115,7 @@ def test_it_stands_beside_what_came_before_it():
 @pytest.mark.parametrize(
     ("since", "codes"), [(3, {"divergence"}), (2, {"divergence", "gradient-underflow", "stale-scale"})]
 )
-def test_what_shows_after_the_look_that_saw_the_loss_leave_follows_from_it(since, codes):
+def test_symptoms_first_sampled_after_the_divergence_are_consequences(since, codes):
     """The loss leaves at step 12; looks are at 5, 10, 15 and 20. Nobody can tell what the one at 15 is the first of."""
 
     def late(usual, then):
@@ -131,14 +131,14 @@ def test_what_shows_after_the_look_that_saw_the_loss_leave_follows_from_it(since
 @pytest.mark.parametrize(
     ("since", "codes"), [(1, {"stale-scale"}), (2, {"stale-scale", "divergence"}), (3, {"divergence"})]
 )
-def test_what_fails_before_the_loss_leaves_is_the_cause_and_at_the_look_after_that_both_are_said(since, codes):
+def test_symptom_before_the_divergence_is_its_cause_and_one_sampled_next_is_reported_beside_it(since, codes):
     """The loss leaves at step 12; looks are at 10, 15 and 20."""
     casts = {(FIRST, "input"): {"stale_ratio": [1.0] * since + [16.0] * (6 - since)}}
     assert {one.code for one in diagnose(looks("delayed", lines=steps(BLOWN), casts=casts))} == codes
 
 
 @pytest.mark.parametrize(("since", "codes"), [(11, {"stale-scale"}), (12, {"stale-scale", "divergence"})])
-def test_what_fails_in_the_very_step_in_which_the_loss_leaves_is_said_beside_it(since, codes):
+def test_symptom_in_the_step_of_the_divergence_is_reported_beside_it(since, codes):
     casts = {(FIRST, "input"): {"stale_ratio": [1.0] * (since - 1) + [16.0] * (26 - since)}}
     series = looks("delayed", count=25, interval=1, lines=steps(BLOWN), casts=casts)
     assert {one.code for one in diagnose(series)} == codes
@@ -209,6 +209,6 @@ def test_the_unigram_entropy_bounds_what_there_was_to_lose():
 @pytest.mark.parametrize(
     "losses", [falling() + list(np.linspace(5.6, 8.0, 24)), collapsing(9.0), falling(length=200)], ids=str
 )
-def test_what_goes_on_moving_or_lies_elsewhere_has_not_collapsed(losses):
+def test_loss_that_moves_or_is_away_from_the_unigram_entropy_is_no_collapse(losses):
     series = with_unigram(looks(lines=steps(losses)), 6.3)
     assert all(one.severity is Severity.WARN for one in divergence(series, LIMITS))

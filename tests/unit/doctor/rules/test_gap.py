@@ -40,7 +40,7 @@ def test_a_gap_that_grows(gap, found):
     assert [one.severity for one in findings(gap)] == found
 
 
-def test_the_story():
+def test_loss_gap_reports_its_size_and_growth():
     (found,) = findings(GROWING * 0.01)
     assert found.path == ""
     assert found.cause.startswith("the loss is 0.8")

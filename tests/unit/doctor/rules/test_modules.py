@@ -33,7 +33,7 @@ def shaped(sample, **sizes):
         ("layers.0.router.base_layer", "a router"),
     ],
 )
-def test_what_has_a_sensitive_name(path, what):
+def test_layers_with_sensitive_names_are_warned_about(path, what):
     found = list(sensitive_module(looks(renamed(healthy_sample("tensorwise"), {SECOND: path})), LIMITS))
     assert [(one.path, one.severity) for one in found] == ([(path, Severity.WARN)] if what else [])
     assert all(one.cause.startswith(f"this is {what}") for one in found)
@@ -58,7 +58,7 @@ def test_a_gate_is_a_router_where_it_narrows_alone(sizes, found, wrapper):
     assert all("a router" in one.cause for one in result)
 
 
-def test_what_runs_in_high_precision_is_not_sensitive():
+def test_sensitive_layer_in_high_precision_is_not_reported():
     sample = renamed(healthy_sample("tensorwise"), {SECOND: "lm_head"})
     sample = replace(sample, casts={key: v for key, v in sample.casts.items() if key.path != "lm_head"})
     assert not list(sensitive_module(looks(sample), LIMITS))
@@ -75,7 +75,7 @@ def test_what_runs_in_high_precision_is_not_sensitive():
         ({SECOND: (64, 512), FIRST: (512, 65)}, [SECOND]),
     ],
 )
-def test_what_is_as_wide_as_a_head(sizes, found):
+def test_layer_is_a_head_from_six_times_the_width_of_the_model(sizes, found):
     """An adapter's matrix of 16 to 96 is none: other layers of its model have more inputs; nor what widens an MLP."""
     sample = healthy_sample("tensorwise")
     attention = {f"attention.{name}": sample.layers[FIRST] for name in "qkvo"}
@@ -85,7 +85,7 @@ def test_what_is_as_wide_as_a_head(sizes, found):
 
 
 @pytest.mark.parametrize(("down", "found"), [("mlp.down_proj", 0), ("mlp.down_proj.base_layer", 0), ("o_proj", 1)])
-def test_what_an_adapter_wraps_widens_an_mlp_all_the_same(down, found):
+def test_widening_mlp_layer_is_recognised_inside_an_adapter(down, found):
     """PEFT moves a layer to "base_layer" of what stands in its place; of the MLP's layers all, or only some."""
     up = "mlp.up_proj.base_layer"
     adapter = {"in_features": 8, "out_features": 512, "casts": {}}
@@ -151,7 +151,7 @@ def test_a_batch_norm_whose_batches_differ_in_size(rows, severity):
 
 
 @pytest.mark.parametrize(("sizes", "severity"), [((64, 2), Severity.NOTE), ((64, 64), None)])
-def test_a_watched_training_with_batches_of_many_sizes_says_so(sizes, severity):
+def test_watched_training_with_varying_batch_sizes_reports_them(sizes, severity):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8))
     octavo.convert(model)
@@ -189,7 +189,7 @@ def test_small_layers_are_slow_on_a_gpu_only():
     assert found.cause.startswith("2 of 2 FP8 layers have fewer than 1.68e+07 weights")
 
 
-def test_a_layer_in_high_precision_is_as_fast_as_ever():
+def test_high_precision_layer_is_never_reported_as_slow():
     facts = {"in_features": 8, "out_features": 8, "casts": {}}
     assert not list(slow_layers({FIRST: facts}, LIMITS))
 

@@ -65,7 +65,7 @@ def test_a_loss_that_stays_no_number(losses, since):
     assert all(f"the loss is NaN or ±Inf since step {since}, although every sampled cast" in one.cause for one in found)
 
 
-def test_what_an_update_spread_between_looks_names_no_layer():
+def test_nonfinite_spread_by_an_update_between_samples_names_no_layer():
     losses = [2.0] * 12 + [math.nan] * 18
     (found,) = findings(EVERYWHERE, steps(losses))
     assert (found.path, found.role, found.first_step) == ("", "", 15)
@@ -78,7 +78,7 @@ def test_what_an_update_spread_between_looks_names_no_layer():
     assert "interval=1" in remedy.text
 
 
-def test_several_weights_at_once_name_none_though_every_step_is_looked_at():
+def test_nonfinite_in_several_weights_at_once_names_none_even_when_sampled_every_step():
     (found,) = findings(EVERYWHERE, interval=1)
     assert (found.path, found.cause) == (
         "", "the update before this step left NaN or ±Inf in 2 of 2 weights at once, and no cast had any before"
@@ -87,7 +87,7 @@ def test_several_weights_at_once_name_none_though_every_step_is_looked_at():
     assert (found.path, found.cause) == ("", "training began with NaN or ±Inf in 2 of 2 weights")
 
 
-def test_between_looks_a_single_weight_is_named_where_nothing_before_it_holds_any():
+def test_nonfinite_weight_between_samples_is_named_if_no_earlier_cast_has_any():
     last = {"nonfinite": [0, 0, 0, 0, 0, 5]}
     (found,) = findings({(SECOND, "weight"): last, (FIRST, "grad_output"): last})
     assert (found.path, found.role) == (SECOND, "weight")
@@ -96,7 +96,7 @@ def test_between_looks_a_single_weight_is_named_where_nothing_before_it_holds_an
     assert (found.path, found.evidence["weights"]) == ("", 1)
 
 
-def test_between_looks_the_first_in_order_is_named_where_no_update_spread_it():
+def test_nonfinite_between_samples_names_the_first_cast_if_no_update_spread_it():
     last = {"nonfinite": [0, 0, 0, 0, 0, 5]}
     (found,) = findings({(SECOND, "input"): last, (FIRST, "grad_output"): last})
     assert (found.path, found.role) == (SECOND, "input")

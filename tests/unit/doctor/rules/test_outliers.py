@@ -36,7 +36,7 @@ def test_rows_that_align_while_their_product_grows(cosines, peaks, found):
     assert len(list(outlier_growth(gated(cosines, peaks), LIMITS))) == found
 
 
-def test_the_story_of_aligned_rows():
+def test_aligned_rows_report_their_cosine_and_amax_growth():
     (found,) = outlier_growth(gated(0.97, [5, 5, 5, 20, 40, 80]), LIMITS)
     assert (found.path, found.role, found.severity) == ("mlp", "input", Severity.WARN)
     assert "the same way (cosine 0.970)" in found.cause

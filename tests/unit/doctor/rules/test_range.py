@@ -27,7 +27,7 @@ INPUT, WEIGHT, GRADIENT = (FIRST, "input"), (FIRST, "weight"), (FIRST, "grad_out
         ([0.5, 0, 0.5, 0, 0.5, 0], 4, []),
     ],
 )
-def test_saturation_at_three_looks(fractions, g, found):
+def test_saturation_needs_three_samples_above_its_threshold(fractions, g, found):
     series = looks(casts={INPUT: {"saturation_fraction": fractions, "stale_ratio": g}})
     assert [one.severity for one in saturation(series, LIMITS)] == found
 
@@ -55,7 +55,7 @@ def test_delayed_scales_are_judged_by_how_far_they_lag():
         (bulk_underflow, WEIGHT, "bulk-underflow"),
     ],
 )
-def test_underflow_of_a_tenth_at_three_looks(rule, place, code, lost, found):
+def test_underflow_needs_three_samples_of_at_least_a_tenth(rule, place, code, lost, found):
     result = list(rule(looks(casts={place: {"underflow_fraction": lost}}, products=MISSED), LIMITS))
     assert [(one.code, one.role, one.severity) for one in result] == [(code, place[1], severity) for severity in found]
 
@@ -87,7 +87,7 @@ def test_underflow_of_a_tenth_at_three_looks(rule, place, code, lost, found):
         (INPUT, {}, {"output": math.nan, "grad_weight": math.nan}, Severity.WARN),
     ],
 )
-def test_what_no_gemm_misses_is_less_severe(place, numbers, gemm, severity):
+def test_underflow_that_no_gemm_loses_is_less_severe(place, numbers, gemm, severity):
     changes = {place: {"underflow_fraction": 0.42, **numbers}}
     products = {(FIRST, name): {"sqnr_db": value} for name, value in gemm.items()}
     (found,) = bulk_underflow(looks(casts=changes, products=products), LIMITS)
@@ -101,7 +101,7 @@ def test_what_no_gemm_misses_is_less_severe(place, numbers, gemm, severity):
         (0.0, 2.0**-147, "amax is {:.3g}, too small for any FP32 scale to bring to the format's range", "Find why"),
     ],
 )
-def test_what_a_floor_flushes_is_not_the_format_s_fault(floor, size, cause, remedy):
+def test_gradient_flushed_by_an_amax_floor_names_the_floor_as_cause(floor, size, cause, remedy):
     """Real looks: at gradients of 1e-30 under torchao's floor, and at FP32's smallest numbers under none."""
     series, amax = small_gradients(floor, size)
     (found,) = gradient_underflow(series, LIMITS)
@@ -137,7 +137,7 @@ def test_a_gradient_that_no_gemm_misses_is_missed_all_the_same():
     assert found.severity is Severity.FAIL
 
 
-def test_what_a_softmax_makes_tiny_is_not_missed():
+def test_tiny_softmax_outputs_are_a_note_and_outweighed_tokens_a_warning():
     """A real look: the outputs of a softmax of large logits; and tokens that outweigh all others, one in the sample."""
     torch.manual_seed(0)
     x = (4 * torch.randn(256, 64)).softmax(-1)
@@ -157,12 +157,12 @@ def underflow_of(x):
     return bulk_underflow(series_of([], list(watcher.samples)), LIMITS)
 
 
-def test_each_rule_looks_at_its_own_roles():
+def test_underflow_rules_ignore_the_roles_of_each_other():
     assert not list(gradient_underflow(looks(casts={INPUT: {"underflow_fraction": 1}}), LIMITS))
     assert not list(bulk_underflow(looks(casts={GRADIENT: {"underflow_fraction": 1}}), LIMITS))
 
 
-def test_the_story_of_an_outlier():
+def test_outlier_underflow_reports_the_amax_to_rms_ratio():
     changes = {INPUT: {"underflow_fraction": 0.62, "amax": 65536, "rms": 4}}
     (found,) = bulk_underflow(looks(casts=changes, products=MISSED), LIMITS)
     assert found.cause == (
@@ -182,7 +182,7 @@ ZEROS = {"amax": 0, "rms": 0, "zero_fraction": 1, "kurtosis": math.nan, "underfl
 
 
 @pytest.mark.parametrize("place", [INPUT, WEIGHT, GRADIENT])
-def test_a_tensor_of_zeros_at_three_looks(place):
+def test_zero_tensor_needs_three_consecutive_samples(place):
     (found,) = zero_tensor(looks(count=3, casts={place: ZEROS}), LIMITS)
     assert (found.role, found.severity) == (place[1], Severity.WARN)
     assert found.cause == f"every element of this {place[1]} is exactly zero in 3 consecutive samples"
@@ -194,7 +194,7 @@ def test_a_tensor_of_zeros_at_three_looks(place):
     [(WEIGHT, 0.25, 1), (WEIGHT, 0.24, 0), (INPUT, 0.95, 0), (GRADIENT, 0.999, 0)],
 )
 def test_only_weights_have_no_zeros_of_their_own(place, fraction, found):
-    """What a ReLU or a mask makes zero is healthy."""
+    """Zeros from a ReLU or a mask are healthy."""
     assert len(list(zero_tensor(looks(casts={place: {"zero_fraction": fraction}}), LIMITS))) == found
 
 

@@ -35,7 +35,7 @@ def test_every_finding_has_a_rule_of_its_name():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_nothing_is_found_in_nothing(rule):
+def test_no_rule_reports_anything_for_an_empty_or_minimal_run(rule):
     for series in (
         series_of([]),
         series_of(steps([3.0, 2.9])),

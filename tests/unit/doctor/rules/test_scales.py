@@ -31,18 +31,18 @@ def provided(amaxes, scales):
 
 class TestStale:
     @pytest.mark.parametrize(("g", "found"), [([1, 1, 2, 2, 2, 1], [Severity.WARN]), ([1, 1, 1.99, 2, 2, 1], [])])
-    def test_three_looks_at_twice_the_amax(self, g, found):
+    def test_stale_scale_needs_three_samples_at_twice_the_amax(self, g, found):
         series = looks("delayed", casts={PLACE: {"stale_ratio": g, "saturation_fraction": 0.013}})
         assert [one.severity for one in stale_scale(series, LIMITS)] == found
 
     @pytest.mark.parametrize(
         ("g", "found"), [([1, 4, 4, 1], [Severity.FAIL]), ([1, 4, 3.99, 1], []), ([1, 9, 1, 9], [])]
     )
-    def test_two_looks_at_four_times_are_enough_and_one_never_is(self, g, found):
+    def test_stale_scale_needs_two_samples_at_four_times_the_amax(self, g, found):
         series = looks("delayed", count=4, casts={PLACE: {"stale_ratio": g}})
         assert [one.severity for one in stale_scale(series, LIMITS)] == found
 
-    def test_the_story(self):
+    def test_stale_scale_reports_its_place_steps_and_cause(self):
         g = [1, 2.5, 6.1, 5, 1, 1]
         series = looks("delayed", casts={PLACE: {"stale_ratio": g, "saturation_fraction": [0, 0.05, 0.21, 0.1, 0, 0]}})
         (found,) = stale_scale(series, LIMITS)
@@ -58,11 +58,11 @@ class TestStale:
         assert found.cause.startswith("the mean of the scales of the history of 16 steps lags")
 
     @pytest.mark.parametrize(("g", "lost", "found"), [(1 / 8, 0.1, 1), (1 / 7, 0.1, 0), (1 / 8, 0.09, 0), (1e-4, 0, 0)])
-    def test_a_scale_too_large_counts_where_it_flushes(self, g, lost, found):
+    def test_oversized_scale_is_stale_only_where_it_underflows(self, g, lost, found):
         series = looks("delayed", casts={PLACE: {"stale_ratio": g, "underflow_fraction": lost}})
         assert len(list(stale_scale(series, LIMITS))) == found
 
-    def test_a_margin_is_no_room_lost_or_gained(self):
+    def test_margin_does_not_change_the_stale_ratio(self):
         """With a margin of 2 a g of 1 reads 0.25, and 2 means an amax eight times the last."""
         quiet = looks("delayed", margin=2, casts={PLACE: {"stale_ratio": 0.25}})
         assert not list(stale_scale(quiet, LIMITS))
@@ -95,7 +95,7 @@ class TestFrozen:
         assert len(list(frozen_scale(series, LIMITS))) == found
 
     @pytest.mark.parametrize(("count", "found"), [(12, 1), (10, 0)])
-    def test_nothing_holds_a_maximum_for_longer_than_its_window(self, count, found):
+    def test_scale_constant_for_several_history_windows_is_frozen(self, count, found):
         """Looks every 5 steps: 55 steps are more than three windows of 16, 45 are not."""
         amaxes = np.where(np.arange(count) % 2, 0.5, 0.9)
         series = looks("delayed", count=count, casts={PLACE: provided(amaxes, np.full(count, 1 / 448))})
@@ -106,7 +106,7 @@ class TestFrozen:
         series = looks("delayed", count=12, casts={PLACE: provided(amaxes, np.full(12, 1 / 448))})
         assert not list(frozen_scale(series, LIMITS))
 
-    def test_a_dynamic_scale_that_stands_still_is_frozen(self):
+    def test_constant_dynamic_scale_is_frozen(self):
         """Where the tensor stays within the binade that a power of two provides for, it is not."""
         still = provided([0.6, 0.9, 0.7, 0.9, 0.8, 0.6], np.full(6, 1 / 448))
         assert len(list(frozen_scale(looks("tensorwise", casts={PLACE: still}), LIMITS))) == 1
@@ -114,14 +114,14 @@ class TestFrozen:
 
     @pytest.mark.parametrize(("floor", "found"), [(1.0, 0), (0.05, 1)])
     @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-    def test_the_scale_of_a_floor_stands_still(self, recipe, floor, found):
+    def test_scale_held_by_an_amax_floor_is_not_frozen(self, recipe, floor, found):
         """Looks at 60 steps, all below a floor of 1; without it the tensor's own amaxes were to be followed."""
         amaxes = np.where(np.arange(12) % 2, 0.6, 0.9)
         changes = provided(amaxes, np.full(12, 1 / 448))
         series = looks(floored(recipe, floor), count=12, casts={PLACE: changes})
         assert len(list(frozen_scale(series, LIMITS))) == found
 
-    def test_severity_and_story(self):
+    def test_frozen_scale_reports_its_severity_and_cause(self):
         series = looks("delayed", casts={PLACE: provided([1, 2, 3, 4, 4.5, 5], np.full(6, 1 / 448))})
         (found,) = frozen_scale(series, LIMITS)
         assert found.severity is Severity.FAIL
@@ -160,7 +160,7 @@ class TestOscillation:
 
 class TestInexact:
     @pytest.mark.parametrize(("g", "found"), [(1.00009, 0), (1.0002, 1), (0.9998, 1), (1.0, 0)])
-    def test_one_look_is_enough(self, g, found):
+    def test_inexact_amax_needs_only_one_sample(self, g, found):
         series = looks("tensorwise", casts={PLACE: {"stale_ratio": [1, 1, g, 1, 1, 1]}})
         assert len(list(inexact_amax(series, LIMITS))) == found
 
@@ -183,7 +183,7 @@ class TestInexact:
             (1 / 16, Severity.FAIL, "its own tensor's is 0.0625x as large"),
         ],
     )
-    def test_severity_and_story(self, g, severity, words):
+    def test_inexact_amax_reports_its_severity_and_cause(self, g, severity, words):
         (found,) = inexact_amax(looks("tensorwise", casts={PLACE: {"stale_ratio": g}}), LIMITS)
         assert found.severity is severity
         assert words in found.cause
@@ -238,7 +238,7 @@ class TestRanks:
     def test_data_may_differ_a_little_and_now_and_then(self, role, ratios, found):
         assert len(list(rank_mismatch(self.ratios(role, ratios), LIMITS))) == found
 
-    def test_place_and_story(self):
+    def test_rank_mismatch_reports_its_place_and_ratio(self):
         (found,) = rank_mismatch(self.ratios("weight", 2), LIMITS)
         assert (found.path, found.role, found.severity) == (SECOND, "weight", Severity.FAIL)
         assert "a scale 2x another's" in found.cause

@@ -22,7 +22,7 @@ LIMITS = Thresholds()
         ([math.nan] * 6, []),
     ],
 )
-def test_the_square_root_of_three_at_three_looks(ratios, found):
+def test_gradient_noise_needs_three_samples_at_the_square_root_of_three(ratios, found):
     assert [one.severity for one in gradient_below_noise(looks(noise=ratios), LIMITS)] == found
 
 
@@ -106,14 +106,14 @@ def test_a_warm_up_that_goes_on_is_no_jump():
     assert not list(learning_rate(looks(count=30, interval=1, updates=rates, lines=lines), LIMITS))
 
 
-def test_every_switch_is_looked_at():
+def test_learning_rate_jump_is_checked_at_every_switch():
     series = switching(rate=10.0, at=20)
     earlier = {"kind": "precision", "step": 10, "recipe": "bf16"}
     (found,) = learning_rate(replace(series, events=(earlier, *series.events)), LIMITS)
     assert found.first_step == 20
 
 
-def test_a_jump_elsewhere_is_looked_at_in_a_run_that_switches():
+def test_learning_rate_jump_away_from_a_switch_is_found():
     series = switching(rate=10.0, rise=1.0, event=False)
     switch = {"kind": "precision", "step": 10, "recipe": "bf16"}
     (found,) = learning_rate(replace(series, events=(switch,)), LIMITS)
@@ -131,7 +131,7 @@ def test_a_rate_that_leaves_zero_hides_no_later_jump():
 
 
 @pytest.mark.parametrize(("swing", "found"), [(0.2, [Severity.FAIL]), (0.9, [Severity.WARN])])
-def test_a_rise_within_the_scatter_of_the_losses_is_none(swing, found):
+def test_loss_rise_within_the_scatter_is_not_reported(swing, found):
     """One nat, of losses that scatter by this much."""
     series = switching(rate=10.0)
     steps, losses = series.curve("loss")
@@ -140,7 +140,7 @@ def test_a_rise_within_the_scatter_of_the_losses_is_none(swing, found):
     assert [one.severity for one in learning_rate(series, LIMITS)] == found
 
 
-def test_the_story_of_a_jump():
+def test_learning_rate_jump_reports_its_steps_and_loss_rise():
     (found,) = learning_rate(switching(rate=10.0, rise=1.0), LIMITS)
     assert (found.path, found.first_step, found.last_step) == ("", 20, 30)
     assert found.cause == "the learning rate is 10x as large since the switch at step 20, and the loss rose by 0.83"
@@ -167,7 +167,7 @@ def test_a_restart_that_the_loss_does_not_come_back_from():
     assert "switch" not in found.cause
 
 
-def test_a_healthy_look_says_nothing():
+def test_step_rules_report_nothing_for_a_healthy_sample():
     series = looks(casts={(FIRST, "grad_output"): {"zero_fraction": 0.07}}, lines=steps([3.0] * 30, lr=1e-3))
     for rule in (gradient_below_noise, loss_scale, learning_rate):
         assert not list(rule(series, LIMITS))

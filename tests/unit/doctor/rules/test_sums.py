@@ -20,12 +20,12 @@ from tests.unit.doctor.synthetic_series import SECOND, looks
         (math.nan, []),
     ],
 )
-def test_three_looks_at_a_hundredth(bias, found):
+def test_biased_accumulation_needs_three_samples_of_a_hundredth(bias, found):
     series = looks(products={(SECOND, "output"): {"accumulation_bias": bias}})
     assert [one.severity for one in biased_accumulation(series, Thresholds())] == found
 
 
-def test_place_and_story():
+def test_biased_accumulation_reports_its_place_steps_and_cause():
     series = looks(products={(SECOND, "output"): {"accumulation_bias": [0, 0, -0.03, -0.07, -0.05, 0]}})
     (found,) = biased_accumulation(series, Thresholds())
     assert (found.path, found.role, found.first_step, found.last_step) == (SECOND, "output", 15, 25)

@@ -22,7 +22,7 @@ def test_casts_come_in_the_order_in_which_they_ran():
     ]
 
 
-def test_looks_at_which_a_cast_did_not_run_are_left_out():
+def test_samples_without_a_cast_are_left_out_of_its_track():
     once, both = healthy_sample("tensorwise"), healthy_sample("tensorwise")
     without = replace(once, casts={key: numbers for key, numbers in once.casts.items() if key.path != SECOND})
     series = series_of([], [replace(both, step=1), replace(without, step=2), replace(both, step=3)])

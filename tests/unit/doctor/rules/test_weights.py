@@ -17,13 +17,13 @@ LIMITS = Thresholds()
 
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize(("mismatch", "found"), [(0.0011, 1), (0.001, 0)])
-def test_one_look_is_enough(role, mismatch, found):
+def test_stale_weight_needs_only_one_sample(role, mismatch, found):
     series = looks(casts={(FIRST, role): {"code_mismatch": [0, 0, mismatch, 0, 0, 0]}})
     result = list(stale_weight(series, LIMITS))
     assert [(one.path, one.role, one.severity) for one in result] == [(FIRST, role, Severity.FAIL)] * found
 
 
-def test_the_story():
+def test_stale_weight_reports_its_steps_and_mismatch():
     series = looks(casts={(FIRST, "weight"): {"code_mismatch": [0, 0.02, 0.05, 0.04, 0, 0], "cosine": 0.998}})
     (found,) = stale_weight(series, LIMITS)
     assert (found.first_step, found.last_step) == (10, 20)

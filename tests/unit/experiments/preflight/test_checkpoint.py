@@ -43,11 +43,11 @@ def test_a_whole_one_is_where_the_setting_starts(own, run):
     assert after.first_step == 2
 
 
-def test_a_new_run_has_none(own):
+def test_new_run_has_no_checkpoint_to_check(own):
     assert checkpoint_check(own, None)[0].said == "a new run: nothing to continue"
 
 
-def test_a_run_before_its_first_one_says_so(own, run):
+def test_run_without_a_first_checkpoint_is_reported(own, run):
     shutil.rmtree(run / "checkpoints")
     check, _ = checkpoint_check(own, run)
     assert check.said.startswith("none yet")

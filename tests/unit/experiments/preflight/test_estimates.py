@@ -24,14 +24,14 @@ def with_training(origin, **changes):
     return Origin(config=origin.config.with_training(**changes), data=origin.data)
 
 
-def test_what_backward_keeps_grows_with_the_batch_and_shrinks_with_fp8(origin):
+def test_saved_bytes_grow_with_the_batch_and_shrink_with_fp8(origin):
     wide, narrow = (saved_bytes(Probe(with_training(origin, recipe="fp32", batch_size=n))) for n in (8, 4))
     assert wide == pytest.approx(2 * narrow, rel=0.02)  # the table of positions is all that does not double
     fp8 = saved_bytes(Probe(with_training(origin, recipe="tensorwise", precision="fp32", batch_size=8)))
     assert fp8 < wide
 
 
-def test_what_backward_keeps_holds_the_logits_at_least(origin):
+def test_saved_bytes_include_the_logits(origin):
     probe = Probe(with_training(origin, recipe="fp32"))
     assert saved_bytes(probe) >= probe.inputs.numel() * origin.data.vocab_size * 4
 

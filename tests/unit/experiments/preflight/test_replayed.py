@@ -40,7 +40,7 @@ def test_a_replay_leaves_no_trace_in_scaling_state(probe):
 
 
 def test_generators_are_part_of_the_state(probe):
-    """What draws on torch's generator draws the same again, as a resumed run would."""
+    """Operations that draw on torch's generator draw the same again, as in a resumed run."""
     probe.model.get_submodule(UP).register_forward_hook(lambda _m, _x, out: torch.nn.functional.dropout(out, 0.5))
     assert check(probe).findings == ()
 

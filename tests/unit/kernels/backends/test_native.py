@@ -34,6 +34,6 @@ def test_unsupported_problems_give_a_reason(changes, words):
     assert reason is None if words is None else words in str(reason)
 
 
-def test_without_the_extension_it_says_why(monkeypatch):
+def test_missing_extension_gives_its_reason(monkeypatch):
     monkeypatch.setattr(native_bindings, "_absence", "no compiler was found")
     assert NativeBackend().unsupported_reason(PROBLEM) == "there are no native kernels: no compiler was found"

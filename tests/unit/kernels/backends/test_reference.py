@@ -8,7 +8,7 @@ from octavo.numerics.reference import decode
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 3)], ids=str)
-def test_it_is_the_sum_of_decoded_products(granularity):
+def test_reference_gemm_is_the_sum_of_decoded_products(granularity):
     """A loop over elements with the scalar oracle's decode: nothing shared with the backend but the codes."""
     a = quantize(torch.randn(3, 5), E4M3, granularity=granularity)
     b = quantize(torch.randn(4, 5), E5M2, granularity=granularity)

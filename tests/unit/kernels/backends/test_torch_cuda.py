@@ -160,7 +160,7 @@ def _block_product(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **
 
 @pytest.mark.parametrize("granularities", [(LINES, SQUARES), (SQUARES, LINES), (LINES, LINES)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_cublas_gets_block_scales_as_it_wants_them(granularities, biased, monkeypatch):
+def test_cublas_gets_block_scales_in_its_layout(granularities, biased, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", _block_product)
     device_is(monkeypatch, HOPPER)
     x, weight = torch.randn(132, 512), torch.randn(160, 512)

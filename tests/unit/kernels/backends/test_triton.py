@@ -36,7 +36,7 @@ def _hopper(monkeypatch):
     ],
     ids=lambda changes: ", ".join(f"{name} {value}" for name, value in changes.items()),
 )  # fmt: skip
-def test_it_takes(changes):
+def test_supported_problems_have_no_unsupported_reason(changes):
     assert TritonBackend().unsupported_reason(replace(PROBLEM, **changes)) is None
 
 
@@ -57,7 +57,7 @@ def test_unsupported_problems_give_a_reason(changes, reason):
     assert TritonBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
 
 
-def test_it_objects_to_devices_and_to_its_own_absence(monkeypatch):
+def test_unsupported_devices_and_missing_triton_are_explained(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     older = "it is written for Hopper, compute capability 9.0, and this device has 8.9"
     assert TritonBackend().unsupported_reason(PROBLEM) == older
@@ -88,7 +88,7 @@ def test_a_graph_has_one_operator():
         assert (y.shape, y.dtype, y.device.type) == ((5, 7), torch.bfloat16, "cuda")
 
 
-def test_it_refuses_what_needs_a_gradient():
+def test_scale_or_bias_that_requires_a_gradient_is_rejected():
     for problem in (replace(PROBLEM, scale_needs_grad=True), replace(PROBLEM, bias_needs_grad=True)):
         selection = explain(problem)
         assert selection.backend == "reference"

@@ -51,7 +51,7 @@ def test_max_scales_are_those_of_all_inputs_together_bitwise():
     assert all(torch.equal(found.weight_scales[path], scale) for path, scale in own.items())
 
 
-def test_the_model_is_left_as_it_was():
+def test_calibration_does_not_change_the_model():
     model = mlp().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     calibrate(model, mlp_batches())
@@ -346,7 +346,7 @@ def test_one_huge_element_is_beyond_however_small_its_share():
     assert (model(other)[7] - wanted[7]).norm() > 0.9 * wanted[7].norm()
 
 
-def test_what_a_percentile_means_to_clip_is_not_beyond():
+def test_saturation_that_the_percentile_intends_does_not_go_beyond_the_calibration():
     model = mlp()
     found = calibrate(model, mlp_batches(), method="percentile", percentile=99.0)
     assert all(each.saturation_fraction > 1e-3 for each in coverage(model, found, mlp_batches()) if each.path == "0")

@@ -67,7 +67,7 @@ def by_least_squares(weight: Tensor, spec: CastSpec, moment: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_is_the_least_squares_solution_column_by_column(seed):
+def test_compensated_rounding_is_the_columnwise_least_squares_solution(seed):
     torch.manual_seed(seed)
     weight, x = torch.randn(6, 9), alike(40, 9, seed=seed)
     _, found = rounded_by_data(weight, spec_of("tensor"), x.t() @ x)
@@ -76,7 +76,7 @@ def test_it_is_the_least_squares_solution_column_by_column(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_it_comes_near_the_best_of_all_roundings(seed):
+def test_compensated_rounding_is_near_the_best_of_all_roundings(seed):
     """Of a row of six: every choice of the code below or above, but for the largest weight, which sets the scale."""
     torch.manual_seed(seed)
     weight, x = torch.randn(1, 6), alike(30, 6, seed=seed)
@@ -183,7 +183,7 @@ class Halves(nn.Module):
         return self.used(x)
 
 
-def test_what_the_batches_do_not_reach_stays_and_training_mode_too():
+def test_unreached_layers_and_training_mode_stay_unchanged():
     model = Halves().train()
     octavo.convert(model, "tensorwise")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -203,7 +203,7 @@ def test_what_the_batches_do_not_reach_stays_and_training_mode_too():
         ("tensorwise", [torch.full((2, 6), float("nan"))], DataError, "layer 'used' received NaN"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_changes_nothing(recipe, batches, error_type, words):
+def test_unsupported_compensation_is_refused_and_leaves_the_weights_unchanged(recipe, batches, error_type, words):
     model = Halves()
     octavo.convert(model, recipe)
     before = model.used.weight.detach().clone()

@@ -53,7 +53,7 @@ def warnings(*layers, samples=128):
     return list(health_warnings(layers, samples=samples))
 
 
-def test_nothing_is_said_where_nothing_is_wrong():
+def test_healthy_layers_give_no_warnings():
     quiet = [
         layer(),
         layer(underflow_fraction=0.1, flushed_energy=1e-7),  # SmolLM2's worst input
@@ -77,7 +77,7 @@ def test_each_fault_has_its_sentence(numbers, words):
     assert [words in sentence for sentence in warnings(layer(**numbers), layer("b"))] == [True]
 
 
-def test_few_samples_are_said():
+def test_calibration_on_few_samples_gives_a_warning():
     assert warnings(samples=31) == [
         "31 samples are few: calibrate on 32 or more, of all kinds of text that will be served"
     ]

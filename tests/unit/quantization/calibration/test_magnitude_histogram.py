@@ -89,7 +89,7 @@ def test_energy_and_rms_are_those_of_the_elements():
     assert math.isclose(found.rms, float(x.double().square().mean().sqrt()), rel_tol=1e-3)
 
 
-def test_nothing_counts_as_nothing():
+def test_empty_tensor_has_zero_counts_and_integers_are_refused():
     found = counted(torch.empty(0, 4))
     assert (found.amax, found.total, found.rms, len(found.values)) == (0.0, 0, 0.0, 0)
     with pytest.raises(ConfigError, match="the tensor to count"):
@@ -97,7 +97,7 @@ def test_nothing_counts_as_nothing():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
-def test_what_is_not_finite_shows_in_the_amax(bad):
+def test_nonfinite_elements_make_the_amax_nonfinite(bad):
     counts = MagnitudeCounts()
     counts.add(torch.ones(3))
     counts.add(torch.tensor([1.0, bad, 2.0], dtype=torch.float64))

@@ -25,7 +25,7 @@ def found():
     )
 
 
-def test_what_is_saved_is_what_is_loaded(found, tmp_path):
+def test_saved_calibration_loads_with_the_same_fields(found, tmp_path):
     found.save(tmp_path / "out")
     loaded = load_calibration(tmp_path / "out")
     for name in ("recipe", "rule", "weight_method", "health", "groups", "left_out", "shapes", "model_hash", "seen",
@@ -52,7 +52,7 @@ def test_a_loaded_calibration_computes_the_same(found, tmp_path):
     assert torch.equal(*outputs)
 
 
-def test_the_files_are_what_they_say(found, tmp_path):
+def test_calibration_folder_has_its_three_files(found, tmp_path):
     found.save(tmp_path / "a" / "b")
     folder = tmp_path / "a" / "b"
     assert sorted(path.name for path in folder.iterdir()) == ["calibration.json", "recipe.toml", "scales.safetensors"]

@@ -46,7 +46,7 @@ def test_scales_are_those_of_the_windows_largest_amax(runs, power_of_two):
     assert found.warnings() == []
 
 
-def test_they_are_saved_and_applied(runs, tmp_path):
+def test_scales_of_a_run_are_saved_and_applied(runs, tmp_path):
     found = calibration_from_run(runs / "delayed")
     found.save(tmp_path)
     model = load_run(runs / "delayed").model

@@ -21,7 +21,7 @@ def contestants():
     return line_up(language_model(), NAMES)
 
 
-def test_it_is_a_loop_over_windows(contestants):
+def test_comparison_equals_a_loop_over_windows(contestants):
     """Perplexity, agreement and divergence of all tokens at once; the paired gap from each window's mean."""
     text = windows(5)
     found = compare(contestants, text)
@@ -86,11 +86,11 @@ def test_memory_is_of_two_contestants(contestants, monkeypatch):
         assert len(alive) == 9
 
 
-def test_a_reference_of_ones_own(contestants):
+def test_comparison_accepts_another_reference_variant(contestants):
     assert compare(contestants[:1], windows(1), reference="fp32").entry("fp32").scores.divergence == 0
 
 
-def test_what_cannot_be_compared(contestants):
+def test_invalid_variants_and_windows_are_refused(contestants):
     with pytest.raises(ConfigError, match="include 'bf16', not fp32"):
         compare(contestants[:1], windows())
     with pytest.raises(ConfigError, match="must be distinct"):

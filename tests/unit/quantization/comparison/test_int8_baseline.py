@@ -39,7 +39,7 @@ def test_the_largest_sums_are_exact(low):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_is_what_torchao_makes_of_it(bias):
+def test_int8_layer_matches_torchao(bias):
     """Bit for bit, with and without the products in FP32; the input is rounded to BF16 first."""
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     config = quantization.Int8DynamicActivationInt8WeightConfig()
@@ -64,7 +64,7 @@ def test_other_layers_stay():
     assert not model[0]._forward_pre_hooks
 
 
-def test_without_torchao_it_says_what_to_install(monkeypatch):
+def test_missing_torchao_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"pip install 'torchao>=0.18', or leave int8 out"):
         quantize_to_int8(torch.nn.Sequential(torch.nn.Linear(4, 4)), ["0"])

@@ -71,7 +71,7 @@ def test_the_scale_of_a_static_input_is_in_the_file(tmp_path):
     assert tensors["0.input.scale"] == 0.5
 
 
-def test_a_file_keeps_codes_and_scales_as_they_are(tmp_path):
+def test_file_stores_codes_and_scales_unchanged(tmp_path):
     model = from_recipe(language_model(), "fp8-rowwise").language_model.model
     _, tensors = written(model, tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"

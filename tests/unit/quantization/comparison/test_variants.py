@@ -163,7 +163,7 @@ def test_int8_logits_are_those_of_torchao_by_hand():
     assert torch.equal(found, wanted)
 
 
-def test_the_model_stays_as_it_is():
+def test_variants_do_not_change_the_model():
     """No byte, key, hook, class or requires_grad of it changes, whatever is made of it and runs."""
     model = language_model()
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
@@ -214,7 +214,7 @@ def test_a_cache_changes_keys_and_values_alone(name):
     assert seen == [(0, shape), (1, shape)]
 
 
-def test_bf16_stands_among_them():
+def test_bf16_is_always_among_the_compared_formats():
     assert check_formats(["fp8-dynamic", "bf16"]) == ("fp8-dynamic", "bf16")
     assert check_formats(["fp8-dynamic"]) == ("bf16", "fp8-dynamic")
     for names, words in (
@@ -227,7 +227,7 @@ def test_bf16_stands_among_them():
 
 
 @pytest.mark.parametrize("name", ["fp8-static", "fp8-qat", CENTRED])
-def test_what_a_format_needs_is_named(name):
+def test_missing_requirement_of_a_format_is_named(name):
     with pytest.raises(ConfigError, match=f"{name} needs .* or leave {name} out"):
         line_up(language_model(), [name])
 
@@ -256,7 +256,7 @@ def test_a_format_that_changes_no_layer_is_refused(name):
         line_up(model, [name], tuned_model=model)
 
 
-def test_progress_is_told():
+def test_progress_is_reported_for_each_variant():
     seen = []
     made = line_up(language_model(), ["bf16", "fp8-dynamic"], advance=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]

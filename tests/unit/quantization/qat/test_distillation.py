@@ -16,7 +16,7 @@ TARGETS = torch.tensor([[0, 3, 6], [1, 1, 5]])
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
-def test_it_is_the_sum_of_both_terms_token_by_token(weight, temperature):
+def test_distillation_loss_is_the_sum_of_both_terms_per_token(weight, temperature):
     student, teacher = logits(0), logits(1)
     total = 0.0
     for s, t, target in zip(

@@ -304,7 +304,7 @@ def test_learned_scales_resume_from_the_state_dict():
     assert torch.equal(second.eval()(x), first(x))
 
 
-def test_frozen_scales_must_be_there():
+def test_frozen_scales_without_calibration_are_refused():
     model = nn.Sequential(nn.Linear(4, 2))
     prepare_qat(model, "static", scales="frozen")
     with pytest.raises(ConfigError, match="layer '0' has no scale"):
@@ -394,7 +394,7 @@ def test_dtype_and_device_moves_keep_the_state():
         ({"recipe": "int8"}, "there is no recipe"),
     ],
 )
-def test_what_is_refused_leaves_the_model_as_it_was(arguments: dict[str, Any], words):
+def test_refused_preparation_leaves_the_model_unchanged(arguments: dict[str, Any], words):
     model = small()
     with pytest.raises(ConfigError, match=words):
         prepare_qat(model, **arguments)

@@ -41,7 +41,7 @@ def result() -> QATResult:
     return ran(settings_of(baseline=True))
 
 
-def test_the_model_itself_stays_as_it_is():
+def test_qat_run_does_not_change_the_callers_model():
     model = tiny_language_model()
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
     ran(settings_of(baseline=True), model)
@@ -49,7 +49,7 @@ def test_the_model_itself_stays_as_it_is():
     assert not any(isinstance(module, octavo.nn.Linear) for module in model.model.modules())
 
 
-def test_what_is_measured_is_each_model_in_the_same_surroundings(result):
+def test_all_perplexities_are_measured_in_the_same_surrounding_precision(result):
     """Perplexities by hand: BF16 as it came, its FP8 with a maximum over the training windows, the one that is left."""
     assert list(result.windows) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"]
     assert list(result.steps) == ["bf16-tuned", "fp8-qat"]
@@ -156,7 +156,7 @@ def test_other_ways_to_find_scales(scales):
     assert all(scale > 0 for scale in octavo.scaling_state(found.language_model.model).values())
 
 
-def test_in_high_precision_the_first_steps_are_the_baselines():
+def test_high_precision_steps_match_the_baseline():
     """To the last digit, with static scales that nobody has found yet; then the casts begin."""
     tuning = replace(TUNING, high_precision_share=0.5, distill=0.5)
     found = ran(settings_of(baseline=True, tuning=tuning))
@@ -245,7 +245,7 @@ def test_a_tied_head_trains_and_keeps_the_embedding_that_it_is_when_rounded_by_d
     assert ("round by data", 8, 8, "not lm_head: other modules use it too") in said
 
 
-def test_what_a_run_says_of_itself_is_in_its_folder(result, tmp_path):
+def test_saved_run_has_its_model_tokenizer_and_metrics(result, tmp_path):
     save_qat(tmp_path / "qat", result)
     loaded = load_qat(tmp_path / "qat")
     assert isinstance(loaded.model, Llama)

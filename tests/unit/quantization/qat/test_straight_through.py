@@ -120,7 +120,7 @@ def test_gradients_under_bf16_are_those_of_fp32_rounded(name):
         assert (exact - narrow).abs().max() <= 2**-7 * exact.abs().max()
 
 
-def test_what_merely_rounds_to_the_largest_value_keeps_its_gradient():
+def test_elements_that_round_to_the_largest_value_keep_their_gradient():
     recipe = recipes.get("static")
     x = torch.tensor([[448.0, 449.0, 464.0, 464.1, -464.0, -465.0, torch.inf]], requires_grad=True)
     weight = torch.ones(1, 7)

@@ -164,7 +164,7 @@ def test_settings_out_of_range(name: str, value: Any):
         TuneSettings(**options)
 
 
-def test_what_comes_before_the_casts_is_called_once_and_finds_the_weights_of_then():
+def test_before_casts_hook_runs_once_with_the_weights_of_that_step():
     settings = replace(SETTINGS, high_precision_share=0.5, freeze_share=2 / 3)
     assert (settings.high_precision_steps, settings.moving_steps) == (3, 4)
     model = tiny_language_model().model

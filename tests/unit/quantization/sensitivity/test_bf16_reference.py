@@ -20,7 +20,7 @@ def broken_off(model):
         raise RuntimeError("on the way")
 
 
-def test_the_model_is_what_it_was_afterwards_even_after_an_error():
+def test_model_is_restored_after_in_bf16_even_after_an_error():
     model = small_llama().train()
     before, classes = state(model), [type(module) for module in model.modules()]
     with in_bf16(model):

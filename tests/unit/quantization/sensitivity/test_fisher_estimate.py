@@ -92,7 +92,7 @@ def test_rows_of_a_table_by_a_loop_over_words():
         assert rows[codes].sum() <= 1.1 * rows.sort().values[: len(codes)].sum(), "those that cost least"
 
 
-def test_the_estimate_says_what_the_truth_says():
+def test_fisher_estimate_agrees_with_the_measured_divergence():
     model = small_llama()
     tokens = windows_of(model, 24)
     with in_bf16(model):

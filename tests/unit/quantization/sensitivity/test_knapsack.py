@@ -43,7 +43,7 @@ def test_no_combination_is_better(units, limit):
     assert cost <= min((cost for limited, cost in everything if limited <= limit - slack), default=math.inf)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_empty_options_and_negative_limits_are_refused():
     with pytest.raises(ConfigError, match="every unit needs at least one option"):
         cheapest([[]], 1)
     with pytest.raises(ConfigError, match="0 or more"):

@@ -35,7 +35,7 @@ def test_its_overrides_are_those_of_convert():
     assert set(ran.values()) == {"bf16", "weight_only", "tensorwise"}
 
 
-def test_another_model_is_refused_and_left_as_it_is():
+def test_mix_of_another_model_is_refused_and_the_model_unchanged():
     model = small_llama()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for mix, said in (
@@ -74,6 +74,6 @@ def test_files_that_are_no_mix(tmp_path, text, said):
         load_mix(path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_mix_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no mix"):
         load_mix(tmp_path / "mix.toml")

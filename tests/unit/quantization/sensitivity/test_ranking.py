@@ -39,7 +39,7 @@ def test_equal_values_share_their_rank():
     assert math.isnan(agreement([1.0, 2.0, 3.0, 4.0], [5.0, 5.0, 5.0, 5.0]).rank_correlation)
 
 
-def test_what_lies_below_the_floor_has_no_order():
+def test_values_below_the_floor_do_not_count_as_ordered_pairs():
     falling = [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
     nothing = agreement([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], falling, floor=10.0)
     assert nothing.pairs == 0

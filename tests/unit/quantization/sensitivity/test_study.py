@@ -101,7 +101,7 @@ def test_the_front_and_the_presets_stand_beside_it(found):
     assert list(ends)[:2] == ["estimate", "measure layers"]
 
 
-def test_what_is_told_is_what_was_found(found):
+def test_study_record_agrees_with_the_result(found):
     result, _ = found
     told = record(result, {"model": "m"})
     assert (told["format"], told["model"]) == (FORMAT, "m")
@@ -122,7 +122,7 @@ def test_what_is_told_is_what_was_found(found):
         (Budget(perplexity=1e-9, bytes_share=0.52), "The nearest mix costs"),
     ],
 )
-def test_a_budget_that_cannot_be_met_says_so(sensitive, budget, said):
+def test_unreachable_budget_is_reported_without_a_mix(sensitive, budget, said):
     result = measure_sensitivity(*sensitive, budget=budget, true_pairs=0)
     assert result.best is None
     assert result.mix is None
@@ -189,7 +189,7 @@ def test_a_mix_is_kept_that_is_two_standard_errors_within(sensitive, monkeypatch
     assert (result.best is not None) == is_kept
 
 
-def test_which_pairs_are_run():
+def test_measured_pairs_are_the_largest_estimates_and_a_spread_of_the_rest():
     estimates = {(str(index), "tensorwise"): float(index) for index in range(100)}
     estimates |= {("table", "weight_only:0.5"): 1e3, ("0", "bf16"): 0.0}
     pairs = _pairs_to_measure(estimates, 10)
@@ -200,7 +200,7 @@ def test_which_pairs_are_run():
     assert len(_pairs_to_measure(estimates, 1000)) == 100
 
 
-def test_the_truth_takes_the_estimates_place_where_it_stands_out():
+def test_measured_divergence_replaces_an_estimate_it_clearly_differs_from():
     units = units_of(small_llama())
     table, layer, other = units[0], units[1].path, units[2].path
     estimates = {(unit.path, choice): 0.01 for unit in units for choice in unit.choices}

@@ -83,7 +83,7 @@ def test_a_decoded_table_keeps_the_named_rows_in_bf16():
     assert torch.equal(decoded, codes)
 
 
-def test_what_cannot_be_chosen_is_refused():
+def test_unknown_choices_and_models_without_linear_layers_are_refused():
     with pytest.raises(ConfigError, match=r"a choice must be one of tensorwise, .*, not 'mxfp8'"):
         units_of(small_llama(), ["mxfp8"])
     with pytest.raises(ConfigError, match=r"no nn\.Linear layer besides its head"):

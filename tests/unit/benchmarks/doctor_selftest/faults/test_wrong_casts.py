@@ -53,7 +53,7 @@ def test_a_transpose_made_of_codes_has_the_scales_of_rounded_amaxes(layer):
     assert all(ratio <= 1 for ratio in looked_at(chosen, "stale_ratio").values())
 
 
-def test_what_is_patched_is_put_back_even_after_an_error(layer):
+def test_injected_cast_fault_is_removed_even_after_an_error(layer):
     chosen, before = layer("tensorwise"), (saved_operands.cast_operand, saved_operands.cast_both_ways)
     with pytest.raises(ZeroDivisionError), scaling_by(chosen, INPUT, lambda amax: amax):
         raise ZeroDivisionError

@@ -99,6 +99,6 @@ def test_a_norms_size_has_two_names(kind):
             kind(**sizes)
 
 
-def test_what_they_cannot_return_is_refused():
+def test_unsupported_return_values_are_refused():
     with pytest.raises(ConfigError, match="return_layernorm_output"):
         LayerNormMLP(8, 8, return_layernorm_output=True)

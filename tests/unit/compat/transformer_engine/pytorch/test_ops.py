@@ -41,7 +41,7 @@ def test_checkpoints_have_the_names_of_the_basic_parts():
     "arguments",
     [{"tensor_parallel_group": object()}, {"accumulate_into_main_grad": True}, {"tensor_parallel_mode": "diagonal"}],
 )
-def test_what_a_linear_part_cannot_do_is_refused(arguments):
+def test_unsupported_arguments_of_operations_are_refused(arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         ops.Linear(8, 8, **arguments)
     with pytest.raises(TypeError, match="colour"):

@@ -96,7 +96,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{type(recipe).__name__}-{recipe.fp8_format.name}")
-def test_in_a_block_it_is_octavos_layer_of_that_recipe(recipe):
+def test_autocast_block_computes_octavos_layer_of_that_recipe(recipe):
     """Output and gradients to the bit."""
     ours, x = _layer(attn_input_format="bshd"), torch.randn(2, 5, 24, requires_grad=True)
     plain = octavo_nn.TransformerLayer(24, 40, 4, activation="gelu_tanh", recipe=recipe.octavo_recipe())
