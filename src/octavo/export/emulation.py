@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoints import Contents
+from octavo.checkpoints.contents import attention_path
 from octavo.formats import E4M3
 from octavo.kernels import quantize
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
 from octavo.recipes import Recipe
 
-__all__ = ["cast_keys_and_values", "emulated"]
+__all__ = ["CACHE", "CacheCast", "add_cache_casts", "emulated"]
 
 Logits = Callable[[Tensor], Tensor]
+CACHE = "kv_cache"  # name of the module in an attention, also in models that compressed-tensors loads
 _16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -39,24 +41,52 @@ def emulated(
         _rounded(contents.rest, dtype),
         _in_fp32(model.model),
         _serving(model.model, contents, served),
+        _casting_caches(model.model, contents) as cast,
         torch.no_grad(),
     ):
-        cast = cast_keys_and_values(contents.kv_scales) if contents.kv_scales else None
         yield partial(model.logits, kv_transform=cast)
 
 
-def cast_keys_and_values(scales: Mapping[int, tuple[Tensor, Tensor]]) -> KVTransform:
-    """Round trip through an FP8 cache with one scale for keys and one for values per layer."""
+class CacheCast(nn.Module):
+    """Round trip of a layer's keys and values [B, kv, T, D] through an FP8 cache with one scale for each.
+
+    Without parameters or buffers: the model's ``state_dict`` does not change.
+    """
+
+    def __init__(self, key_scale: Tensor, value_scale: Tensor) -> None:
+        super().__init__()
+        self.scales = (key_scale, value_scale)
+
+    def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Cast and decode both."""
+        return self.round_trip(keys, 0), self.round_trip(values, 1)
+
+    def round_trip(self, x: Tensor, index: int) -> Tensor:
+        """Cast and decode keys (``index`` 0) or values (1)."""
+        return quantize(x, E4M3, scale=self.scales[index].to(x.device)).dequantize()
+
+
+def add_cache_casts(model: nn.Module, scales: Mapping[int, tuple[Tensor, Tensor]]) -> KVTransform:
+    """Add a :class:`CacheCast` to each attention, as its module ``kv_cache``; returns the transform that calls them."""
+    casts = {index: CacheCast(*pair) for index, pair in scales.items()}
+    for index, cast in casts.items():
+        model.get_submodule(attention_path(model, index)).add_module(CACHE, cast)
 
     def through(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        key_scale, value_scale = scales[layer]
-        return _cast(keys, key_scale), _cast(values, value_scale)
+        cached_keys, cached_values = casts[layer](keys.transpose(1, 2), values.transpose(1, 2))
+        return cached_keys.transpose(1, 2), cached_values.transpose(1, 2)
 
     return through
 
 
-def _cast(x: Tensor, scale: Tensor) -> Tensor:
-    return quantize(x, E4M3, scale=scale.to(x.device)).dequantize()
+@contextmanager
+def _casting_caches(model: nn.Module, contents: Contents) -> Iterator[KVTransform | None]:
+    """Cast keys and values if the contents have scales for them; the added modules are removed afterwards."""
+    try:
+        yield add_cache_casts(model, contents.kv_scales) if contents.kv_scales else None
+    finally:
+        for index in contents.kv_scales:
+            delattr(model.get_submodule(attention_path(model, index)), CACHE)
 
 
 @contextmanager

@@ -15,6 +15,11 @@ Replacement inputs are moved half-way to their decoded casts, away from rounding
 even if a scale is rounded differently. A model that does not cast them is off by half the rounding error, a hundred
 times the tolerance.
 
+Keys and values that an FP8 cache casts are in lockstep too, after rotary embedding: without that, a value beside a
+rounding boundary gets another code in the other program, and if it is one of the first token's, the input of the next
+layer differs by 1e-3 and more. The attention's module ``kv_cache`` receives both, and what it returns is compared with
+the reference's, so that a wrong scale shows at the cache itself.
+
 Greedy continuation is compared the same way: at each position of the reference's text both models must choose the same
 next token. (The reference itself may choose another token when it reads its whole text at once, because the summation
 order differs.)
@@ -34,6 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.errors import DataError
+from octavo.export.emulation import CACHE, CacheCast
 from octavo.functional import cast_operand
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
@@ -44,6 +50,7 @@ from octavo.scaling import OperandScaling
 __all__ = ["LockstepAgreement", "ReferenceProbe", "compare", "load_probe", "make_probe", "relative_error", "save_probe"]
 
 Logits = Callable[[Tensor], Tensor]
+CACHED = ("keys", "values")  # arguments and results of a cache, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +61,9 @@ class ReferenceProbe:
         tokens: int64 [B, T]: a prompt and the reference's continuation in the first row, text in the others.
         prompt: number of tokens of the prompt.
         logits: float32 [B, T, V].
-        inputs: input of each FP8 layer, [B, T, K], by path.
-        given: replacement input of each layer.
+        inputs: input of each FP8 layer, [B, T, K], by path; also keys and values [B, kv, T, D] that reach an FP8 cache,
+            by the path of the cache with ".keys" or ".values".
+        given: replacement of each input.
     """
 
     tokens: Tensor
@@ -71,8 +79,8 @@ class LockstepAgreement:
 
     Attributes:
         logits_error: ‖logits − reference‖ / ‖reference‖, in lockstep.
-        worst_error: largest such error of a layer's input.
-        worst_layer: path of that layer.
+        worst_error: largest such error of a layer's input, or of keys or values before or after their cast.
+        worst_layer: name of that input in the probe.
         greedy_tokens: number of generated tokens.
         greedy_equal: number of equal choices, in lockstep.
         free_error: error of the logits without lockstep, for information.
@@ -112,7 +120,7 @@ def make_probe(
     Args:
         logits: token ids [B, T] → logits [B, T, V], by ``model``.
         model: the reference.
-        paths: paths of its FP8 layers.
+        paths: paths of its FP8 layers. Its modules :class:`~octavo.export.emulation.CacheCast` are added.
         text: int64 [B, T]. In the first row the tokens after the prompt are replaced by the reference's choices.
         prompt: number of tokens of the prompt.
         on_token: called after each token with (done, total).
@@ -128,7 +136,9 @@ def make_probe(
         # q, k and v share one tensor; clone it, since later operations may modify it
         inputs[path] = last if last is not None and torch.equal(layer_input, last) else layer_input.clone()
 
-    with _intercept_inputs(model, paths, record):
+    caches = (path for path, module in model.named_modules() if isinstance(module, CacheCast))
+    names = [*paths, *(f"{path}.{name}" for path in caches for name in CACHED)]
+    with _intercept_inputs(model, names, record):
         final_logits = logits(tokens)
     replacements = _move_off_boundaries(model, inputs)
     return ReferenceProbe(tokens=tokens, prompt=prompt, logits=final_logits.float(), inputs=inputs, given=replacements)
@@ -139,7 +149,11 @@ def _move_off_boundaries(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict
     replacements: dict[str, Tensor] = {}
     computed: dict[tuple[int, CastSpec | None, float], Tensor] = {}
     for path, x in inputs.items():
-        layer = model.get_submodule(path)
+        module_path, index = _argument(path)
+        layer = model.get_submodule(module_path)
+        if isinstance(layer, CacheCast):
+            replacements[path] = x + (layer.round_trip(x, index) - x) / 2
+            continue
         assert isinstance(layer, Linear)
         spec = layer.recipe.output.a
         key = x.data_ptr(), spec, float(layer.input_scale)
@@ -162,7 +176,11 @@ def compare(logits: Logits, model: nn.Module, probe: ReferenceProbe) -> Lockstep
         errors[path] = relative_error(arriving, expected)
         return probe.given[path].to(arriving.dtype)
 
-    with _intercept_inputs(model, probe.inputs, replace):
+    def check_cast(name: str, returned: Tensor) -> None:
+        decoded = 2 * probe.given[name] - probe.inputs[name]  # the replacement is half-way
+        errors[name] = max(errors[name], relative_error(returned, decoded))
+
+    with _intercept_inputs(model, probe.inputs, replace), _intercept_caches(model, probe.inputs, check_cast):
         lockstep_logits = logits(probe.tokens)
     worst = max(errors, key=lambda path: errors[path], default="")
     return LockstepAgreement(
@@ -224,22 +242,44 @@ def load_probe(path: Path) -> ReferenceProbe:
     return ReferenceProbe(tokens=tokens, prompt=prompt, logits=logits, inputs=inputs, given=replacements)
 
 
+def _argument(name: str) -> tuple[str, int]:
+    """Path of the module and index of the argument that a probe's name stands for."""
+    path, _, last = name.rpartition(".")
+    return (path, CACHED.index(last)) if path.endswith(f".{CACHE}") else (name, 0)
+
+
 @contextmanager
 def _intercept_inputs(
-    model: nn.Module, paths: Iterable[str], replace: Callable[[str, Tensor], Tensor | None]
+    model: nn.Module, names: Iterable[str], replace: Callable[[str, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """Context manager that calls ``replace`` with each layer's path and input; it may return another input."""
+    """Context manager that calls ``replace`` with each input's name and value; it may return another."""
 
-    def hook(path: str) -> Any:
+    def hook(name: str, index: int) -> Any:
         def before(_: nn.Module, arguments: tuple[Any, ...]) -> Any:
-            replacement = replace(path, arguments[0])
-            return None if replacement is None else (replacement, *arguments[1:])
+            replacement = replace(name, arguments[index])
+            return None if replacement is None else (*arguments[:index], replacement, *arguments[index + 1 :])
 
         return before
 
     with ExitStack() as hooks:
-        for path in paths:
-            hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook(path)))
+        for name in names:
+            path, index = _argument(name)
+            hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook(name, index)))
+        yield
+
+
+@contextmanager
+def _intercept_caches(model: nn.Module, names: Iterable[str], check: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Context manager that calls ``check`` with the name and value of keys and values that a cache returns."""
+
+    def hook(name: str, index: int) -> Any:
+        return lambda _, __, results: check(name, results[index])
+
+    with ExitStack() as hooks:
+        for name in names:
+            path, index = _argument(name)
+            if path != name:
+                hooks.enter_context(model.get_submodule(path).register_forward_hook(hook(name, index)))
         yield
 
 

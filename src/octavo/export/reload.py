@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoints import load_quantized
 from octavo.errors import OctavoError
-from octavo.export.emulation import cast_keys_and_values
+from octavo.export.emulation import add_cache_casts
 from octavo.export.lockstep import compare, load_probe
 from octavo.language_model import LogitsModule, from_quantized
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 def _by_octavo(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     quantized = load_quantized(folder)
     model = from_quantized(quantized, folder)
-    cast = cast_keys_and_values(quantized.kv_scales) if quantized.kv_scales else None
+    cast = add_cache_casts(quantized.model, quantized.kv_scales) if quantized.kv_scales else None
     return quantized.model, partial(model.logits, kv_transform=cast)
 
 

@@ -1,5 +1,6 @@
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
+from octavo.export.emulation import add_cache_casts
 from octavo.export.lockstep import compare, load_probe, make_probe, relative_error, save_probe
 from octavo.export.verification import TOLERANCE
 from octavo.models import Llama
@@ -187,6 +189,54 @@ def test_static_inputs_that_saturate_keep_their_codes():
         layer_of(model.model, path).input_scale.mul_(0.25)
     probe = make_probe(model.logits, model.model, converted_paths(model), windows(1), prompt=PROMPT)
     assert agreement_of(model, probe).logits_error < 1e-6
+
+
+@pytest.fixture(scope="module")
+def cached():
+    """A model whose keys and values are cast, the scales, and its probe."""
+    model, scales = static(kv_cache=True)
+    return model, scales, _probe_with_cache(model, scales)
+
+
+def _with_cache(model, scales):
+    return partial(model.logits, kv_transform=add_cache_casts(model.model, scales))
+
+
+def _probe_with_cache(model, scales):
+    return make_probe(_with_cache(model, scales), model.model, converted_paths(model), windows(2), prompt=PROMPT)
+
+
+def test_keys_and_values_beside_a_rounding_boundary_keep_their_codes(cached):
+    """Each is moved to a tie, 1e-6 below it in the reference and above it in the other program."""
+    model, scales, _ = cached
+
+    def program(sign):
+        cast = add_cache_casts(model.model, scales)
+
+        def beside_ties(layer, *both):
+            steps = [17 / 16 * scale * (1 + sign * 1e-6) for scale in scales[layer]]
+            return cast(layer, *(torch.full_like(x, float(step)) for x, step in zip(both, steps, strict=True)))
+
+        return partial(model.logits, kv_transform=beside_ties)
+
+    probe = make_probe(program(-1), model.model, converted_paths(model), windows(2), prompt=PROMPT)
+    with torch.no_grad():
+        found = compare(program(1), model.model, probe)
+    assert found.free_error > 1e-3
+    assert found.worst_error < 1e-5
+    assert found.within(TOLERANCE)
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.5, 3])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_wrong_cache_scale_of_one_layer_is_found(cached, part, factor):
+    model, scales, probe = cached
+    keys, values = scales[1]
+    wrong = {**scales, 1: (keys * factor, values) if part == "keys" else (keys, values * factor)}
+    with torch.no_grad():
+        found = compare(_with_cache(model, wrong), model.model, probe)
+    assert found.worst_error > 3 * TOLERANCE
+    assert "layers.1.self_attn" in found.worst_layer
 
 
 def test_relative_error():
