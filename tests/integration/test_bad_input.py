@@ -104,7 +104,7 @@ def write_parquet_without_text(path):
     import pyarrow as pa
     from pyarrow import parquet
 
-    parquet.write_table(pa.table({"body": ["a", "b"]}), path)
+    parquet.write_table(pa.table({"body": ["a", "b"], "title": ["c", "d"]}), path)
 
 
 DATA = {
