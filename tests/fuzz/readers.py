@@ -80,6 +80,7 @@ LEFT_OUT = {
     "load_model": "a checkpoint's tensors, through load_checkpoint",
     "load_tokenizer": "tokenizer.json, through load_run",
     "parse_schedule": "an option's text",
+    "parse_source": "an option's text",
     "parse_tensors": "in every reader of tensors",
     "parse_tokenizer": "in every reader of tokenizers",
     "parse_toml": "in every reader of TOML",
