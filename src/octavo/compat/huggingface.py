@@ -107,18 +107,21 @@ class FP8Callback(_StateInCheckpoints):
         self, recipe: str | Recipe | None = "tensorwise", *, interval: int = 10, tensors: int = 2, **conversion: Any
     ) -> None:
         super().__init__(recipe)
-        self.interval, self.conversion, self.report = interval, conversion, None
-        self.doctor = DoctorCallback(interval=interval) if interval else None
-        self.numbers = FP8Numbers(tensors)
+        self.interval, self.tensors, self.conversion, self.report = interval, tensors, conversion, None
+        self._start_anew()
 
     report: ConversionReport | None
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Convert the model; nothing is kept of the Trainer that used this callback before."""
-        del args, state, control
+    def _start_anew(self) -> None:
+        """Forget the Trainer that used this callback before."""
         self.saved, self._model = "", None
         self.doctor = DoctorCallback(interval=self.interval) if self.interval else None
-        self.numbers = FP8Numbers(self.numbers.tensors)
+        self.numbers = FP8Numbers(self.tensors)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Convert the model."""
+        del args, state, control
+        self._start_anew()
         if self.recipe is not None:
             self.report = convert(kwargs["model"], self.recipe, **self.conversion)
 
@@ -160,7 +163,7 @@ class FP8Callback(_StateInCheckpoints):
             state.log_history[-1] |= numbers
 
     def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | {"interval": self.interval, "tensors": self.numbers.tensors}
+        return super()._arguments() | {"interval": self.interval, "tensors": self.tensors}
 
 
 def _call_first(callback: TrainerCallback) -> None:

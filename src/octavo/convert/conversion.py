@@ -169,11 +169,11 @@ def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
 def _warn_if_nothing_stored(report: ConversionReport) -> None:
     if report.stored or not report.converted:
         return
-    why = next(iter(report.not_stored.items()), None)
-    reason = "they all take gradients; freeze some with requires_grad_(False), then call convert again"
-    if why is not None:
-        reason = f"{shown(why[0])}: {why[1]}"
-    warnings.warn(f"frozen='fp8' stored none of the {len(report.converted)} weights as codes: {reason}", stacklevel=3)
+    reasons = [f"{shown(path)}: {reason}" for path, reason in report.not_stored.items()]
+    reasons.append("they all take gradients; freeze some with requires_grad_(False), then call convert again")
+    warnings.warn(
+        f"frozen='fp8' stored none of the {len(report.converted)} weights as codes: {reasons[0]}", stacklevel=3
+    )
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:

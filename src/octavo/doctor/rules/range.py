@@ -12,7 +12,6 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["bulk_underflow", "gradient_underflow", "saturation", "zero_tensor"]
 
-LARGE_MARGIN = 4  # powers of two: a sixteenth of the range; peers' defaults are 0
 READERS = {"input": ("output", "grad_weight"), "weight": ("output", "grad_input")}  # GEMMs that read each role
 
 
@@ -114,13 +113,9 @@ def _underflow(
 
 def _cause_by_range(track: Track, peak: float, elements: str) -> str:
     format_name = f" of {track.spec('format')}" if track.spec("format") else ""
-    margin = float(track.spec("margin") or 0)
-    if margin >= LARGE_MARGIN:
-        return (
-            f"the recipe's margin of {margin:g} leaves that many powers of two free above the amax, so that {elements} "
-            f"lie below the range{format_name}"
-        )
-    return f"amax is {_format_ratio(peak)} the rms, and under its scale {elements} lie below the range{format_name}"
+    margin = track.spec("margin")
+    scale = f"its scale with a margin of {margin:g} powers of two" if margin else "its scale"
+    return f"amax is {_format_ratio(peak)} the rms, and under {scale} {elements} lie below the range{format_name}"
 
 
 def _cause_by_floor(track: Track, sample: int) -> str:
