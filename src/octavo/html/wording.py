@@ -1,6 +1,6 @@
 """Numbers as pages and summaries write them."""
 
-__all__ = ["counted", "number", "percent"]
+__all__ = ["counted", "number", "percent", "signed"]
 
 LARGEST_PLAIN_INTEGER = 1e9
 
@@ -36,3 +36,13 @@ def percent(part: float, whole: float = 1.0) -> str:
     """
     share = 100 * part / whole if whole else 0.0
     return f"{share:.1f} %" if share >= 1 else f"{share:.3g} %"
+
+
+def signed(value: float) -> str:
+    """:func:`number` with a minus sign instead of a hyphen.
+
+    Example:
+        >>> signed(-0.5), signed(2e-9)
+        ('−0.5', '2e-09')
+    """
+    return ("−" if value < 0 else "") + number(abs(value))

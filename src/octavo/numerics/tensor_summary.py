@@ -7,14 +7,12 @@ from torch import Tensor
 
 from octavo.formats import Format, format_of
 from octavo.html.notebook import Bar, summary
-from octavo.html.wording import counted, number, percent
-from octavo.numerics.code_counts import code_counts, codes_by_binade
+from octavo.html.wording import counted, number, percent, signed
+from octavo.numerics.code_counts import code_counts, code_value, codes_by_binade, lost_shares
 from octavo.numerics.granularity import Granularity, granularity_in_words
 from octavo.numerics.scaling import scale_from_e8m0
 
 __all__ = ["code_bars", "tensor_summary"]
-
-SIGN = 0x80
 
 
 def tensor_summary(codes: Tensor, scale: Tensor, granularity: Granularity, hp_dtype: torch.dtype) -> str | None:
@@ -39,7 +37,7 @@ def tensor_summary(codes: Tensor, scale: Tensor, granularity: Granularity, hp_dt
         facts["scale"] += f": {_range(scale_from_e8m0(scale) if scale.dtype is torch.uint8 else scale)}"
     return summary(
         f"QuantizedTensor, {fmt}",
-        facts=facts | ({"codes": _shares(counts, fmt)} if counts else {}),
+        facts=facts | ({"codes": lost_shares(counts, fmt)} if counts else {}),
         bars=code_bars(counts, fmt) if counts else (),
         bars_title="codes by binade, values before the scale",
     )
@@ -62,8 +60,8 @@ def code_bars(counts: Sequence[int], fmt: Format) -> list[Bar]:
     largest = max(1, *totals)
     bars = []
     for index, (group, total) in enumerate(zip(groups, totals, strict=True)):
-        values = sorted({_value(code, fmt) for code in group})
-        span = " to ".join(_text(value) for value in dict.fromkeys((values[0], values[-1])))
+        values = sorted({code_value(code, fmt) for code in group})
+        span = " to ".join(signed(value) for value in dict.fromkeys((values[0], values[-1])))
         bars.append(
             Bar(
                 height=total / largest,
@@ -77,33 +75,9 @@ def code_bars(counts: Sequence[int], fmt: Format) -> list[Bar]:
 def _tick(values: Sequence[float], *, is_end: bool) -> str:
     """Label of a binade with these values: the largest magnitude at both ends, and -1, 0 and 1."""
     if is_end:
-        return _text(max(values, key=abs))
+        return signed(max(values, key=abs))
     marked = [value for value in values if value in (-1.0, 0.0, 1.0)]
-    return _text(marked[0]) if marked else ""
-
-
-def _text(value: float) -> str:
-    return number(value).replace("-", "−", 1)
-
-
-def _value(code: int, fmt: Format) -> float:
-    """Value of a finite code; +0 of both zeros."""
-    magnitude = fmt.magnitude(code & ~SIGN)
-    return -magnitude if code & SIGN and magnitude else magnitude
-
-
-def _shares(counts: Sequence[int], fmt: Format) -> str:
-    """Shares of the codes that lost their value."""
-    shares = {
-        "zero": sum(counts[code] for code in codes_by_binade(fmt)[fmt.max_code // (1 << fmt.mantissa_bits) + 1]),
-        f"at ±{number(fmt.max)}": counts[fmt.max_code] + counts[SIGN | fmt.max_code],
-        "NaN": sum(counts[code] for code in fmt.nan_codes),
-        "±Inf": sum(counts[code] for code in fmt.inf_codes),
-    }
-    always = tuple(shares)[:2]
-    return ", ".join(
-        f"{percent(count, sum(counts))} {name}" for name, count in shares.items() if count or name in always
-    )
+    return signed(marked[0]) if marked else ""
 
 
 def _range(scale: Tensor) -> str:

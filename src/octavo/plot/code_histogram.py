@@ -7,10 +7,11 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import Format
-from octavo.html.wording import number, percent
+from octavo.functional.saved_operands import quantize_operand
+from octavo.html.wording import number, signed
 from octavo.numerics import CastSpec, QuantizedTensor
-from octavo.numerics.code_counts import code_counts, codes_by_value
-from octavo.numerics.quantized import cast_by_torch, checked_spec
+from octavo.numerics.cast import check_float
+from octavo.numerics.code_counts import code_counts, code_value, codes_by_value, lost_shares
 from octavo.plot.style import in_light, notebook_figure, small_title
 from octavo.reports.figures import PALETTE
 
@@ -58,13 +59,13 @@ def codes(tensor: QuantizedTensor | Tensor, spec: CastSpec | None = None) -> "Fi
     figure = notebook_figure("share of the codes", x=f"{fmt} value, before the scale")
     figure.add_bar(
         x=places, y=shares, marker={"color": PALETTE["blue"], "line": {"width": 0}},
-        customdata=[f"{_value(code, fmt)}, code 0x{code:02x}" for code in ordered],
+        customdata=[f"{signed(code_value(code, fmt))}, code 0x{code:02x}" for code in ordered],
         hovertemplate="%{customdata}: %{y:.3%}<extra></extra>",
     )  # fmt: skip
     tickvals, ticktext = _ticks(fmt)
     figure.update_xaxes(tickvals=tickvals, ticktext=ticktext, rangemode="normal", showgrid=False)
     figure.update_yaxes(tickformat="~%", rangemode="tozero")
-    figure.update_layout(bargap=0, hovermode="closest", height=340, title=_title(counts, fmt, zeros))
+    figure.update_layout(bargap=0, hovermode="closest", height=340, title=small_title(lost_shares(counts, fmt)))
     return in_light(figure)
 
 
@@ -80,16 +81,8 @@ def _quantized(tensor: QuantizedTensor | Tensor, spec: CastSpec | None) -> Quant
             "codes takes a QuantizedTensor, or values and a CastSpec such as octavo.recipes.get('tensorwise').output.a"
             f", not {type(tensor).__name__} and {spec!r}"
         )
-    cast = checked_spec(
-        tensor, spec.format, spec.granularity, None, None, scale_rounding=spec.scale_rounding,
-        scale_format=spec.scale_format, amax_floor=spec.amax_floor, margin=spec.margin, nonfinite=spec.nonfinite,
-        rounding=spec.rounding,
-    )  # fmt: skip
-    return cast_by_torch(tensor, cast)
-
-
-def _value(code: int, fmt: Format) -> str:
-    return ("−" if code & SIGN else "") + number(fmt.magnitude(code & ~SIGN))
+    check_float(tensor, "the tensor to cast")
+    return quantize_operand(tensor, spec)
 
 
 def _ticks(fmt: Format) -> tuple[list[int], list[str]]:
@@ -106,11 +99,3 @@ def _ticks(fmt: Format) -> tuple[list[int], list[str]]:
     negative = {-code: f"−{text}" for code, text in marked.items()}
     ticks = negative | {0: "0"} | marked
     return list(ticks), list(ticks.values())
-
-
-def _title(counts: list[int], fmt: Format, zeros: int) -> dict[str, object]:
-    total, largest = sum(counts), counts[fmt.max_code] + counts[SIGN | fmt.max_code]
-    special = sum(counts[code] for code in (*fmt.nan_codes, *fmt.inf_codes))
-    text = f"{percent(zeros, total)} zero, {percent(largest, total)} at ±{number(fmt.max)}"
-    text += f", {percent(special, total)} NaN or ±Inf" if special else ""
-    return small_title(text)
