@@ -22,6 +22,7 @@ PAGES = sorted((ROOT / "docs/tutorial").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([\w.-]+)"')
 EXIT_CODE = re.compile(r"# exit code (\d+)$")
+VALIDATION = re.compile(r"validation nats\W+([\d.]+)")
 OUT = re.compile(r"^octavo train .*--out (\S+)")
 PORT = "8000"  # in the pages; the test takes a free one
 SECONDS = 300  # limit of one process
@@ -124,6 +125,13 @@ def test_tutorial_commands_do_what_the_pages_say(printed):
     assert "healthy: nothing found" in text["octavo", "doctor", "runs/fp8"]
     assert "bulk-underflow" in text["octavo", "doctor", "runs/margin"]
     assert "healthy: nothing found" in text["octavo", "doctor", "runs/fixed"]
+    validation = {
+        command.rpartition("--out runs/")[2]: float(found[1])
+        for command, output in printed.items()
+        if command.startswith("octavo train") and (found := VALIDATION.search(output))
+    }
+    assert abs(validation["fp8"] - validation["bf16"]) < 0.05, "a few hundredths at most"
+    assert validation["margin"] < validation["fp8"], "by the loss alone one would choose the broken run"
     assert "verified by transformers" in text["octavo", "export", "runs/fp8"]
     answers = [output for command, output in printed.items() if command.startswith("curl ")]
     assert ['"object":"text_completion"' in answer for answer in answers] == [True]
