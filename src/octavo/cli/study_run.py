@@ -173,7 +173,7 @@ def _print_files(study: Study, out: Path) -> None:
         f"  {CONFIG}, {STUDY}, {DATA}/  the configuration, every figure, the tokens",
     ]
     if (out / REPORT).exists():
-        lines.insert(0, f"  {REPORT}  the curves, the gap and this table")
+        lines.insert(0, f"  {REPORT}  the curves, the gap and this table; it loads plotly-….min.js beside it")
     print_lines(f"Files: {out}/")
     stdout().print(*lines, sep="\n", markup=False)
 
