@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 PLATFORM=manylinux_2_34
 export PATH="$PWD/.venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
-lock=$PWD/requirements.lock dist=$PWD/dist link=$PWD/scripts/declared_environment.py
+python=$PWD/.venv/bin/python lock=$PWD/requirements.lock dist=$PWD/dist link=$PWD/scripts/declared_environment.py
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 
@@ -30,7 +30,7 @@ build() { # Python, machine, pip's options...
         --config-settings=cmake.define.OCTAVO_RELEASE=ON "${@:3}" "$room/source"
     # Where the kernels do not compile, pip makes a wheel without them, for any machine.
     ls "$room"/built/*-linux_"$2".whl >/dev/null
-    python -m auditwheel repair --plat "${PLATFORM}_$2" --wheel-dir "$dist" "$room"/built/*.whl 2>"$room/log" ||
+    "$python" -m auditwheel repair --plat "${PLATFORM}_$2" --wheel-dir "$dist" "$room"/built/*.whl 2>"$room/log" ||
         { cat "$room/log" >&2; return 1; }
 }
 
@@ -82,7 +82,6 @@ cp -r tests pyproject.toml "$room/"
 tools=$room/tools_without_compiler
 mkdir "$tools"
 ln -s "$(command -v cmake)" "$(command -v ninja)" "$tools/"
-python="$(command -v python)"
 cd "$room"
 
 environment "$room/venv" "$dist"/octavo-*.whl
