@@ -154,7 +154,7 @@ def _check(recipe: str, layer: Linear, x: Tensor, grad_output: Tensor) -> None:
             continue
         left, right = pair
         if left is None:
-            _check_weight_only(result, rows, expected_operand(right, weight), bias)
+            assert_weight_only(result, rows, expected_operand(right, weight), bias)
             continue
         held = (STATIC_SCALE.item() if recipe.startswith("static") else None, None)
         a, b = (
@@ -176,7 +176,7 @@ def _check_high_precision(result: Tensor, a: Tensor, b: Tensor) -> None:
     assert_product(result.to(computed), a.to(computed), b.to(computed))
 
 
-def _check_weight_only(result: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> None:
+def assert_weight_only(result: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> None:
     """The product of ``x`` and the codes, decoded in FP32 and rounded to the input's dtype."""
     computed = torch.float32 if x.dtype is torch.float64 else x.dtype
     decoded = decode(weight).float().to(computed)

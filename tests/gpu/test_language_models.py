@@ -15,6 +15,7 @@ from octavo.quantization.comparison.variants import line_up
 from octavo.training.memory import extra_memory_bytes
 from tests.gpu import devices
 from tests.unit.quantization.tiny_models import language_model
+from tests.unit.quantization.tiny_models import windows as random_windows
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +70,7 @@ def test_formats_are_compared_and_timed_on_the_gpu(there, text):
     assert extra >= 4 * 24 * 300  # its logits, in FP32
 
 
-def test_layers_are_ranked_on_the_gpu(there, text):
-    windows = text_windows(there, text, "all", count=4, length=24)
+def test_layers_are_ranked_on_the_gpu(there):
+    windows = random_windows(4).to(devices.DEVICE)
     found = measure_sensitivity(there.model, windows[:2], windows[2:], budget=Budget(perplexity=0.5), true_pairs=2)
     assert len(found.units) > 0

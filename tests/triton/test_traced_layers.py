@@ -10,7 +10,7 @@ SUMS = 1e-6  # what other orders of FP32 sums, and another exp, come to; a code 
 
 @pytest.fixture(scope="module")
 def lines(printed_by: PrintedBy) -> list[dict]:
-    return printed_by("tests.triton.traced_layers")
+    return printed_by("tests.triton.traced_layers", CUDA_VISIBLE_DEVICES="")
 
 
 def test_every_step_was_launched(lines: list[dict]) -> None:

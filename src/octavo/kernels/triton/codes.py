@@ -184,6 +184,27 @@ def encode_scale_from_amax(
 
 
 @triton.jit
+def _hardware_codes(scaled, MANTISSA: tl.constexpr):
+    """FP32 numbers to uint8 codes by the conversion instruction, four at a time.
+
+    Triton's own conversion leaves pairs of codes in 16-bit registers. Where one kernel stores such pairs and takes them
+    apart too, ptxas 12.8 reads some bytes before they are written (seen in Triton 3.6 and 3.7: wrong codes of FP32
+    tensors that are cast both ways). Words of four codes have no halves to confuse.
+    """
+    # Each instruction's first source is the upper byte of its result.
+    E4M3_WORD: tl.constexpr = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+    )
+    E5M2_WORD: tl.constexpr = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+    )
+    assembly: tl.constexpr = E4M3_WORD if MANTISSA == 3 else E5M2_WORD
+    return tl.inline_asm_elementwise(assembly, "=r,f,f,f,f", [scaled], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
 def code_from_number(
     scaled,
     MAX: tl.constexpr,
@@ -203,10 +224,7 @@ def code_from_number(
     magnitude_bits = bits & _MAGNITUDE_BITS
     sign = ((bits >> 24) & 0x80).to(tl.uint8)
     if HARDWARE:  # cvt.rn.satfinite: rounds to nearest even and saturates, infinities too
-        if MANTISSA == 3:
-            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        codes = _hardware_codes(scaled, MANTISSA)
     else:
         # 0 instead of NaN, whose code is set below.
         limited = tl.where(magnitude_bits > _INFINITY_BITS, 0, magnitude_bits).to(tl.float32, bitcast=True)
