@@ -17,12 +17,12 @@ export PYTHONPATH=src:. PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET # on a GPU kernels are compiled
 limited=(timeout --signal=INT --kill-after=30)
 
-# Kernels are compiled a second each: by many workers where pytest-xdist is there, each file by one of them. Another
+# Kernels are compiled a second each, into a cache that all share: by many workers where pytest-xdist is there. Another
 # version's new warnings are not this run's question; the checkout stays as it is.
 tested() {
     local spread=()
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then
-        spread=(-n "${WORKERS:-12}" --dist loadfile)
+        spread=(-n "${WORKERS:-12}" --dist worksteal)
         export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
     fi
     exec "${limited[@]}" "${LIMIT:-560}" "$PYTHON" -m pytest -q -p no:cacheprovider \

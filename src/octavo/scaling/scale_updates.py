@@ -7,7 +7,7 @@ A step of delayed scaling is an optimizer's step, however many micro-batches it 
    that an optimizer over copies of the parameters takes. A step that a gradient scaler leaves out ends nothing, nor
    does one that is part of another optimizer's step (:mod:`octavo.scaling.nested_steps`).
 2. As long as no living optimizer is known for a model, a weight that was written to since the last training forward
-   ends the step: a hand-written update.
+   ends the step: a hand-written update. Some of its elements are compared, for which a GPU's layer waits.
 3. ``octavo.update_scales(model)``.
 4. With ``Close.AUTOCAST``, as in Transformer Engine, the next training forward outside of the autocast block that the
    last one ran in (:func:`close_block_over_ranks`; :meth:`AmaxHistory.begin_forward` without ranks).
