@@ -66,10 +66,10 @@ def test_prebuild_deletes_autotuning_results_and_keeps_kernels(called, tmp_path)
     assert kept.exists()
 
 
-def test_tests_run_side_by_side_a_file_by_one_worker(called):
+def test_tests_run_side_by_side(called):
     _, lines = called("tests", "-x")
     (line,) = (line for line in lines if "pytest" in line)
-    assert "-n 12 --dist loadfile tests/gpu/test_casts.py tests/gpu tests/triton" in line
+    assert "-n 12 --dist worksteal tests/gpu/test_casts.py tests/gpu tests/triton" in line
     assert "--ignore tests/triton/test_hopper_build.py -x" in line
     assert "filterwarnings=default" in line
 
