@@ -123,9 +123,14 @@ def test_the_closures_of_an_optimizers_first_step_are_one(line_search):
 
 
 def test_of_many_optimizers_of_one_model_the_first_computes_its_scales(monkeypatch):
-    model, computed = _model(), []
-    statistic = AmaxHistory._statistic
-    monkeypatch.setattr(AmaxHistory, "_statistic", lambda history: computed.append(history) or statistic(history))
+    model, statistic = _model(), AmaxHistory._statistic
+    computed: list[AmaxHistory] = []
+
+    def counted(history: AmaxHistory) -> Tensor:
+        computed.append(history)
+        return statistic(history)
+
+    monkeypatch.setattr(AmaxHistory, "_statistic", counted)
     optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()]
     for amax in (2.0, 3.0):
         model(_batch(amax)).sum().backward()

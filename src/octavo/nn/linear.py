@@ -289,6 +289,12 @@ class Linear(StatefulModule, torch.nn.Linear):
     def _checked_input_scale(self) -> Tensor:
         if self.stored_weight.is_meta:
             return self.input_scale.to(self.stored_weight.device)
+        if self.input_scale.dtype is not torch.float32:
+            raise ConfigError(
+                f"the scale of the static input of {self.called} was cast to {self.input_scale.dtype}, which loses its "
+                "bits, as by FSDP1's MixedPrecision(buffer_dtype=...); give buffer_dtype=torch.float32, or use "
+                "fully_shard"
+            )
         if is_eager_cpu(self.input_scale) and not self.input_scale > 0:
             raise ConfigError(
                 f"{self.called} has no scale for its static input; calibrate the model, or load its scaling state"
