@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo.recipes import Close
 
-__all__ = ["read_before_the_reduction", "zero_redundancy"]
+__all__ = ["nonfinite_of_one_rank", "read_before_the_reduction", "zero_redundancy"]
 
 
 def zero_redundancy(rank: int, _: Path) -> Any:
@@ -38,6 +38,18 @@ def zero_redundancy(rank: int, _: Path) -> Any:
         "closed": model[1].scale_updates.closed_steps,
         "state": octavo.scaling_state(model),
     }
+
+
+def nonfinite_of_one_rank(rank: int, _: Path) -> Any:
+    """What each rank has counted under DDP, whose second rank meets an infinity in the first step of three."""
+    model = nn.Sequential(nn.Linear(8, 4))
+    octavo.convert(model, "tensorwise")
+    wrapped = DistributedDataParallel(model)
+    for step in range(3):
+        x = torch.ones(2, 8)
+        x[0, 0] = torch.inf if rank and not step else 1.0
+        wrapped(x)
+    return octavo.nonfinite_counts(model)
 
 
 def read_before_the_reduction(rank: int, _: Path) -> Any:

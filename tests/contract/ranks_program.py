@@ -26,7 +26,7 @@ from octavo.errors import ConfigError
 from octavo.training.loop import Trainer
 from octavo.training.setup import build_model
 from tests.contract.overflowing_ranks import overflow_state
-from tests.contract.ranks_between_steps import read_before_the_reduction, zero_redundancy
+from tests.contract.ranks_between_steps import nonfinite_of_one_rank, read_before_the_reduction, zero_redundancy
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 STEPS, RATIO = 4, 64.0
@@ -476,6 +476,7 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     reduces_a_step,
     zero_redundancy,
     read_before_the_reduction,
+    nonfinite_of_one_rank,
     one_more_step,
 )
 

@@ -252,6 +252,10 @@ def test_stages_of_a_pipeline_count_the_optimizers_steps(found):
     assert _of(found, "pipeline") == [3, 3]
 
 
+def test_each_rank_counts_its_own_nonfinite_elements_under_ddp(found):
+    assert _of(found, "nonfinite_of_one_rank") == [{}, {"0.input": 1}]
+
+
 def test_torchs_distributed_checkpoint_resumes_bit_for_bit(found):
     for through, resumed in _of(found, "distributed_checkpoint"):
         assert resumed["losses"] == through["losses"]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.recipes import Close, History
-from octavo.scaling import EMPTY
+from octavo.scaling import EMPTY, AmaxHistory
 
 RECIPE = octavo.recipes.get("delayed", history_length=4)
 AMAXES = ((1.0, 8.0, 2.0), (4.0, 3.0, 5.0), (0.5, 0.25, 0.125))  # of the micro-batches of three steps
@@ -96,6 +96,49 @@ def test_updates_written_by_hand_end_a_step(through_data, set_to_none):
     assert _window(model) == WINDOW, "the last step counts as closed in what is read"
     model(_batch(1.0))
     assert model[0].amax_history.window[0].tolist() == WINDOW, "and the next training forward closes it"
+
+
+def test_layers_before_the_written_one_are_in_the_new_step_too():
+    model = _model()
+    model[0].weight.requires_grad_(False)
+    _steps(model, lambda: model[2].weight.data.mul_(0.99), model.zero_grad)
+    model(_batch(100.0))
+    assert model[0].amax_history.window[0].tolist() == WINDOW, "not yet the amax of the forward that found the end"
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_the_closures_of_an_optimizers_first_step_are_one(line_search):
+    model, calls = _model(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn=line_search)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        calls.append(loss := (model(_batch(2.0)) - 1).square().mean())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert len(calls) > 1
+    assert octavo.scaling_state(model)["0.input.steps"].item() == 1
+
+
+def test_of_many_optimizers_of_one_model_the_first_computes_its_scales(monkeypatch):
+    model, statistic = _model(), AmaxHistory._statistic
+    computed: list[AmaxHistory] = []
+
+    def counted(history: AmaxHistory) -> Tensor:
+        computed.append(history)
+        return statistic(history)
+
+    monkeypatch.setattr(AmaxHistory, "_statistic", counted)
+    optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()]
+    for amax in (2.0, 3.0):
+        model(_batch(amax)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert _window(model) == [3.0, 2.0, EMPTY, EMPTY]
+    histories = [model[0].amax_history, model[2].amax_history]
+    assert computed == histories * 2, "once a layer and step, of four optimizers'"
 
 
 def _grown_inputs(model: nn.Module, update: Callable[[], None], *, steps: int = 4) -> list[float]:
@@ -432,7 +475,7 @@ def test_a_running_average_of_a_model_keeps_histories_of_its_own(use_buffers):
 
 def test_buffers_that_wrappers_broadcast_cast_or_average_are_no_part_of_the_history():
     model = _model()
-    assert {name.rpartition(".")[2] for name, _ in model.named_buffers()} == {"nonfinite_counts", "input_scale"}
+    assert {name.rpartition(".")[2] for name, _ in model.named_buffers()} == {"input_scale"}
 
 
 def test_the_name_in_older_files_is_known():

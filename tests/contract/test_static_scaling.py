@@ -42,6 +42,15 @@ def test_without_a_scale_the_layer_says_which_and_what_to_do():
         Linear(2, 2, recipe="static")(torch.randn(1, 2))
 
 
+def test_a_scale_that_a_wrapper_has_cast_is_refused():
+    model = _model()
+    octavo.load_scaling_state(model, _scales(0.0123456, 0.25))
+    for buffer in model.buffers():
+        buffer.data = buffer.data.bfloat16()  # as FSDP1 does
+    with pytest.raises(ConfigError, match=r"layer '0' was cast to torch.bfloat16, .* buffer_dtype=torch.float32"):
+        model(torch.randn(1, 4))
+
+
 def test_the_state_round_trips_and_is_checked():
     model, other = _model(), _model()
     other.load_state_dict(model.state_dict())

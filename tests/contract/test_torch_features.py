@@ -324,6 +324,19 @@ def test_compiled_with_dynamic_shapes_layers_may_share_a_recipe():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+def test_compiled_with_dynamic_shapes_a_layer_may_be_called_twice(recipe):
+    layer = _linear(32, 32, recipe)
+
+    def twice(x):
+        return layer(layer(x))
+
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (3, 5):
+        x = torch.randn(rows, 32)
+        torch.testing.assert_close(compiled(x), twice(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "delayed_te"])
 def test_compiled_with_dynamic_shapes_delayed_layers_train(recipe):
     eager = nn.Sequential(_linear(32, 16, recipe), _linear(16, 32, recipe))

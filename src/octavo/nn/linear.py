@@ -116,8 +116,10 @@ class Linear(StatefulModule, torch.nn.Linear):
         # A copy: torch.compile(dynamic=True) fails on two layers that share the floats of one object.
         self.recipe = copy.deepcopy(recipe)
         self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
-        if "nonfinite_counts" not in self._buffers:
-            self.start_state(torch.device("cpu") if self.weight.is_meta else self.weight.device)
+        if "input_scale" not in self._buffers:
+            device = torch.device("cpu") if self.weight.is_meta else self.weight.device
+            self.start_state(device)
+            self.nonfinite_counts = _zero_counts(device)
             self.codes_layout, self.weight_cache, self.shared_input = None, None, None
             self.last_recipe, self.trained_recipe = None, None
             probe_cpu()
@@ -273,14 +275,26 @@ class Linear(StatefulModule, torch.nn.Linear):
         device = self.stored_weight.device
         if self.nonfinite_counts.device == device or device.type == "meta":
             return
-        if self.nonfinite_counts.is_meta:
+        if self.input_scale.is_meta:
             self.start_state(device)
         else:
-            self.nonfinite_counts, self.input_scale = self.nonfinite_counts.to(device), self.input_scale.to(device)
+            self.input_scale = self.input_scale.to(device)
+        self._move_counts(device)
+
+    def _move_counts(self, device: torch.device) -> None:
+        """Move the counts, which are no buffer: DDP would replace them by rank 0's before each forward."""
+        counts = self.nonfinite_counts
+        self.nonfinite_counts = _zero_counts(device) if counts.is_meta else counts.to(device)
 
     def _checked_input_scale(self) -> Tensor:
         if self.stored_weight.is_meta:
             return self.input_scale.to(self.stored_weight.device)
+        if self.input_scale.dtype is not torch.float32:
+            raise ConfigError(
+                f"the scale of the static input of {self.called} was cast to {self.input_scale.dtype}, which loses its "
+                "bits, as by FSDP1's MixedPrecision(buffer_dtype=...); give buffer_dtype=torch.float32, or use "
+                "fully_shard"
+            )
         if is_eager_cpu(self.input_scale) and not self.input_scale > 0:
             raise ConfigError(
                 f"{self.called} has no scale for its static input; calibrate the model, or load its scaling state"
@@ -297,19 +311,17 @@ class Linear(StatefulModule, torch.nn.Linear):
             y.register_hook(self.amax_history.remind)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Initial state: zero counts, no scale."""
-        return {
-            "nonfinite_counts": torch.zeros(len(ROLES), dtype=torch.int64, device=device),
-            "input_scale": torch.zeros((), dtype=torch.float32, device=device),
-        }
+        """Initial state: no scale."""
+        return {"input_scale": torch.zeros((), dtype=torch.float32, device=device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         follow_optimizers(self)  # a copy or an unpickled layer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Let the amax history follow the model's device."""
+        """Let counts and amax history follow the model's device."""
         super()._apply(fn, recurse)
+        self._move_counts(self.input_scale.device)
         if self.amax_history is not None:
             self.amax_history._apply(fn, recurse)  # noqa: SLF001
         return self
@@ -365,6 +377,11 @@ class Linear(StatefulModule, torch.nn.Linear):
         elif self.amax_history.amax.device != self.stored_weight.device:
             self.amax_history.follow(self.stored_weight.device)
         return self.amax_history
+
+
+def _zero_counts(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # training may write them
+        return torch.zeros(len(ROLES), dtype=torch.int64, device=device)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

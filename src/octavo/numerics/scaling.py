@@ -59,7 +59,9 @@ __all__ = [
     "smallest_scaled_amax",
 ]
 
-AMAX_FLOOR = 0.0  # none but that of the encode scale's own limit
+# None but that of the encode scale's own limit. An integer: torch.compile(dynamic=True) makes symbols of floats, and
+# fails where a layer is called twice.
+AMAX_FLOOR = 0
 
 
 class ScaleRounding(StrEnum):

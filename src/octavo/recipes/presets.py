@@ -199,7 +199,6 @@ def _mxfp8(
         granularity=PerBlock(1, 32),
         scale_rounding=ScaleRounding(scale_rounding),
         scale_format=E8M0,
-        amax_floor=0.0,
     )
     gemm = GemmSpec(a=group, b=group)
     return _with_gradients_in(

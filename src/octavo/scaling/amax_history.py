@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import triton_bindings
+from octavo.numerics.cast import is_eager_cpu
 from octavo.recipes import Close, History, Statistic
 from octavo.scaling.operand_scaling import ROLES
 from octavo.scaling.stateful_module import StatefulModule
@@ -46,6 +47,7 @@ class ScaleUpdates:
             alone.
         ran: whether a layer ran in training since the last step was closed.
         weights_seen: the layers' weights as the running step found them, by history, while no optimizer is known.
+        called: histories of the layers that the running pass has called since it compared the weights.
         block: number of the autocast block that the layers last ran in, where ranks close together.
         closing_after: the backward pass at whose end the step closes.
         optimizers: optimizers that have stepped and hold parameters of these layers.
@@ -65,6 +67,7 @@ class ScaleUpdates:
     weights_seen: "weakref.WeakKeyDictionary[AmaxHistory, WeightSeen]" = field(
         default_factory=weakref.WeakKeyDictionary, init=False
     )
+    called: "weakref.WeakSet[AmaxHistory]" = field(default_factory=weakref.WeakSet, init=False)
     block: int = field(default=0, init=False)
     closing_after: int = field(default=-1, init=False)
     optimizers: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, init=False)
@@ -211,6 +214,9 @@ class AmaxHistory(StatefulModule):
         if condition is None and self._has_kernel:
             self._close_by_kernel()
             return
+        if condition is None and is_eager_cpu(self.pending) and self.pending.max().item() < 0:
+            self.unclosed_backwards = 0  # one of many optimizers has closed the step
+            return
         ran = self.pending >= 0 if condition is None else (self.pending >= 0) & condition
         enters = ran & (self.pending > 0)
         self.steps.add_(enters)
@@ -288,6 +294,7 @@ class AmaxHistory(StatefulModule):
         self.unclosed_backwards += task != self._last_backward
         self._last_backward = task
         updates = self.updates
+        updates.called.clear()
         watched = not updates.manual and len(updates.weights_seen) > 0
         if self.unclosed_backwards < _REMIND_AFTER or updates.reminded or watched:
             return

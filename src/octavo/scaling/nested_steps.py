@@ -1,4 +1,4 @@
-"""Optimizer steps that another optimizer's step makes.
+"""Optimizer steps that another optimizer's step makes, and forwards that a closure makes.
 
 Wrappers such as ``torch.distributed.optim.ZeroRedundancyOptimizer`` are optimizers themselves, and call the step of an
 optimizer over all or some of their parameters: torch reports the end of both. Only the outermost is a step of the
@@ -9,11 +9,12 @@ wrong for good. The interpreter's frames cannot: an enclosing step is on the sta
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["is_nested_step"]
+__all__ = ["is_nested_step", "is_stepping"]
 
 _STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # of the function that torch puts around every step
 
@@ -25,6 +26,12 @@ def is_nested_step(optimizer: Optimizer) -> bool:
     """
     held = _parameters(optimizer)
     return any(other is not optimizer and held <= _parameters(other) for other in _running_steps())
+
+
+def is_stepping(parameters: Iterable[Tensor]) -> bool:
+    """Return whether the step of an optimizer that holds some of the parameters is running."""
+    sought = {id(parameter) for parameter in parameters}
+    return any(sought & _parameters(optimizer) for optimizer in _running_steps())
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

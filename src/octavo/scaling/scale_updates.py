@@ -7,7 +7,8 @@ A step of delayed scaling is an optimizer's step, however many micro-batches it 
    that an optimizer over copies of the parameters takes. A step that a gradient scaler leaves out ends nothing, nor
    does one that is part of another optimizer's step (:mod:`octavo.scaling.nested_steps`).
 2. As long as no living optimizer is known for a model, a weight that was written to since the last training forward
-   ends the step: a hand-written update. Some of its elements are compared, for which a GPU's layer waits.
+   ends the step: a hand-written update. Some of the elements are compared, for which a GPU is waited for. An
+   optimizer's step that calls the model in its closure writes too, and ends the step by 1.
 3. ``octavo.update_scales(model)``.
 4. With ``Close.AUTOCAST``, as in Transformer Engine, the next training forward outside of the autocast block that the
    last one ran in (:func:`close_block_over_ranks`; :meth:`AmaxHistory.begin_forward` without ranks).
@@ -45,7 +46,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo.errors import ConfigError
 from octavo.recipes import Close, Recipe
 from octavo.scaling.amax_history import EMPTY, AmaxHistory, ScaleUpdates, WeightSeen
-from octavo.scaling.nested_steps import is_nested_step
+from octavo.scaling.nested_steps import is_nested_step, is_stepping
 from octavo.scaling.operand_scaling import ROLES, inside_backward
 
 __all__ = [
@@ -257,19 +258,28 @@ def is_written(layer: DelayedLayer) -> bool:
 
 @torch.no_grad()
 def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
-    """Before a training forward: close the model's step if its weights were updated without an optimizer.
+    """Before a training forward: close the model's step if its weights were updated, and by no optimizer.
 
+    The first layer of a pass compares the weights of all: those that run before a written one are in the new step too.
     Inside of an autocast block, that of ``region``, the block decides where steps end with blocks.
     """
     updates, history = layer.scale_updates, layer.amax_history
-    if updates.has_optimizer or updates.manual or history is None:
+    by_block = history is not None and history.spec.close == Close.AUTOCAST and int(region) > 0
+    if updates.has_optimizer or updates.manual or history is None or by_block:
         return
-    weight, by_block = layer.stored_weight, history.spec.close == Close.AUTOCAST and int(region) > 0
-    if by_block or not weight.requires_grad or not _is_readable(weight):
+    if updates.called and history not in updates.called:
+        updates.called.add(history)
         return
-    if is_written(layer):
-        close_over_ranks([other for other in _living() if other.scale_updates is updates])
-    updates.weights_seen[history] = WeightSeen(weight._version, _sample(weight))  # noqa: SLF001
+    members = [other for other in _living() if other.scale_updates is updates]
+    in_closure = is_stepping(parameter for other in members for parameter in other.parameters())
+    if not in_closure and any(map(is_written, members)):
+        close_over_ranks(members)
+    for other in members:
+        weight = other.stored_weight
+        if other.amax_history is not None and weight.requires_grad and _is_readable(weight):
+            updates.weights_seen[other.amax_history] = WeightSeen(weight._version, _sample(weight))  # noqa: SLF001
+    updates.called.clear()
+    updates.called.add(history)
 
 
 def _is_readable(weight: Tensor) -> bool:
@@ -343,6 +353,7 @@ def close_steps(layers: Sequence[DelayedLayer], *, condition: Tensor | None = No
         updates.closed_steps += 1
         updates.ran = False
         updates.weights_seen.clear()
+        updates.called.clear()
     for layer in layers:
         if layer.amax_history is not None:
             device = layer.amax_history.pending.device

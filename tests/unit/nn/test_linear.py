@@ -100,7 +100,7 @@ def test_set_recipe_makes_and_drops_the_history():
     assert [history.updates.manual] == [False]
     layer.set_recipe(octavo.recipes.get("tensorwise"))
     assert _history(layer) is None
-    assert [name for name, _ in layer.named_buffers()] == ["nonfinite_counts", "input_scale"]
+    assert [name for name, _ in layer.named_buffers()] == ["input_scale"]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

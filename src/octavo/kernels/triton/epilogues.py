@@ -224,7 +224,7 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
     made = new_buffers(x, columns, cast)._replace(measured=measured[:2] if by_column else measured)
     constants = format_constants(cast.spec.format) | {
         "ROUNDING": str(cast.spec.scale_rounding),
-        "FLOOR": cast.spec.amax_floor,
+        "FLOOR": float(cast.spec.amax_floor),
         "MARGIN": cast.spec.margin,
         "E8M0": cast.spec.scale_format == E8M0,
         "PROPAGATE": cast.spec.nonfinite == Nonfinite.PROPAGATE,
