@@ -106,6 +106,18 @@ def test_layers_before_the_written_one_are_in_the_new_step_too():
     assert model[0].amax_history.window[0].tolist() == WINDOW, "not yet the amax of the forward that found the end"
 
 
+def test_an_update_by_hand_ends_a_step_after_a_forward_that_had_no_backward_pass():
+    model = nn.ModuleDict({"student": nn.Linear(4, 4), "teacher": nn.Linear(4, 4)})
+    octavo.convert(model, RECIPE)
+    for amax in (4.0, 2.0, 1.0):
+        model["student"](_batch(amax)).sum().backward()
+        with torch.no_grad():
+            model["teacher"](_batch(1.0))
+            for parameter in model["student"].parameters():
+                parameter.sub_(parameter.grad, alpha=0.01)
+    assert _window(model, "student.input") == [1.0, 2.0, 4.0, EMPTY]
+
+
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_the_closures_of_an_optimizers_first_step_are_one(line_search):
     model, calls = _model(), []
@@ -386,61 +398,6 @@ def test_compiled_layers_without_detected_steps_give_a_warning():
     with pytest.warns(UserWarning, match=r"layer '0' has run 100 backward passes without a step"):
         loss.backward()
     compiled(_batch(1.0)).sum().backward()  # a second warning would be an error
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer that lets others take its steps, as ``ZeroRedundancyOptimizer`` does."""
-
-    def __init__(self, parameters: list[nn.Parameter], *parts: torch.optim.Optimizer) -> None:
-        super().__init__(parameters, {})
-        self.parts = parts
-
-    def step(self, closure: Any = None) -> Any:
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        for part in self.parts:
-            part.step()
-
-
-def _wrapped(model: Any) -> Wrapper:
-    return Wrapper([*model.parameters()], _sgd(model[0]), _sgd(model[2]))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_steps_within_an_optimizers_step_end_with_it_once(compiled):
-    model = _model()
-    optimizer = _wrapped(model)
-    _steps(model, torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step, optimizer.zero_grad)
-    assert _window(model) == WINDOW
-    assert model[0].scale_updates.closed_steps == 3
-    assert [*model[0].scale_updates.optimizers] == [optimizer]
-
-
-def test_after_an_optimizers_step_that_raises_steps_end_as_before():
-    def fail() -> None:
-        raise ArithmeticError
-
-    model = _model()
-    optimizer = _wrapped(model)
-    with pytest.raises(ArithmeticError):
-        optimizer.step(fail)
-    _steps(model, optimizer.step, optimizer.zero_grad)
-    assert _window(model) == WINDOW
-    assert model[0].scale_updates.closed_steps == 3
-
-
-def test_a_closure_that_trains_another_model_ends_that_ones_steps():
-    model, inner = _model(), _model()
-    optimizer, theirs = _wrapped(model), _sgd(inner)
-
-    def closure() -> None:
-        _steps(inner, theirs.step, theirs.zero_grad)
-        model(_batch(7.0)).sum().backward()
-
-    optimizer.step(closure)
-    assert _window(inner) == WINDOW
-    assert _window(model) == [7.0, EMPTY, EMPTY, EMPTY]
 
 
 def test_a_copy_waits_for_an_optimizer_of_its_own():

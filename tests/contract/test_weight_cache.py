@@ -247,6 +247,16 @@ def test_checkpointing_reads_the_same_codes(use_reentrant):
     assert torch.equal(cached.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_counts_a_weights_broken_elements_once(use_reentrant):
+    layer = _layer("delayed", cached=True)
+    with torch.no_grad():
+        layer.weight[0, 0] = float("inf")
+    x = torch.randn(4, 16, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
+    assert octavo.nonfinite_counts(layer)["weight"] == 1
+
+
 def test_a_compiled_model_does_not_use_it():
     layer = _layer("tensorwise", cached=True)
     compiled = torch.compile(layer, fullgraph=True)

@@ -229,6 +229,8 @@ class Linear(StatefulModule, torch.nn.Linear):
         weight_scaling = scaling.of(WEIGHT)
         if not self.stored_weight.requires_grad:
             weight_scaling.pending = None
+        if inside_backward():  # activation checkpointing repeats the call, whose elements are counted already
+            weight_scaling.nonfinite = None
         return self.weight_cache.operands(self.weight, recipe, weight_scaling, learning=self._is_learning)
 
     @property

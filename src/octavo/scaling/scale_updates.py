@@ -261,25 +261,27 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
     """Before a training forward: close the model's step if its weights were updated, and by no optimizer.
 
     The first layer of a pass compares the weights of all: those that run before a written one are in the new step too.
+    After a pass without backward the next one's first is not known; there a layer whose weight was written compares.
     Inside of an autocast block, that of ``region``, the block decides where steps end with blocks.
     """
     updates, history = layer.scale_updates, layer.amax_history
     by_block = history is not None and history.spec.close == Close.AUTOCAST and int(region) > 0
     if updates.has_optimizer or updates.manual or history is None or by_block:
         return
-    if updates.called and history not in updates.called:
+    seen = updates.weights_seen.get(history)
+    is_old = seen is None or seen.version == layer.stored_weight._version  # noqa: SLF001
+    if updates.called and history not in updates.called and is_old:
         updates.called.add(history)
         return
     members = [other for other in _living() if other.scale_updates is updates]
-    in_closure = is_stepping(parameter for other in members for parameter in other.parameters())
-    if not in_closure and any(map(is_written, members)):
+    parameters = (parameter for other in members for parameter in other.parameters())
+    if any(map(is_written, members)) and not is_stepping(parameters):
         close_over_ranks(members)
     for other in members:
         weight = other.stored_weight
         if other.amax_history is not None and weight.requires_grad and _is_readable(weight):
             updates.weights_seen[other.amax_history] = WeightSeen(weight._version, _sample(weight))  # noqa: SLF001
-    updates.called.clear()
-    updates.called.add(history)
+    updates.called = weakref.WeakSet([history])
 
 
 def _is_readable(weight: Tensor) -> bool:
