@@ -274,8 +274,7 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
         updates.called.add(history)
         return
     members = [other for other in _living() if other.scale_updates is updates]
-    parameters = (parameter for other in members for parameter in other.parameters())
-    if any(map(is_written, members)) and not is_stepping(parameters):
+    if any(map(is_written, members)) and not is_stepping(each for other in members for each in other.parameters()):
         close_over_ranks(members)
     for other in members:
         weight = other.stored_weight
