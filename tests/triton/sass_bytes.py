@@ -74,8 +74,11 @@ class _Instruction(NamedTuple):
             return "loaded"
         if self.operation.startswith("SHF.R") and self.operands[2] == "0x17":
             return "exponent"
-        if self.operation == "LOP3.LUT" and self.operands[3:5] == ["RZ", "0xfc"]:  # a or b
-            return _constant(self.operands[2], byte)
+        match self.operation, self.operands:
+            case "LOP3.LUT", [_, _, constant, "RZ", "0xfc", *_] if constant.startswith(
+                "0x"
+            ):  # a register or a constant
+                return _constant(constant, byte)
         return self.operation
 
 
