@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.triton import ptx_addresses
+from tests.triton import ptx_addresses, sass_bytes
 from tests.triton.conftest import PrintedBy
 
 SHARED_MEMORY = 227 << 10  # bytes a block can have on Hopper
@@ -28,6 +28,18 @@ RAISED = {  # what programs raise together, by kernel: amaxes as integers' maxim
 NARROW = {  # to what places 32-bit products lead, by kernel, with their factors: no tensor is too large for these
     "close_step_kernel": {"window": ["length"]},  # a row for each of three roles; Triton 3.7 makes no product of it
 }
+
+CONVERTING = {  # the kernels that store codes converted in hardware
+    "cast_tensor_kernel",
+    "cast_rows_kernel",
+    "cast_rows_and_columns_kernel",
+    "cast_blocks_kernel",
+    "_norm_rows_kernel",
+    "_norm_tiles_kernel",
+    "_activation_rows_kernel",
+    "_activation_tiles_kernel",
+}
+CODES = {"code", "loaded", "0x7f", "0x7c"}  # kinds of bytes that are codes, see sass_bytes
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +120,71 @@ def test_places_in_tensors_of_2_to_the_31_elements_and_more_are_64_bits_wide(bui
         if build["narrow_factors"]:
             found.setdefault(build["kernel"], {}).update(build["narrow_factors"])
     assert not {kernel: places for kernel, places in found.items() if places != NARROW.get(kernel)}
+
+
+CONVERTED_PAIRS = """
+/*0000*/ F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R2, R3, R2, RZ ;
+/*0010*/ F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R5, R4, R2.reuse ;
+/*0020*/ STG.E desc[UR6][R10.64], R4 ;
+"""
+RIGHT = """
+/*0030*/ PRMT R7, R4, 0x7771, RZ ;
+/*0040*/ @P0 BRA 0x60 ;
+/*0050*/ SEL R7, R7, 0x7f, !P1 ;
+/*0060*/ STS.U8 [R0+UR4], R7 ;
+/*0070*/ LOP3.LUT R8, R2, 0xffff, RZ, 0xc0, !PT ;
+/*0080*/ SHF.R.U32.HI R8, RZ, 0x8, R8 ;
+/*0090*/ STS.U8 [R0+UR4+0x80], R8 ;
+/*00a0*/ STS.U8 [R1], R2 ;
+/*00b0*/ STS.U8 [R1+0x80], R4 ;
+"""
+READ_TOO_EARLY = """
+/*0030*/ LOP3.LUT R8, R9, 0xffff, RZ, 0xc0, !PT ;
+/*0040*/ PRMT R9, R4, 0x7610, R9 ;
+/*0050*/ SHF.R.U32.HI R8, RZ, 0x8, R8 ;
+/*0060*/ STS.U8 [R0+UR4], R8 ;
+/*0070*/ STS.U8 [R0+UR4+0x80], R4 ;
+"""
+ON_ONE_PATH = """
+/*0030*/ FADD R7, R6, R6 ;
+/*0040*/ @P0 BRA 0x60 ;
+/*0050*/ PRMT R7, R4, 0x7771, RZ ;
+/*0060*/ @!P1 STG.E.U8 desc[UR6][R12.64], R7 ;
+"""
+OF_A_SCALE = """
+/*0030*/ SHF.R.S32.HI R7, RZ, 0x17, R6 ;
+/*0040*/ SGXT R7, R7, 0x8 ;
+/*0050*/ STS.U8 [R1], R7 ;
+/*0060*/ LDS.U8 R8, [R0] ;
+/*0070*/ STG.E.U8 desc[UR6][R12.64], R8 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("sass", "kinds", "times"),
+    [
+        (RIGHT, {"code": 4, "0x7f": 1}, {2: 4}),
+        (READ_TOO_EARLY, {"unwritten": 1, "code": 1}, {1: 3, 2: 1}),
+        (ON_ONE_PATH, {"code": 1, "FADD": 1}, {1: 3, 2: 1}),
+        (OF_A_SCALE, {"exponent": 1, "loaded": 1}, {1: 4}),
+    ],
+)
+def test_stored_bytes_are_followed_to_their_origins(sass: str, kinds: dict, times: dict) -> None:
+    assert sass_bytes.stored(CONVERTED_PAIRS + sass) == (kinds, times)
+
+
+def test_stored_bytes_have_been_converted(builds: list[dict]) -> None:
+    """Or are scales in E8M0, or the byte that records an overflow."""
+    stray = []
+    for build in builds:
+        scales = {"exponent"} if "mxfp8" in build["call"] else set()
+        flags = {"0x1"} if "overflowed" in build["written"] else set()
+        if build["stored_bytes"].keys() - CODES - scales - flags:
+            stray.append(build)
+    assert not stray
+
+
+def test_every_code_is_stored_equally_often(builds: list[dict]) -> None:
+    """A store of a byte or word that is not the code that belongs there leaves one code out."""
+    assert not [build for build in builds if len(build["stored_codes"]) > 1]
+    assert {build["kernel"] for build in builds if build["stored_codes"].keys() - {"0"}} == CONVERTING

@@ -30,6 +30,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "tensor both ways": partial(casts.cast_tensor, _x, _E4M3, transposed=True, record=_counts),
     "tensor both ways, E5M2": partial(casts.cast_tensor, _x, _E5M2, transposed=True),
     "tensor both ways, FP32": partial(casts.cast_tensor, _master, _E4M3, transposed=True),
+    "tensor both ways, 256 x 272, FP32": partial(casts.cast_tensor, torch.empty(256, 272), _E4M3, transposed=True),
+    "tensor both ways, 272 x 300, FP32": partial(casts.cast_tensor, torch.empty(272, 300), _E4M3, transposed=True),
+    "tensor both ways, 305 x 256": partial(casts.cast_tensor, _x[:305, :256].contiguous(), _E4M3, transposed=True),
     "delayed both ways": partial(
         casts.cast_tensor, _x, _E4M3, amax=_amax, measure_if_zero=True, transposed=True, record=_history
     ),
