@@ -188,8 +188,8 @@ def _hardware_codes(scaled, MANTISSA: tl.constexpr):
     """FP32 numbers to uint8 codes by the conversion instruction, four at a time.
 
     Triton's own conversion leaves pairs of codes in 16-bit registers. Where one kernel stores such pairs and takes them
-    apart too, ptxas 12.8 reads some bytes before they are written (seen in Triton 3.6 and 3.7: wrong codes of FP32
-    tensors that are cast both ways). Words of four codes have no halves to confuse.
+    apart too, ptxas 12.8 reads some bytes before they are written (Triton 3.6 and 3.7: wrong codes of matrices
+    that are cast both ways). Words of four codes have no halves to confuse.
     """
     # Each instruction's first source is the upper byte of its result.
     E4M3_WORD: tl.constexpr = (
