@@ -26,8 +26,8 @@ __all__ = [
 
 NOTHING = "–"
 ARTICLE_NOTE = (
-    "The last column is from the article “FP8 Training and Inference: Next-Generation Numerical Formats” (2025), for GPTs "
-    "of 7 to 13 billion parameters on WikiText-103: compare its differences, not its values."
+    "The last column is from the article “FP8 Training and Inference: Next-Generation Numerical Formats” (2025), for "
+    "GPTs of 7 to 13 billion parameters on WikiText-103: compare its differences, not its values."
 )
 
 
