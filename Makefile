@@ -29,7 +29,7 @@ test: $(STAMP)
 	@scripts/check.sh
 
 docs: $(STAMP)
-	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 	@echo "docs: build/site/index.html"
 
 fmt: $(STAMP)

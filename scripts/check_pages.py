@@ -1,6 +1,6 @@
 """Check HTML pages in Chromium: width, contrast, console, first paint and size, on a desk and a phone, light and dark.
 
-    python scripts/check_pages.py build/site [runs/demo/report.html …] [--only PART]
+    python -m scripts.check_pages build/site [runs/demo/report.html …] [--only PART]
 
 Pages of a folder are served over HTTP on this machine, as the search of the site needs. Prints a row for each page with
 the worst value of its four views, and exits with 1 if one misses a limit:

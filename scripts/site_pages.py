@@ -13,6 +13,7 @@ Links to source files, which are links in the repository, become their text.
 """
 
 import ast
+import importlib
 import inspect
 import itertools
 import posixpath
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "octavo"
 RESULTS = ROOT / "benchmarks" / "results"
 HIDDEN = ("show_root_heading: false", "show_root_toc_entry: false")  # the page has a heading of its own
+IMPORTED = re.compile(r"^from (octavo\.[\w.]+) import", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -78,8 +80,10 @@ def result_files() -> list[Path]:
 
 
 def public_modules() -> dict[str, list[str]]:
-    """Public names by module: packages and top-level modules with an ``__all__``, except the commands."""
-    paths = [*PACKAGE.glob("[a-z]*.py"), *PACKAGE.rglob("__init__.py")]
+    """Public names by module: packages, top-level modules and those that examples in docs/ import from; no commands."""
+    examples = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    imported = {PACKAGE.parent / f"{name.replace('.', '/')}.py" for name in IMPORTED.findall(examples)}
+    paths = [*PACKAGE.glob("[a-z]*.py"), *PACKAGE.rglob("__init__.py"), *filter(Path.exists, imported)]
     modules = {module_name(path): exported(path) for path in paths}
     return {name: names for name, names in sorted(modules.items()) if names and not name.startswith("octavo.cli")}
 
@@ -106,7 +110,19 @@ def api_page(module: str, names: list[str]) -> str:
     """Page of one module: its docstring, then every public name."""
     options = "".join(f"      {option}\n" for option in ("members: []", *HIDDEN))
     head = f"# {module}\n\n::: {module}\n    options:\n{options}"
-    return head + "".join(f"\n::: {module}.{name}\n" for name in names)
+    modules = public_modules()
+    return head + "".join(
+        shared_name(module, name) if f"{module}.{name}" in modules else f"\n::: {module}.{name}\n" for name in names
+    )
+
+
+def shared_name(module: str, name: str) -> str:
+    """Entry of a public name that is also a module with a page: a link, or the function in place of that module."""
+    path = f"{module}.{name}"
+    value = getattr(importlib.import_module(module), name)
+    if inspect.ismodule(value):
+        return f"\n## {name}\n\nThe module [{path}]({path}.md).\n"
+    return f"\n[](){{ #{path} }}\n\n::: {value.__module__}.{name}\n"
 
 
 def commands() -> list[tuple[str, str]]:

@@ -4,7 +4,9 @@ Header, navigation and footer are the same on every page: a few pages are checke
 dark phone, with the contrast of their own content.
 """
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -37,7 +39,7 @@ def site(tmp_path_factory):
 
 def build(folder):
     unfinished = folder.with_suffix(".unfinished")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(unfinished)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(unfinished)]
     built = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
     )
@@ -61,7 +63,34 @@ def faults(site, page, names, **settings):
 def test_site_has_every_page_and_public_name(site):
     missing = [name for name in [*WRITTEN, *GENERATED] if not (site / name).exists()]
     assert not missing
-    assert 'id="octavo.convert"' in (site / "reference/api/octavo.html").read_text()
+    octavo = (site / "reference/api/octavo.html").read_text()
+    assert 'id="octavo.convert"' in octavo
+    assert "guard_save_pretrained" not in octavo  # the function, not the package of this name
+    for name in ("compat.huggingface.FP8Callback", "compat.lightning.ScalingStateCallback", "text.tokens.prepare"):
+        module = name.rpartition(".")[0]
+        assert f'id="octavo.{name}"' in (site / f"reference/api/octavo.{module}.html").read_text()
+
+
+@pytest.mark.parametrize("target", ["index.md", "nowhere.md", "index.md#nothing"])
+def test_make_docs_fails_on_a_broken_link(target, tmp_path):
+    """The Makefile's own command and the settings of mkdocs.yml, with one page."""
+    for program in ("mkdocs", "material"):
+        pytest.importorskip(program, reason=f"{program} is not installed to build the site")
+    if shutil.which("make") is None:
+        pytest.skip("there is no make on this machine")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text(f"# Page\n\nA [link]({target}).\n")
+    settings = {"INHERIT": str(ROOT / "mkdocs.yml"), "plugins": [], "hooks": [], "nav": ["index.md"], "not_in_nav": ""}
+    (tmp_path / "mkdocs.yml").write_text(json.dumps(settings))
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "--old-file=.venv/.installed", "docs"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (made.returncode == 0) == (target == "index.md"), made.stdout + made.stderr
+    assert target == "index.md" or target in made.stderr
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view[0]}-{view[1]}")

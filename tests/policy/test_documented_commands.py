@@ -89,6 +89,16 @@ def test_extras_exist():
     assert {extra for names in named for extra in names.split(",")} <= extras.keys()
 
 
+EXTRA_OF = {"serve": "serve", "export": "export", "doctor": "report"}  # a command's, or that of one of its options
+
+
+def test_tutorial_names_the_extras_of_its_commands():
+    pages = [BY_NAME[name].read_text() for name in sorted(BY_NAME) if name.startswith("docs/tutorial/")]
+    programs = {line.split()[0] for page in pages for line in blocks_of(page)}
+    named = {extra for names in EXTRAS.findall(pages[0]) for extra in names.split(",")}
+    assert {EXTRA_OF[program] for program in programs & EXTRA_OF.keys()} == named
+
+
 def test_every_command_of_readme_runs_in_ci():
     lines = "".join(block for _, block in fences(README.read_text(), "bash")).splitlines()
     assert {line.partition("  #")[0].strip() for line in lines if not COMMAND.match(line)} == RUN_BY.keys()

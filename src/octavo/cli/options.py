@@ -75,7 +75,8 @@ def _allow_hub(context: typer.Context, *, value: bool) -> bool:
 
 
 Hub = Annotated[
-    bool, typer.Option("--hub", help="Use the Hugging Face Hub for MODEL and for --data.", callback=_allow_hub)
+    bool,
+    typer.Option("--hub", help="Look names of models and data sets up on the Hugging Face Hub.", callback=_allow_hub),
 ]
 DataHub = Annotated[
     bool, typer.Option("--hub", help="Read the --data of that name from the Hugging Face Hub.", callback=_allow_hub)

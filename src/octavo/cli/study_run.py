@@ -108,6 +108,7 @@ def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) ->
     notes = (
         study_table.yardstick(study),
         study_table.target_note(study),
+        study_table.ARTICLE_NOTE,
         study_table.threads_note(study, device),
         study_table.emulation_note(device),
     )

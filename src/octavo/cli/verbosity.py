@@ -33,12 +33,18 @@ def is_quiet() -> bool:
 
 @contextmanager
 def logging_to_stderr(verbosity: Verbosity) -> Iterator[None]:
-    """Print log records of at least this level to stderr in the block."""
+    """Print log records of at least this level to stderr in the block, each once.
+
+    A library with a handler of its own, such as huggingface_hub, prints its records itself.
+    """
     root, handler = logging.getLogger(), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    level_before = root.level
+    handler.addFilter(lambda record: not _is_handled_below_root(record.name))
+    level_before, disabled_before = root.level, root.manager.disable
     root.setLevel(verbosity)
     root.addHandler(handler)
+    if verbosity == Verbosity.QUIET:
+        logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             if verbosity == Verbosity.QUIET:
@@ -47,3 +53,14 @@ def logging_to_stderr(verbosity: Verbosity) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         root.setLevel(level_before)
+        logging.disable(disabled_before)
+
+
+def _is_handled_below_root(name: str) -> bool:
+    """Return True if a handler prints records of the logger before they reach the root."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None and logger.parent is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent
+    return False

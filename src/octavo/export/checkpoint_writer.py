@@ -35,7 +35,7 @@ from octavo.errors import ConfigError
 from octavo.export.emulation import emulated
 from octavo.export.lockstep import LockstepAgreement, make_probe
 from octavo.export.model_files import Companions, companions_of
-from octavo.export.verification import reader_of, verify
+from octavo.export.verification import reader_note, reader_of, verify
 from octavo.files import claimed_folder, hidden_path, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.nn.arguments import check_whole
@@ -141,7 +141,7 @@ def save_quantized(
         format=format,
         schemes=writer.schemes(),
         left_out=contents.left_out,
-        notes=writer.notes(),
+        notes=writer.notes() + reader_note(fmt, reader),
         nbytes=nbytes,
         bf16_nbytes=writer.bf16_nbytes(),
         reader=reader,

@@ -26,9 +26,14 @@ DOES = MappingProxyType(
             VLLM: "FP8 products; q, k, v and gate, up recoded to their largest scale",
             SGLANG: "FP8 products on Hopper and newer; recoded as by vLLM",
             TENSORRT_LLM: "FP8 products",
-            TRANSFORMERS: "loads without a word and computes garbage: do not",
+            TRANSFORMERS: "reads codes after import octavo.compat.huggingface; else wrong results without an error",
         },
-        "octavo": {VLLM: NOTHING, SGLANG: NOTHING, TENSORRT_LLM: NOTHING, TRANSFORMERS: NOTHING},
+        "octavo": {
+            VLLM: NOTHING,
+            SGLANG: NOTHING,
+            TENSORRT_LLM: NOTHING,
+            TRANSFORMERS: "reads codes after import octavo.compat.huggingface; refuses without it",
+        },
     }
 )
 
@@ -37,6 +42,6 @@ SOURCES = MappingProxyType(
         VLLM: "docs.vllm.ai, Features > Quantization > FP8 W8A8",
         SGLANG: "docs.sglang.io, Advanced features > Quantization",
         TENSORRT_LLM: "NVIDIA Model Optimizer, Unified HuggingFace Checkpoint",
-        TRANSFORMERS: "run here, transformers 5.23 with compressed-tensors 0.20",
+        TRANSFORMERS: "octavo's tests, with transformers 5.23 and compressed-tensors 0.20",
     }
 )

@@ -19,20 +19,28 @@ from octavo.export.lockstep import LockstepAgreement, ReferenceProbe, save_probe
 from octavo.export.reload import OCTAVO, TRANSFORMERS
 from octavo.parsing import parse_json
 
-__all__ = ["TOLERANCE", "reader_of", "verify"]
+__all__ = ["TOLERANCE", "reader_note", "reader_of", "verify"]
 
 # Relative. Correct exports differ by up to 2.4e-4 (docs/concepts/verification.md), inputs that are not cast by 1e-2.
 TOLERANCE = 1e-3
 PROBE = "probe.safetensors"
+COMPRESSED_TENSORS = "compressed-tensors"
 
 
 def reader_of(fmt: FileFormat) -> str:
     """Program for reading a format back: transformers for compressed-tensors if installed, otherwise octavo.
 
-    Transformers runs hf-fp8 only on GPUs, and does not read modelopt or octavo.
+    Transformers runs hf-fp8 only on GPUs, and reads modelopt and octavo only by octavo's own quantizer.
     """
     installed = all(find_spec(name) is not None for name in ("transformers", "compressed_tensors"))
-    return TRANSFORMERS if fmt.name == "compressed-tensors" and installed else OCTAVO
+    return TRANSFORMERS if fmt.name == COMPRESSED_TENSORS and installed else OCTAVO
+
+
+def reader_note(fmt: FileFormat, reader: str) -> tuple[str, ...]:
+    """Note on a folder for transformers that octavo read back itself."""
+    if fmt.name != COMPRESSED_TENSORS or reader != OCTAVO:
+        return ()
+    return ("read back by octavo alone, without transformers and compressed-tensors; pip install 'octavo[export]'",)
 
 
 def verify(folder: Path, probe: ReferenceProbe, *, reader: str, scratch: Path) -> LockstepAgreement:

@@ -269,7 +269,10 @@ def _follow_weights(model: torch.nn.Module) -> None:
 def _new_histories(model: torch.nn.Module, state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, AmaxHistory]:
     """Histories of ``recipe`` for the layers that have none and that ``state`` knows."""
     if recipe.history is None:
-        raise ConfigError(f"recipe {recipe.name!r} keeps no history; name the delayed recipe that autocast runs")
+        raise ConfigError(
+            f"recipe {recipe.name!r} keeps no history, but the scaling state has one; name the delayed recipe that was "
+            "trained with"
+        )
     return {
         path: layer.new_history(recipe.history)
         for path, layer in _layers(model).items()

@@ -32,6 +32,7 @@ def study_page(study: Study, *, device: str = "cpu") -> str:
     check_report_extra("report.html")
     colours, pairs = _colours(study), _pairs(study)
     notes = (study_table.threads_note(study, device), study_table.emulation_note(device))
+    table_notes = (study_table.yardstick(study), study_table.target_note(study), study_table.ARTICLE_NOTE)
     return render(
         "study",
         headline=study_table.verdict(study),
@@ -46,7 +47,7 @@ def study_page(study: Study, *, device: str = "cpu") -> str:
         gap_legend=[(_gap_name(run, base), colour) for run, base, colour in pairs],
         gap=_gap_figure(study, pairs),
         gap_bar=GAP_BAR_NATS,
-        table_note=" ".join(filter(None, (study_table.yardstick(study), study_table.target_note(study)))),
+        table_note=" ".join(filter(None, table_notes)),
         columns=study_table.columns(study),
         rows=[(row.name, *row.cells, row.difference, row.article) for row in study_table.rows(study, device)],
         speed_note=" ".join(filter(None, notes)),

@@ -245,6 +245,32 @@ def test_verbosity_chooses_the_log_records_printed(octavo, monkeypatch, line, pr
     assert (root.level, root.handlers) == before
 
 
+@pytest.fixture(params=[logging.StreamHandler, logging.NullHandler])
+def library_handler(request):
+    """Handler that a library gives its logger, which also has a level, as huggingface_hub's has."""
+    library, handler = logging.getLogger("some_library"), request.param()
+    library.addHandler(handler)
+    library.setLevel(logging.WARNING)
+    yield handler
+    library.removeHandler(handler)
+    library.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize(("level", "count"), [((), 1), (("-v",), 1), (("-q",), 0)])
+def test_a_library_s_records_are_printed_once_or_hidden(octavo, monkeypatch, library_handler, level, count):
+
+    def log():
+        if isinstance(library_handler, logging.StreamHandler):
+            library_handler.setStream(sys.stderr)  # that of the command's runner
+        logging.getLogger("some_library.part").warning("connection lost")
+        return ()
+
+    monkeypatch.setattr("octavo.cli.formats.errata", log)
+    result = octavo(*level, "formats", "--errata")
+    assert result.stderr.count("connection lost") == count
+    assert logging.root.manager.disable == logging.NOTSET
+
+
 def test_quiet_hides_progress_but_not_the_result(octavo, setting, tmp_path):
     result = octavo("train", *setting, "--out", tmp_path / "run", "-q", "--json")
     assert result.exit_code == 0, result.output

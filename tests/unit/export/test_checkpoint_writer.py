@@ -64,6 +64,17 @@ def test_what_cannot_be_read_back_is_removed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("missing", ["transformers", "compressed_tensors"])
+def test_a_folder_that_only_octavo_read_back_says_so(tmp_path, monkeypatch, missing):
+    installed = verification.find_spec
+    monkeypatch.setattr(verification, "find_spec", lambda name: None if name == missing else installed(name))
+    saved = save_quantized(dynamic(ROW), tmp_path / "m")
+    assert saved.reader == "octavo"
+    assert saved.notes[-1].startswith("read back by octavo alone")
+    assert save_quantized(dynamic(ROW), tmp_path / "o", format="octavo").notes == ()
+    assert not any("alone" in note for note in save_quantized(dynamic(ROW), tmp_path / "n", verify_folder=False).notes)
+
+
 def test_the_model_is_left_as_it_was(tmp_path):
     model = dynamic("rowwise")
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}

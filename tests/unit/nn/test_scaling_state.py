@@ -267,7 +267,9 @@ def test_a_recipe_to_load_with_is_a_delayed_one_and_what_is_refused_leaves_no_hi
     _train_under("delayed", model, _batches(2, seed=1))
     state = octavo.scaling_state(model)
     other = _octavo_layers()
-    with pytest.raises(ConfigError, match="'rowwise' keeps no history; name the delayed recipe"):
+    with pytest.raises(
+        ConfigError, match="'rowwise' keeps no history, but the scaling state has one; name the delayed"
+    ):
         octavo.load_scaling_state(other, state, recipe="rowwise")
     state["2.input.amax"].fill_(-1.0)
     with pytest.raises(CheckpointError, match="not negative"):

@@ -68,7 +68,8 @@ __all__ = [
     "with_scales",
 ]
 
-FP32, BF16, AS_IT_IS = "fp32", "bf16", "as it is"
+FP32, BF16 = "fp32", "bf16"
+AS_IT_IS = "as it is"
 INT8, STATIC, TUNED = "int8", "fp8-static", "fp8-qat"
 CACHE, CENTRED = "fp8-kv", "fp8-kv-centred"
 RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise": "blockwise"}
