@@ -8,7 +8,6 @@ resumes from it, also from a moved folder. Needs ``transformers``: octavo[hf].
 """
 
 import base64
-import inspect
 import warnings
 from typing import Any
 
@@ -21,6 +20,7 @@ from octavo.compat.huggingface_folders import codes_config, register
 from octavo.compat.huggingface_numbers import FP8Numbers
 from octavo.convert import ConversionReport, convert
 from octavo.doctor.huggingface import DoctorCallback
+from octavo.doctor.trainer_losses import calling_object
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
@@ -169,17 +169,12 @@ class FP8Callback(_StateInCheckpoints):
 def _call_first(callback: TrainerCallback) -> None:
     """Move a callback before the Trainer's loggers, which read what it adds to the logs.
 
-    The Trainer puts its own callbacks first, and events do not name the handler that holds them all: it is the caller.
-    The event under way goes on behind the callback's old place.
+    The Trainer puts its own callbacks first. The event under way goes on behind the callback's old place.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler):
-            handler.callbacks.remove(callback)
-            handler.callbacks.insert(0, callback)
-            return
-        frame = frame.f_back
+    handler = calling_object(CallbackHandler)
+    if handler is not None:
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
 
 
 register()

@@ -5,10 +5,13 @@ writes statistics to metrics.jsonl in the training's ``output_dir``, which ``oct
 and after training:
 
 - "watched" and "statistics" lines for each sampled step, see :mod:`octavo.doctor.series`;
-- a "step" line whenever the Trainer logs: ``loss`` (the mean since the previous log, null if not finite), ``lr``,
-  ``grad_norm``;
+- a "step" line for each step: ``loss`` (null if not finite), ``lr`` of the optimizer, and ``grad_norm`` where the
+  Trainer logs it;
 - an "overflow" line for each step that a dynamic loss scale skipped;
 - an "evaluation" line for each evaluation with a loss.
+
+The losses of all steps are read from their device together, when a step is sampled or the Trainer logs. Events that no
+Trainer calls show no losses; the "step" lines are then those of the logs.
 
 A finding is printed when it first appears and again when its severity increases. If lines cannot be written, a warning
 is issued and training continues. If an exception ends training during a sampled step, the model stays watched, since
@@ -24,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from octavo.curves import perplexity
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.metrics_lines import METRICS, LineWriter, SampleLines, read_lines
 from octavo.doctor.series import Sample
+from octavo.doctor.trainer_losses import TrainerLosses, calling_object
 from octavo.doctor.watch import Watcher, watch
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
@@ -73,6 +78,9 @@ class DoctorCallback(TrainerCallback):
         self._samples, self._lines = SampleLines([]), LineWriter()
         self._reports = self._writes = False
         self._last_overflow = 0
+        self._losses = TrainerLosses()
+        self._steps: list[tuple[dict[str, Any], Tensor | None]] = []  # lines to be written, and losses to be read
+        self._sampled: list[dict[str, Any]] = []
 
     def findings(self) -> list[Finding]:
         """Findings in the newest ``keep`` samples, worst first; empty before the first sample."""
@@ -89,9 +97,10 @@ class DoctorCallback(TrainerCallback):
             _unwrap(given["optimizer"]),
             interval=self.interval,
             keep=self.keep,
-            on_sample=self._write_sample,
+            on_sample=self._queue_sample,
         )
-        self._reported, self._last_overflow = {}, 0
+        self._reported, self._last_overflow, self._steps, self._sampled = {}, 0, [], []
+        self._losses.attach(calling_object(Trainer))
         self._path = Path(args.output_dir or ".") / METRICS
         self._reports = self._writes = bool(state.is_world_process_zero)
         if self._writes:
@@ -102,15 +111,16 @@ class DoctorCallback(TrainerCallback):
     ) -> None:
         """Start to sample the step if it is due."""
         del args, control, given
-        self.abandon()
+        self._discard_step()
         self._sampled_step.enter_context(self._watcher().step(state.global_step + 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Write the sample and report new findings."""
         del args, control, given
         self._sampled_step.close()
-        self._write_overflows()
+        self._steps.append((self._watcher().steps[-1], self._losses.take()))
         if self._watcher().is_due(state.global_step):
+            self._write_until(state.global_step - 1)  # the Trainer may log numbers of this step
             self._report_new_findings()
 
     def on_log(
@@ -125,20 +135,33 @@ class DoctorCallback(TrainerCallback):
         del args, control, given
         values = {ours: _finite_or_none(logs[theirs]) for theirs, ours in STEP_NAMES.items() if logs and theirs in logs}
         if "loss" in values:
-            self._write("step", state.global_step, values)
-            self._watcher().steps.append({"kind": "step", "step": state.global_step, **values})
+            if not self._steps:
+                self._watcher().steps.append({"kind": "step", "step": state.global_step})
+                self._steps.append((self._watcher().steps[-1], None))
+            line, _ = self._steps[-1]
+            line |= values | line
+            self._write_until(state.global_step)
         if logs and EVALUATION_LOSS in logs:
+            self._write_until(state.global_step)
             nats = _finite_or_none(logs[EVALUATION_LOSS])
             exponential = None if nats is None else _finite_or_none(perplexity(nats))
-            self._write("evaluation", state.global_step, {"nats": nats, "perplexity": exponential})
+            self._write("evaluation", state.global_step, nats=nats, perplexity=exponential)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Stop watching the model."""
-        del args, state, control, given
+        del args, control, given
+        if self.watcher is not None:
+            self._write_until(state.global_step)
         self.abandon()
 
     def abandon(self) -> None:
         """Stop watching the model and discard a sampled step that has not finished."""
+        self._losses.detach()
+        self._discard_step()
+
+    def _discard_step(self) -> None:
+        """Forget a step that has not finished."""
+        self._losses.take()
         sampled_step, self._sampled_step = self._sampled_step, ExitStack()
         unfinished = _UnfinishedStepError()
         sampled_step.__exit__(_UnfinishedStepError, unfinished, None)
@@ -159,17 +182,26 @@ class DoctorCallback(TrainerCallback):
         except OSError as error:
             self._stop_writing(error)
 
-    def _write_sample(self, sample: Sample) -> None:
-        for kind, values in self._samples.of(sample):
-            self._write(kind, sample.step, values)
+    def _queue_sample(self, sample: Sample) -> None:
+        self._sampled += [{"kind": kind, "step": sample.step, **values} for kind, values in self._samples.of(sample)]
 
-    def _write_overflows(self) -> None:
-        for line in self._watcher().overflows.lines:
-            if line["step"] > self._last_overflow:
-                self._last_overflow = line["step"]
-                self._write("overflow", line["step"], {"loss_scale": line["loss_scale"]})
+    def _write_until(self, step: int) -> None:
+        """Write the samples, the overflows, and the steps up to this one, in order; waits for the device."""
+        overflows = self._watcher().overflows
+        overflows.read()
+        losses = [loss.float() for _, loss in self._steps if loss is not None]
+        values = iter(torch.stack(losses).tolist() if losses else ())
+        for line, loss in self._steps:
+            line.update({} if loss is None else {"loss": _finite_or_none(next(values))})
+        new_overflows = [line for line in overflows.lines if line["step"] > self._last_overflow]
+        steps = [line for line, _ in self._steps if line["step"] <= step and "loss" in line]
+        for line in sorted([*self._sampled, *new_overflows, *steps], key=lambda one: one["step"]):
+            self._write(**line)
+        self._last_overflow = max((line["step"] for line in overflows.lines), default=0)
+        self._steps = [(line, None) for line, _ in self._steps if line["step"] > step]
+        self._sampled = []
 
-    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def _write(self, kind: str, step: int, **values: Any) -> None:
         if not self._writes:
             return
         line = self._lines.line({"kind": kind, "step": step, **values})

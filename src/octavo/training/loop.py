@@ -92,7 +92,7 @@ class Trainer:
         model: the model of ``build_model``.
         data: the token files.
         on_event: called with each event.
-        converted: number of converted linears.
+        converted: number of linears converted to the FP8 recipe.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class TrainResult:
         tokens_per_second: tokens per update over the median duration of an update.
         peak_memory_bytes: peak of this process during training; see :mod:`octavo.training.memory`.
         checkpoint: the newest checkpoint.
-        converted: number of converted linears.
+        converted: number of linears converted to the FP8 recipe; 0 in an FP32 or BF16 run.
     """
 
     run_dir: Path

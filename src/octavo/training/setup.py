@@ -32,7 +32,9 @@ def check_data(data: TokenData, config: RunConfig) -> None:
 
 
 def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
-    """Create the initial model on its device, converted; return it and the number of converted linears.
+    """Create the initial model on its device, converted; return it and the number of linears in FP8.
+
+    Linears that run octavo's BF16 recipe, as those around the FP8 layers do under autocast, do not count.
 
     Raises:
         ConfigError: the device is not available, the model does not fit in memory, or the recipe cannot be applied.
@@ -49,7 +51,7 @@ def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
             f"{device.type!r} ({str(error).splitlines()[0]}); make it smaller"
         ) from error
     report = apply_recipe(model, training)
-    return model, len(report.converted) if report else 0
+    return model, len(report.converted) if report and training.is_fp8 else 0
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:

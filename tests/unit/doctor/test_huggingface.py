@@ -252,3 +252,56 @@ def test_a_step_without_a_beginning_is_refused():
     state, control = transformers.TrainerState(), transformers.TrainerControl()
     with pytest.raises(ConfigError, match="was not notified of the start"):
         DoctorCallback().on_step_begin(transformers.TrainingArguments(), state, control)
+
+
+class RememberedLosses(transformers.TrainerCallback):
+    """Losses of all steps, from the forward passes themselves: a mean over the tokens of both micro-batches."""
+
+    def __init__(self, model):
+        self.sums, self.losses = [], []
+        model.register_forward_hook(self.remember, with_kwargs=True)
+
+    def remember(self, model, _inputs, kwargs, outputs):
+        if model.training:
+            logits, labels = outputs.logits[:, :-1].detach().double(), kwargs["labels"][:, 1:]
+            nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            self.sums.append((nats.item(), labels.numel()))
+
+    def on_step_end(self, *_event, **_given):
+        self.losses.append(sum(nats for nats, _ in self.sums) / sum(tokens for _, tokens in self.sums))
+        self.sums.clear()
+
+
+@pytest.mark.parametrize(("logging_steps", "interval"), [(1, 2), (3, 2), (10, 2), (10, 100)])
+def test_the_loss_and_the_rate_of_every_step_are_recorded_whenever_the_trainer_logs(tmp_path, logging_steps, interval):
+    model, callback = tiny_model(), DoctorCallback(interval=interval)
+    rates, remembered = [], RememberedLosses(model)
+    trainer = trainer_of(
+        model, tmp_path, callback, logging_steps=logging_steps, eval_strategy="no", learning_rate=0.1, max_steps=7
+    )
+    trainer.add_callback(remembered)
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_post_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
+    trainer.train()
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    written = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in written] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["loss"] for line in written] == pytest.approx(remembered.losses, rel=1e-5)
+    assert [line["lr"] for line in written] == rates
+    assert [line["step"] for line in written if "grad_norm" in line] == list(range(logging_steps, 8, logging_steps))
+    for series in (series_of(lines), callback.watcher.series()):
+        assert series.curve("loss")[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert "training_step" not in vars(trainer)
+
+
+def test_losses_are_read_from_the_device_only_at_samples_and_logs(tmp_path, monkeypatch):
+    reads, genuine = [], DoctorCallback._write_until
+
+    def write_until(callback, step):
+        reads.append(step)
+        genuine(callback, step)
+
+    monkeypatch.setattr(DoctorCallback, "_write_until", write_until)
+    callback = DoctorCallback(interval=4)
+    trainer_of(tiny_model(), tmp_path, callback, logging_steps=6, eval_strategy="no", max_steps=11).train()
+    assert reads == [0, 3, 6, 7, 11]  # samples of steps 1, 4 and 8, a log at step 6, the end

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteLossError, TrainingError
+from octavo.experiments.paired import fp8_layers
 from octavo.models import Llama
 from octavo.models.sources import has_run
 from octavo.training import loop
@@ -23,7 +24,7 @@ from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import claimed, load_run
 from octavo.training.schedules import learning_rate
-from octavo.training.setup import build_optimizer
+from octavo.training.setup import build_model, build_optimizer
 from tests.unit.training.tiny_runs import MODEL, comparable, tiny_config, tiny_data
 
 
@@ -410,3 +411,21 @@ def test_leftovers_of_a_killed_process_are_removed_on_resume(tmp_path, data):
     train(config, tmp_path / "run", data=data, resume=True)
     assert not list((tmp_path / "run").glob(".*.tmp"))
     assert sorted(path.name for path in checkpoints.iterdir()) == [".notes", "step-000002", "step-000004"]
+
+
+@pytest.mark.parametrize(
+    ("training", "layers"),
+    [
+        ({"recipe": "fp32"}, 0),
+        ({"recipe": "bf16"}, 0),
+        ({"recipe": "tensorwise"}, 7),
+        ({"recipe": "tensorwise", "precision": "fp32"}, 7),
+        ({"recipe": "tensorwise", "convert_head": True}, 8),
+        ({"recipe": "tensorwise", "skip": ("*.q_proj",)}, 6),
+    ],
+)
+def test_converted_layers_are_those_that_cast_to_fp8(data, training, layers):
+    """Under autocast the head runs octavo's BF16 recipe in BF16 and FP8 runs alike, and counts in neither."""
+    model, converted = build_model(tiny_config(**training), data.vocab_size)
+    assert converted == layers
+    assert converted == len(fp8_layers(model))
