@@ -26,6 +26,7 @@ ROWS = (
     "autocast",
     "nn",
     "convert",
+    "parallel",
     "_lazy",
     "octavo",
     "_former_names",

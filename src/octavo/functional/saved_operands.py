@@ -235,16 +235,23 @@ class WeightOperands:
         recipe: the casts.
         scaling: for casts of a weight in high precision.
         recast: save the weight itself for grad_input, if it has a cast of its own, and cast it again in backward.
+        transposed: the right operand of grad_input's GEMM, [K, N], where it is known; None casts it when it is needed.
     """
 
     def __init__(
-        self, weight: Operand, recipe: Recipe, scaling: OperandScaling | None = None, *, recast: bool = False
+        self,
+        weight: Operand,
+        recipe: Recipe,
+        scaling: OperandScaling | None = None,
+        *,
+        recast: bool = False,
+        transposed: SavedOperand | None = None,
     ) -> None:
         self._weight, self._recipe = weight, recipe
         self._scaling = OperandScaling() if scaling is None else scaling
         self._recast = recast
         self._output: Operand | None = None
-        self._transposed: SavedOperand | None = None
+        self._transposed = transposed
 
     def output(self, *, with_grad_input: bool = False) -> Operand:
         """Return the right operand of the output GEMM, [N, K].
@@ -253,11 +260,12 @@ class WeightOperands:
         """
         if self._output is None:
             weight, spec, transposed_spec = self._weight, self._recipe.output.b, self._recipe.grad_input.b
+            both = with_grad_input and self._transposed is None
             if isinstance(weight, QuantizedTensor):
                 self._output = weight
-            elif with_grad_input and self._recast and spec is not None and transposed_spec is not None:
+            elif both and self._recast and spec is not None and transposed_spec is not None:
                 self._output, self._transposed = _cast_and_recast(weight, spec, transposed_spec, self._scaling)
-            elif with_grad_input:
+            elif both:
                 self._output, self._transposed = cast_both_ways(weight, spec, transposed_spec, self._scaling)
             else:
                 self._output = cast_operand(weight, spec, self._scaling)

@@ -1,4 +1,10 @@
-"""Cache of a weight's operands: micro-batches of a step cast it once, and a changed weight is cast again."""
+"""Sources of a weight's operands that are cast already.
+
+One is a cache: micro-batches of a step cast a weight once, and a changed weight is cast again. Another is the gather of
+a weight that ranks share (octavo.parallel).
+"""
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,7 +15,15 @@ from octavo.recipes import Recipe
 from octavo.scaling import OperandScaling
 from octavo.scaling.scale_updates import OptimizerSteps
 
-__all__ = ["WeightCache"]
+__all__ = ["OperandSource", "WeightCache"]
+
+
+class OperandSource(Protocol):
+    """Source of the operands of a weight whose codes a layer gets from elsewhere, such as from other ranks."""
+
+    def operands(self, recipe: Recipe, scaling: OperandScaling) -> WeightOperands:
+        """Return the weight's operands under ``recipe``; ``scaling`` is for casts that the call makes itself."""
+        ...
 
 
 class WeightCache:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from octavo import recipes
 from octavo.autocast import active_recipe, autocast_region
 from octavo.errors import BackendError, ConfigError
-from octavo.functional import InputOperands, WeightCache, WeightOperands, fp8_linear
+from octavo.functional import InputOperands, OperandSource, WeightCache, WeightOperands, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu
 from octavo.nn.shared_input import SharedInput
 from octavo.numerics import Granularity, QuantizedTensor
@@ -89,6 +89,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     weight_scale: Tensor
     watch: LayerWatch | None = None  # set for the steps that the doctor inspects
     shared_input: SharedInput | None = None  # of a converted model's layers
+    weight_gather: OperandSource | None = None  # of a weight that FSDP2 gathers as codes
     records_weight: bool = True  # False for a step's later micro-batches, where the model marks them
 
     def __init__(
@@ -224,6 +225,8 @@ class Linear(StatefulModule, torch.nn.Linear):
             if self.stored_weight.requires_grad:
                 raise ConfigError("a weight stored as FP8 codes takes no gradient; octavo.restore(model) decodes it")
             return WeightOperands(codes, recipe)
+        if self.weight_gather is not None:
+            return self.weight_gather.operands(recipe, scaling.of(WEIGHT))
         if self.weight_cache is None or torch.compiler.is_compiling():
             return None
         weight_scaling = scaling.of(WEIGHT)
