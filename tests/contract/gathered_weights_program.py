@@ -222,7 +222,7 @@ def checks(ranks: int) -> list[Callable[[int, Path], Any]]:
     return [
         *(codes, training, gathered_once, mixed_precision, optimizers, traffic, modules, refused, differing_models),
         *(use.switched_recipes, use.micro_batches, use.checkpointed, use.frozen, use.loaded, use.offloaded),
-        *(use.prefetched, use.kept_for_backward, use.watched),
+        *(use.prefetched, use.unseen_writes, use.compiled, use.kept_for_backward, use.watched),
     ]
 
 

@@ -97,7 +97,7 @@ def train(
     model: Any,
     rank: int,
     *,
-    optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+    optimizer: Callable[..., Any] = momentum,
     run: Callable[[Any, Tensor, int], list[float]] = step_once,
     fused: bool = False,
 ) -> dict[str, Any]:

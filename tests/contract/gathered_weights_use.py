@@ -29,6 +29,7 @@ from tests.contract.gathered_weights_training import (
 
 __all__ = [
     "checkpointed",
+    "compiled",
     "frozen",
     "kept_for_backward",
     "loaded",
@@ -36,6 +37,7 @@ __all__ = [
     "offloaded",
     "prefetched",
     "switched_recipes",
+    "unseen_writes",
     "watched",
 ]
 
@@ -87,6 +89,45 @@ def _accumulate(model: Any, batch: Tensor, index: int, *, kept: bool) -> list[fl
         model.set_reshard_after_backward(last or not kept)
         losses += step_once(model, batch if last else batch * 2, index)
     return losses
+
+
+class ForeachSGD:
+    """An optimizer of its own kind, whose writes no version of a sharded parameter counts."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+
+    @torch.no_grad()
+    def step(self) -> None:
+        gradients = [each.grad for each in self.parameters if each.grad is not None]
+        torch._foreach_add_(self.parameters, gradients, alpha=-3.0)
+
+    def zero_grad(self) -> None:
+        for each in self.parameters:
+            each.grad = None
+
+
+def unseen_writes(rank: int, _: Path) -> Any:
+    """Differences with an optimizer that is none of torch's, and where evaluation runs other weights for a while."""
+    return {
+        "optimizer": compared(rank, partial(sharded, "tensorwise"), optimizer=ForeachSGD),
+        "evaluation": compared(rank, partial(sharded, "tensorwise"), run=_with_larger_weights),
+    }
+
+
+def _with_larger_weights(model: Any, batch: Tensor, index: int) -> list[float]:
+    """A step after an evaluation of weights that are written, and written back, through ``.data``."""
+    step_once(model, batch, index)
+    for factor in (8.0, 0.125):
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
+        if factor > 1:
+            model.eval()
+            with torch.no_grad():
+                losses = [model(batch).sum().item()]
+            model.reshard()
+            model.train()
+    return losses + step_once(model, batch, index)
 
 
 class Checkpointed(nn.Module):
@@ -195,6 +236,17 @@ def prefetched(rank: int, _: Path) -> Any:
         model[0].set_modules_to_forward_prefetch([model[2]])
         model[4].set_modules_to_backward_prefetch([model[2]])
         return model
+
+    return compared(rank, make)
+
+
+def compiled(rank: int, _: Path) -> Any:
+    """Differences where torch.compile has the layer, and so leaves it out of its graphs."""
+
+    def make() -> Any:
+        model = build("rowwise", sizes=(24, 33))
+        model[0].compile(backend="eager")
+        return shard(model)
 
     return compared(rank, make)
 

@@ -65,7 +65,7 @@ def test_training_on_four_ranks_and_on_a_mesh_of_two_dimensions(found, check):
         assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize("check", ["switched_recipes", "micro_batches", "frozen", "modules"])
+@pytest.mark.parametrize("check", ["switched_recipes", "micro_batches", "frozen", "modules", "unseen_writes"])
 def test_training_is_the_same_in_other_loops(found, check):
     for differences in _of(found, check):
         assert not any(differences.values()), differences
@@ -76,8 +76,8 @@ def test_activation_checkpointing_repeats_the_forward_pass_from_codes(found):
         assert all(each == [[], [], []] for each in differences.values()), differences
 
 
-@pytest.mark.parametrize("check", ["offloaded", "prefetched"])
-def test_fsdp2s_options_change_nothing(found, check):
+@pytest.mark.parametrize("check", ["offloaded", "prefetched", "compiled"])
+def test_options_of_torch_change_nothing(found, check):
     assert _of(found, check) == [[], []]
 
 

@@ -25,6 +25,10 @@ class OperandSource(Protocol):
         """Return the weight's operands under ``recipe``; ``scaling`` is for casts that the call makes itself."""
         ...
 
+    def clear(self) -> None:
+        """Forget what is known of the weight's values."""
+        ...
+
 
 class WeightCache:
     """Cache of a weight's operands until the weight changes, so that micro-batches of a step cast it once.

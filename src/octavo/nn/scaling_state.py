@@ -314,6 +314,8 @@ def _forget_cached_weights(model: torch.nn.Module) -> None:
     for layer in _layers(model).values():
         if layer.weight_cache is not None:
             layer.weight_cache.clear()
+        if layer.weight_gather is not None:
+            layer.weight_gather.clear()
 
 
 def _layers(model: torch.nn.Module) -> dict[str, Linear]:

@@ -8,7 +8,9 @@ gather. Each process group of a model has its own collective.
 A delayed cast scales by amaxes of finished steps, which the end of each step has reduced already
 (:mod:`octavo.scaling.scale_updates`); its weight takes part only as long as there are none.
 
-A write past torch's optimizers and past the sharded parameter itself, such as through its local tensor, is not seen.
+What no version counts, such as writes through ``.data``, is seen where it is expected: an evaluation, the forward pass
+after it, and every forward pass of weights that no ``torch.optim`` optimizer holds measure all weights. After such a
+write between the micro-batches of a step, ``octavo.update_scales(model)`` on all ranks lets them be measured.
 """
 
 from collections.abc import Sequence
@@ -51,10 +53,16 @@ class MeasuredWeight(Protocol):
 
 
 class StepAmaxes:
-    """Reduction of the amaxes of the weights of one model."""
+    """Reduction of the amaxes of the weights of one model.
+
+    Attributes:
+        weights: the weights.
+        generation: a weight adds 1 where all of them must be measured anew.
+    """
 
     def __init__(self) -> None:
         self.weights: list[MeasuredWeight] = []
+        self.generation = 0
 
     @torch.no_grad()
     def of(self, weight: MeasuredWeight) -> dict[ShardCast, Tensor]:

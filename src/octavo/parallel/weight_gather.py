@@ -33,7 +33,6 @@ from octavo.parallel.shard_cast import ShardCast
 from octavo.parallel.step_amaxes import StepAmaxes
 from octavo.recipes import Close, Recipe
 from octavo.scaling import EMPTY, WEIGHT, OperandScaling, inside_backward
-from octavo.scaling.scale_updates import OptimizerSteps
 
 __all__ = ["WeightGather", "high_precision_reason"]
 
@@ -94,16 +93,17 @@ class WeightGather:
         self._gathered: _Gathered | None = None
         self._outputs: tuple[Tensor | None, ...] = ()
         self._repeats_forward = False
+        self._last_forward = (-1, True)
         step.weights.append(self)
 
     # As a MeasuredWeight
 
     def state(self) -> tuple[object, ...]:
         """Return the optimizer's step, versions of the sharded parameter and of past amaxes, and the casts."""
-        steps = OptimizerSteps.count if self.layer.stored_weight.requires_grad else 0
+        steps = self.layer.scale_updates.optimizer_steps if self.layer.stored_weight.requires_grad else 0
         history = self.layer.amax_history
         past = None if history is None else history.amax._version  # noqa: SLF001
-        return steps, self.parameter.version(), past, *self.casts()
+        return self.step.generation, steps, self.parameter.version(), past, *self.casts()
 
     def casts(self) -> tuple[ShardCast, ...]:
         """Return the different casts of both passes; none where the weight is gathered in high precision."""
@@ -141,6 +141,8 @@ class WeightGather:
             parts: tuple[Tensor, ...] = (self._padded(shard.to(dtype)), *(shard.new_empty(0, dtype=torch.uint8),) * 3)
             gathered = _Gathered(recipe=recipe, casts={}, amaxes={}, record=AmaxRecord(), sizes=(), dtype=dtype)
         else:
+            if not inside_backward():
+                self._begin_forward()
             casts, amaxes = self._casts(recipe, passes), self.step.of(self)
             used = {cast: self._amax_in_force(cast, amaxes) for cast in casts.values()}
             record = _new_record(shard.device)
@@ -220,6 +222,22 @@ class WeightGather:
     def cast_of(self, name: str) -> ShardCast:
         """Return the cast of a pass."""
         return self._current().casts[name]
+
+    def _begin_forward(self) -> None:
+        """Let all weights be measured anew where a write to them might not have been seen.
+
+        No version counts what is written through ``.data`` or by ``torch._foreach_*``. Such writes are expected before
+        and after an evaluation (an average of weights), and where no ``torch.optim`` optimizer holds the weights.
+        """
+        generation, trained = self._last_forward
+        written = not (trained and self.layer.training and self.layer.scale_updates.has_optimizer)
+        if written and generation == self.step.generation:
+            self.step.generation += 1
+        self._last_forward = (self.step.generation, self.layer.training)
+
+    def clear(self) -> None:
+        """Forget the weight's amaxes; all ranks must."""
+        self.measured = ()
 
     def _current(self) -> _Gathered:
         gathered = self._gathered
