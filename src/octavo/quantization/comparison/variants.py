@@ -68,10 +68,14 @@ __all__ = [
     "with_scales",
 ]
 
-FP32, BF16 = "fp32", "bf16"
+FP32 = "fp32"
+BF16 = "bf16"
 AS_IT_IS = "as it is"
-INT8, STATIC, TUNED = "int8", "fp8-static", "fp8-qat"
-CACHE, CENTRED = "fp8-kv", "fp8-kv-centred"
+INT8 = "int8"
+STATIC = "fp8-static"
+TUNED = "fp8-qat"
+CACHE = "fp8-kv"
+CENTRED = "fp8-kv-centred"
 RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise": "blockwise"}
 FORMATS = (FP32, BF16, INT8, *RECIPES, STATIC, TUNED, CACHE, CENTRED)
 T = TypeVar("T")
