@@ -15,6 +15,8 @@ from octavo.nn import Linear
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
+from transformers import TrainerCallback  # noqa: E402
+
 from octavo.doctor.huggingface import DoctorCallback  # noqa: E402 (needs transformers)
 from tests.tiny_llama import TinyTexts, tiny_hugging_face_config  # noqa: E402
 
@@ -254,7 +256,7 @@ def test_a_step_without_a_beginning_is_refused():
         DoctorCallback().on_step_begin(transformers.TrainingArguments(), state, control)
 
 
-class RememberedLosses(transformers.TrainerCallback):
+class RememberedLosses(TrainerCallback):
     """Losses of all steps, from the forward passes themselves: a mean over the tokens of both micro-batches."""
 
     def __init__(self, model):
@@ -289,6 +291,7 @@ def test_the_loss_and_the_rate_of_every_step_are_recorded_whenever_the_trainer_l
     assert [line["loss"] for line in written] == pytest.approx(remembered.losses, rel=1e-5)
     assert [line["lr"] for line in written] == rates
     assert [line["step"] for line in written if "grad_norm" in line] == list(range(logging_steps, 8, logging_steps))
+    assert callback.watcher is not None
     for series in (series_of(lines), callback.watcher.series()):
         assert series.curve("loss")[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert "training_step" not in vars(trainer)

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,7 @@ def test_what_cannot_be_read_back_is_removed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("missing", ["transformers", "compressed_tensors"])
 def test_a_folder_that_only_octavo_read_back_says_so(tmp_path, monkeypatch, missing):
-    installed = verification.find_spec
-    monkeypatch.setattr(verification, "find_spec", lambda name: None if name == missing else installed(name))
+    monkeypatch.setattr(verification, "find_spec", lambda name: None if name == missing else find_spec(name))
     saved = save_quantized(dynamic(ROW), tmp_path / "m")
     assert saved.reader == "octavo"
     assert saved.notes[-1].startswith("read back by octavo alone")
