@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octavo.doctor.findings import Finding, Findings, Severity, worst_first
+from octavo.doctor.findings import LARGE_UPDATE, REPLACED_WEIGHTS, Finding, Findings, Severity, worst_first
 from octavo.doctor.losses import SEEN_AT
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.resolved import RESOLVED_AT, as_note_if_resolved
@@ -25,8 +25,9 @@ __all__ = ["diagnose"]
 _BY_SCALE = frozenset({"saturation", "gradient-underflow", "bulk-underflow"})
 _SCALES = frozenset({"stale-scale", "frozen-scale", "inexact-amax", "scale-oscillation"})
 _LATER = _SCALES | _BY_SCALE
-_LATER |= {"nonfinite", "outlier-growth", "gradient-below-noise", "divergence", "loss-gap", "batch-norm"}
-_LOSS = frozenset({"divergence", "loss-gap"})
+_LATER |= {"nonfinite", "outlier-growth", "gradient-below-noise", "divergence", "loss-spike", "loss-gap", "batch-norm"}
+_LOSS = frozenset({"divergence", "loss-spike", "loss-gap"})
+_SYMPTOMS = _BY_SCALE | {"stale-scale", "scale-oscillation", "gradient-below-noise", "loss-gap"}  # of a diverged loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class _Consequences:
 
     Attributes:
         here: at the same tensor or within the same module.
-        later: anywhere, if the cause breaks training (severity fail, or a diverging loss) and came first.
+        later: anywhere, if the cause breaks training (severity fail, a diverging or spiking loss, or a learning rate
+            under which the loss rose) and came first.
         anyhow: anywhere, regardless of severity and time.
     """
 
@@ -55,16 +57,15 @@ EXPLAINS = {
     "inexact-amax": _Consequences(here=_BY_SCALE, later=_LATER - {"inexact-amax"}, anyhow=_NOISE),
     "stale-scale": _Consequences(here=_BY_SCALE, later=_BY_SCALE | _LOSS | {"nonfinite"}, anyhow=_NOISE),
     "nonfinite": _Consequences(later=_LATER | {"zero-tensor", "learning-rate"}),
-    "sensitive-module": _Consequences(here=_BY_SCALE, later=frozenset({"loss-gap"}), anyhow=_NOISE),
+    "sensitive-module": _Consequences(here=_BY_SCALE, later=_LOSS, anyhow=_NOISE),
     "outlier-growth": _Consequences(here=_SCALES - {"inexact-amax"} | _BY_SCALE, anyhow=_NOISE),
     "zero-tensor": _Consequences(here=_BY_SCALE, anyhow=frozenset({"zero-tensor"})),
     "saturation": _Consequences(later=_LOSS | {"nonfinite"}, anyhow=_NOISE),
     "bulk-underflow": _Consequences(later=_LOSS, anyhow=_NOISE),
     "gradient-underflow": _Consequences(later=frozenset({"loss-gap"}), anyhow=_NOISE),
     "biased-accumulation": _Consequences(later=_LOSS),
-    "divergence": _Consequences(
-        later=_BY_SCALE | {"stale-scale", "scale-oscillation", "gradient-below-noise", "loss-gap"}
-    ),
+    "divergence": _Consequences(later=_SYMPTOMS, anyhow=frozenset({"loss-spike"})),
+    "loss-spike": _Consequences(later=_SYMPTOMS),
 }
 
 
@@ -86,10 +87,24 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
         findings = [as_note_if_resolved(finding, series) for rule in RULES for finding in rule(series, limits)]
         if reference is not None:
             findings += loss_gap(series, reference, limits)
-        causes = run_wide(
-            _without_consequences(_worst_per_tensor(findings), series), {key.path for key in series.casts.keys}
-        )
+        unexplained = _without_consequences(_worst_per_tensor(findings), series)
+        causes = _loss_first(run_wide(unexplained, {key.path for key in series.casts.keys}))
     return Findings(replace(finding, remedies=remedies_for(finding, series)) for finding in causes)
+
+
+def _loss_first(findings: list[Finding]) -> list[Finding]:
+    """Findings with a learning rate or a divergence before what began with it or later and may follow from it.
+
+    A sample does not show which of two that it shows first came first in the steps before it.
+    """
+    result = list(findings)
+    for one in findings:
+        if one.code in ("divergence", "loss-spike", "learning-rate") and one.severity is not Severity.NOTE:
+            later, index = EXPLAINS[one.code].later, result.index(one)
+            follows = [other.code in later and other.first_step >= one.first_step for other in result[:index]]
+            place = follows.index(True) if any(follows) else index
+            result.insert(place, result.pop(index))
+    return result
 
 
 def _worst_per_tensor(findings: Iterable[Finding]) -> list[Finding]:
@@ -115,16 +130,23 @@ def _without_consequences(findings: list[Finding], series: Series) -> list[Findi
 
 def _explains(cause: Finding, other: Finding, order: dict[tuple[str, str], int]) -> bool:
     reach = EXPLAINS.get(cause.code, _Consequences())
+    if LARGE_UPDATE in cause.evidence:  # a possible cause, which is listed first but hides nothing
+        return False
     if cause.severity is Severity.NOTE and other.last_step > cause.evidence.get(RESOLVED_AT, -1):
         return False
     if other.code in reach.here and other.code != cause.code and _is_same_place(other, cause):
         return True
     if other.code in reach.anyhow and (other.code != cause.code or _precedes(cause, other, order)):
         return True
-    breaks = (
-        cause.severity is not Severity.WARN or cause.code == "divergence"
-    )  # a resolved cause explains what was resolved with it
-    return breaks and other.code in reach.later and _precedes(cause, other, order)
+    return _breaks_training(cause) and other.code in reach.later and _precedes(cause, other, order)
+
+
+def _breaks_training(cause: Finding) -> bool:
+    """True if later findings may follow from this one; a resolved cause explains what was resolved with it."""
+    is_high_rate = cause.code == "learning-rate" and (
+        cause.evidence.get("loss_rise", 0.0) > 0 or REPLACED_WEIGHTS in cause.evidence
+    )
+    return cause.severity is not Severity.WARN or cause.code in ("divergence", "loss-spike") or is_high_rate
 
 
 def _is_same_place(other: Finding, cause: Finding) -> bool:

@@ -8,7 +8,18 @@ from typing import Any
 from octavo.html.notebook import Table, summary
 from octavo.html.wording import counted, number
 
-__all__ = ["CAUSES", "SIGNS", "Finding", "Findings", "Remedy", "Severity", "capitalized", "worst_first"]
+__all__ = [
+    "CAUSES",
+    "LARGE_UPDATE",
+    "REPLACED_WEIGHTS",
+    "SIGNS",
+    "Finding",
+    "Findings",
+    "Remedy",
+    "Severity",
+    "capitalized",
+    "worst_first",
+]
 
 
 class Severity(StrEnum):
@@ -40,14 +51,18 @@ CAUSES = {
     "batch-norm": "a batch norm next to FP8 layers has erratic statistics",
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
-    "learning-rate": "the learning rate or the updates jumped, such as at a change of precision",
+    "learning-rate": "the learning rate is too large, or jumped, or updates did, such as at a change of precision",
     "divergence": "the loss rises far above its beginning, or loses most of its progress",
+    "loss-spike": "the loss spikes above its beginning",
     "loss-gap": "the loss departs from the reference's",
     "nondeterministic": "the same micro-batch gives different numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
     "checkpoint": "the newest checkpoint cannot be continued from",
     "memory": "a step needs more memory than the device has",
 }
+
+
+REPLACED_WEIGHTS, LARGE_UPDATE = "replaced_weights", "large_update"  # evidence: an update over the norm of the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

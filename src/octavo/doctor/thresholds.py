@@ -101,6 +101,16 @@ class Thresholds:
     switch_window: float = _ours(20, "steps before and after a switch that are compared")
     loss_rise: float = _ours(0.02, "of the loss before; two standard deviations are required too")
     diverged_loss: float = _ours(2.0, "of the loss at the beginning; healthy runs end below it")
+    spike_loss: float = _ours(
+        1.2, "of the loss at the beginning, which healthy runs only leave downwards, or before a jump of the rate"
+    )
+    large_update: float = _ours(
+        0.1, "of the weights' norm, before gradients vanish: healthy runs had 0.023, AdamW at 3e-3 without warm-up 0.15"
+    )
+    replaced_weights: float = _ours(
+        1.0,
+        "of the weights' norm: AdamW's first update at 0.02, of weights of 0.02; a run with 0.5 learned all the same",
+    )
     lost_gain: float = _ours(0.5, "of what the loss had gained; overshoots of a warm-up and restarted rates come back")
     least_gain: float = _ours(0.1, "of the loss at the beginning: fine-tuning gains less, and a restart may cost that")
     lasting_rise: float = _ours(

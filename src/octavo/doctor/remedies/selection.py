@@ -176,8 +176,12 @@ def _learning_rate(context: RemedyContext) -> Iterable[Remedy]:
     if since.size:
         lr = min(float(before[-1]) if before.size else np.inf, float(since.max()) / 2)
         yield Remedy(text=f"Peak at a learning rate of {lr:.3g}.", changes={"lr": lr})
-        warmup = 2 * int(steps[int(np.argmax(rates))])
-        yield Remedy(text=f"Warm up over {warmup} steps.", changes={"warmup": warmup})
+        peak = int(np.argmax(rates))
+        if peak:
+            warmup = 2 * int(steps[peak])
+            yield Remedy(text=f"Warm up over {warmup} steps.", changes={"warmup": warmup})
+        else:
+            yield Remedy(text="Warm up to the learning rate, which was at its peak in the first step.")
     else:
         yield Remedy(text="Lower the learning rate where the precision changes, and warm up again from there.")
 
@@ -253,6 +257,7 @@ REMEDY_RULES: dict[str, Callable[[RemedyContext], Iterable[Remedy]]] = {
     "gradient-below-noise": _gradient_below_noise,
     "learning-rate": _learning_rate,
     "divergence": _divergence,
+    "loss-spike": _divergence,
     "loss-gap": _loss_gap,
     "slow-layer": _slow_layer,
 }
