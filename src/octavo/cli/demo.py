@@ -21,7 +21,9 @@ QUICK_TEST_TOKENS = 8192
 
 def demo(
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps with smaller batches: under a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer steps, smaller batches: about a minute on two free cores.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help=f"The demo's folder. [default: {FULL}, {QUICK} with --quick]")
     ] = None,
