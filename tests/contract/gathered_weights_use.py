@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.nn import Linear
 from octavo.parallel import gather_in_fp8
+from octavo.parallel.weight_gather import WeightGather
 from tests.contract.gathered_weights_training import (
     RECIPES,
     STATIC_SCALE,
@@ -26,6 +27,7 @@ from tests.contract.gathered_weights_training import (
     step_once,
     train,
 )
+from tests.contract.rank_processes import kept_bytes
 
 __all__ = [
     "checkpointed",
@@ -262,27 +264,15 @@ def kept_for_backward(_rank: int, _: Path) -> Any:
         model = shard(layer)
         if recipe != "bf16":
             gather_in_fp8(model)
-        found[recipe] = [_kept_bytes(model, rows) for rows in ROWS]
+        inputs = (torch.randn(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True) for rows in ROWS)
+        found[recipe] = [kept_bytes(model, x, partial(_gathered_parts, model[0])) for x in inputs]
     return found
 
 
-def _kept_bytes(model: nn.Module, rows: int) -> int:
-    """Bytes of storage that stay in memory between the passes: what autograd saves, and what the gather keeps."""
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    gather = model[0].weight_gather  # type: ignore[index]
-    if gather is not None:
-        kept |= {part.untyped_storage()._cdata: part for part in gather._gathered.parts}
-    held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    y.backward(torch.ones_like(y))
-    return held
+def _gathered_parts(layer: Linear) -> tuple[Tensor, ...]:
+    """What the gather of a layer's weight keeps."""
+    gather = layer.weight_gather
+    return gather._gathered.parts if isinstance(gather, WeightGather) and gather._gathered is not None else ()
 
 
 class Watch:

@@ -26,6 +26,7 @@ from octavo.errors import ConfigError
 from octavo.training.loop import Trainer
 from octavo.training.setup import build_model
 from tests.contract.overflowing_ranks import overflow_state
+from tests.contract.rank_processes import kept_bytes
 from tests.contract.ranks_between_steps import nonfinite_of_one_rank, read_before_the_reduction, zero_redundancy
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
@@ -175,24 +176,9 @@ def kept_when_fully_sharded(_rank: int, _: Path) -> Any:
         layer = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16))
         octavo.convert(layer, recipe)
         model = _fully_sharded(with_static_scales(layer, recipe))
-        found[recipe] = [_kept_bytes(model, rows) for rows in ROWS]
+        inputs = (torch.randn(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True) for rows in ROWS)
+        found[recipe] = [kept_bytes(model, x) for x in inputs]
     return found
-
-
-def _kept_bytes(model: nn.Module, rows: int) -> int:
-    """Bytes of storage that saved tensors hold between the passes; a gathered weight's has none then."""
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    y.backward(torch.ones_like(y))
-    return held
 
 
 def fsdp1(rank: int, _: Path) -> Any:

@@ -4,89 +4,65 @@ Codes and scales against those of the whole weight in one process; training agai
 alone, bit for bit, which tests/contract/test_ranks.py compares with one process.
 """
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from tests.contract.gathered_weights_training import RECIPES
-from tests.policy.source_tree import ROOT
+from tests.contract.rank_processes import of_check, results_of_ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict[str, Any]]]:
     """What each rank returned, by check; by number of ranks."""
-    return {ranks: _results(tmp_path_factory.mktemp(f"ranks{ranks}"), ranks) for ranks in (2, 4)}
-
-
-def _results(folder, ranks: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.contract.gathered_weights_program", str(folder)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        told = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(told)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
-
-
-def _of(found, check: str, *, ranks: int = 2) -> list[Any]:
-    results = [each[check] for each in found[ranks]]
-    for result in results:
-        assert not (isinstance(result, str) and result.startswith("Traceback")), result
-    return results
+    program = "tests.contract.gathered_weights_program"
+    return {
+        ranks: results_of_ranks(program, tmp_path_factory.mktemp(f"ranks{ranks}"), ranks, str(ranks))
+        for ranks in (2, 4)
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_codes_and_scales_are_those_of_the_whole_weight(found, ranks):
     """Uneven, padded and empty shards, and shards that cut a block of 128 rows."""
-    assert _of(found, "codes", ranks=ranks) == [[]] * ranks
+    assert of_check(found[ranks], "codes") == [[]] * ranks
 
 
 @pytest.mark.parametrize("check", ["training", "gathered_once"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_is_that_of_weights_gathered_in_high_precision(found, check, recipe):
-    assert [each[recipe] for each in _of(found, check)] == [[], []]
+    assert [each[recipe] for each in of_check(found[2], check)] == [[], []]
 
 
 @pytest.mark.parametrize("check", ["training_on_four", "hybrid"])
 def test_training_on_four_ranks_and_on_a_mesh_of_two_dimensions(found, check):
-    for differences in _of(found, check, ranks=4):
+    for differences in of_check(found[4], check):
         assert not any(differences.values()), differences
 
 
 @pytest.mark.parametrize("check", ["switched_recipes", "micro_batches", "frozen", "modules", "unseen_writes"])
 def test_training_is_the_same_in_other_loops(found, check):
-    for differences in _of(found, check):
+    for differences in of_check(found[2], check):
         assert not any(differences.values()), differences
 
 
 def test_activation_checkpointing_repeats_the_forward_pass_from_codes(found):
-    for differences in _of(found, "checkpointed"):
+    for differences in of_check(found[2], "checkpointed"):
         assert all(each == [[], [], []] for each in differences.values()), differences
 
 
 @pytest.mark.parametrize("check", ["offloaded", "prefetched", "compiled"])
 def test_options_of_torch_change_nothing(found, check):
-    assert _of(found, check) == [[], []]
+    assert of_check(found[2], check) == [[], []]
 
 
 def test_models_that_train_apart_are_told_apart(found):
-    assert all("losses" in each and "grads" in each for each in _of(found, "differing_models"))
+    assert all("losses" in each and "grads" in each for each in of_check(found[2], "differing_models"))
 
 
 def test_bytes_gathered_and_collectives_of_a_step(found):
-    for counts in _of(found, "traffic"):
+    for counts in of_check(found[2], "traffic"):
         for recipe, count in counts.items():
             ratio = count["bytes"] / counts["bf16"]["bytes"]
             print(f"{recipe}: {ratio:.4f} of bfloat16's bytes, {count['reduces']} all-reduces")
@@ -96,33 +72,33 @@ def test_bytes_gathered_and_collectives_of_a_step(found):
 
 
 def test_mixed_precision_casts_no_codes(found):
-    for result in _of(found, "mixed_precision"):
+    for result in of_check(found[2], "mixed_precision"):
         expected = {"codes": True, "parameter": torch.bfloat16, "gradients": {torch.float32}, "loss": True}
         assert result == expected
 
 
 def test_optimizers_keep_plain_states(found):
-    for result in _of(found, "optimizers"):
+    for result in of_check(found[2], "optimizers"):
         assert result == {"foreach": [], "fused": [], "state": {torch.Tensor}}
 
 
 @pytest.mark.parametrize("how", ["copy", "assign", "meta", "dcp"])
 def test_loaded_weights_are_gathered_as_codes(found, how):
-    assert [each[how] for each in _of(found, "loaded")] == [([], True)] * 2
+    assert [each[how] for each in of_check(found[2], "loaded")] == [([], True)] * 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_keeps_no_more_for_backward_than_in_bf16(found, recipe):
-    for kept in _of(found, "kept_for_backward"):
+    for kept in of_check(found[2], "kept_for_backward"):
         assert all(own <= plain for own, plain in zip(kept[recipe], kept["bf16"], strict=True)), kept
 
 
 def test_an_observer_sees_what_it_sees_without(found):
-    assert _of(found, "watched") == [([], True, 6)] * 2
+    assert of_check(found[2], "watched") == [([], True, 6)] * 2
 
 
 def test_refusals_and_reasons(found):
-    for said in _of(found, "refused"):
+    for said in of_check(found[2], "refused"):
         assert "for the forward pass of recipe 'mxfp8', and it was gathered for" in said["other recipe"]
         assert "was gathered as FP8 codes of recipe 'rowwise', and something reads its values" in said["high precision"]
         for name in ("not converted", "not sharded"):

@@ -3,9 +3,6 @@
 Every rank's data are a micro-batch of the one process, whose steps count with the largest amax of their micro-batches.
 """
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import octavo
 from octavo.scaling import EMPTY
 from tests.contract import ranks_program as program
 from tests.contract.overflowing_ranks import overflow_state
-from tests.policy.source_tree import ROOT
+from tests.contract.rank_processes import of_check, results_of_ranks
 
 RANKS = range(2)
 
@@ -23,27 +20,7 @@ RANKS = range(2)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank returned, by check."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.contract.ranks_program", str(folder)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in RANKS
-    ]
-    try:
-        told = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), "\n".join(told)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in RANKS]
-
-
-def _of(found, check: str) -> list[Any]:
-    results = [each[check] for each in found]
-    for result in results:
-        assert not (isinstance(result, str) and result.startswith("Traceback")), result
-    return results
+    return results_of_ranks("tests.contract.ranks_program", tmp_path_factory.mktemp("ranks"), len(RANKS))
 
 
 def _truth(*, micro: int = 1) -> dict[str, Any]:
@@ -85,21 +62,21 @@ def _assert_true(ranks: list[dict[str, Any]], truth: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_ddp_scales_with_the_largest_amax_of_all_ranks(found, broadcast_buffers):
-    _assert_true([each[broadcast_buffers] for each in _of(found, "ddp")], _truth())
+    _assert_true([each[broadcast_buffers] for each in of_check(found, "ddp")], _truth())
 
 
 def test_micro_batches_under_ddp_are_one_step(found):
-    _assert_true(_of(found, "ddp_accumulating"), _truth(micro=3))
+    _assert_true(of_check(found, "ddp_accumulating"), _truth(micro=3))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_fsdp1_scales_match_one_process(found, use_orig_params):
-    _assert_true([each[use_orig_params] for each in _of(found, "fsdp1")], _truth())
+    _assert_true([each[use_orig_params] for each in of_check(found, "fsdp1")], _truth())
 
 
 @pytest.mark.parametrize("wrapper", ["no_wrapper", "fsdp2"])
 def test_other_wrappers_scale_like_one_process(found, wrapper):
-    _assert_true(_of(found, wrapper), _truth())
+    _assert_true(of_check(found, wrapper), _truth())
 
 
 def _sharded_truth(recipe: str) -> dict[str, Any]:
@@ -126,7 +103,7 @@ def _sharded_truth(recipe: str) -> dict[str, Any]:
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("recipe", program.RECIPES)
 def test_fsdp2_trains_bit_for_bit_as_one_process(found, recipe, checkpointed):
-    ranks = [each[recipe, checkpointed] for each in _of(found, "fully_sharded_training")]
+    ranks = [each[recipe, checkpointed] for each in of_check(found, "fully_sharded_training")]
     truth = _sharded_truth(recipe)
     before = [each.detach() for each in program.uneven(recipe).parameters()]
     assert all((one - other).abs().max() > 0.01 for one, other in zip(before, truth["weights"], strict=True))
@@ -141,7 +118,7 @@ def test_fsdp2_trains_bit_for_bit_as_one_process(found, recipe, checkpointed):
 
 @pytest.mark.parametrize("recipe", [name for name in program.RECIPES if name != "bf16"])
 def test_under_fsdp2_a_layer_keeps_no_more_for_backward_than_in_bf16(found, recipe):
-    for rank in _of(found, "kept_when_fully_sharded"):
+    for rank in of_check(found, "kept_when_fully_sharded"):
         bf16, fp8 = rank["bf16"], rank[recipe]
         print(f"{recipe}: {fp8} bytes, bfloat16 {bf16}, at {program.ROWS} rows")
         assert bf16 == [2 * rows * program.WIDTH for rows in program.ROWS]
@@ -150,7 +127,7 @@ def test_under_fsdp2_a_layer_keeps_no_more_for_backward_than_in_bf16(found, reci
 
 @pytest.mark.parametrize(("recipe", "steps"), [("delayed", program.STEPS), ("delayed_te", 2 * program.STEPS)])
 def test_layers_delayed_by_autocast_reduce_too(found, recipe, steps):
-    one, other = (each[recipe] for each in _of(found, "under_autocast"))
+    one, other = (each[recipe] for each in of_check(found, "under_autocast"))
     _assert_same_state(one, other)
     largest = [batch.abs().max() for step in program.batches(1, micro=2) for batch in step]
     if recipe == "delayed":
@@ -160,7 +137,7 @@ def test_layers_delayed_by_autocast_reduce_too(found, recipe, steps):
 
 
 def test_a_group_or_this_rank_alone_can_be_named(found):
-    ranks = _of(found, "named_groups")
+    ranks = of_check(found, "named_groups")
     for rank in RANKS:
         own = [batch.abs().max().item() for (batch,) in program.batches(rank)]
         for alone in ("rank", "manual, rank"):
@@ -171,7 +148,7 @@ def test_a_group_or_this_rank_alone_can_be_named(found):
 
 
 def test_a_layer_that_ran_on_one_rank_records_on_all_and_one_that_ran_on_none_nowhere(found):
-    one, other = _of(found, "unused_on_a_rank")
+    one, other = of_check(found, "unused_on_a_rank")
     _assert_same_state(one, other)
     own = [batch.abs().max().item() for (batch,) in program.batches(0)]
     assert one["1.input.amax_history"].tolist() == own[:0:-1]
@@ -180,14 +157,14 @@ def test_a_layer_that_ran_on_one_rank_records_on_all_and_one_that_ran_on_none_no
 
 
 def test_ranks_with_different_layers_get_an_explanatory_error(found):
-    for text in _of(found, "other_layers"):
+    for text in of_check(found, "other_layers"):
         assert "the ranks' layers differ" in text
         assert 'amax_group="rank"' in text
 
 
 def test_model_run_on_one_rank_only_is_reported_and_training_continues(found):
     """The ranks have said so together, so that neither waits for the other."""
-    for said in _of(found, "teacher_on_one_rank"):
+    for said in of_check(found, "teacher_on_one_rank"):
         (text,) = said
         assert "rank 0 closes 4 layers, it alone step 2 of layer '0', 8 to 16; step 2 of layer '2', 16 to 4" in text
         assert "rank 1 closes 2 layers; train the same layers" in text
@@ -195,14 +172,14 @@ def test_model_run_on_one_rank_only_is_reported_and_training_continues(found):
 
 def test_rank_that_starts_later_is_reported(found):
     """No tensor of one step is taken for another's."""
-    for said in _of(found, "autocast_on_one_rank_first"):
+    for said in of_check(found, "autocast_on_one_rank_first"):
         (text,) = said
         assert "rank 0 closes 1 layers, it alone step 1 of layer ''" in text
         assert "rank 1 closes 1 layers, it alone step 2 of layer ''" in text
 
 
 def test_ddps_join_is_refused_and_runs_with_each_ranks_own_amaxes(found):
-    one, other = _of(found, "joined")
+    one, other = of_check(found, "joined")
     assert (one["steps"], other["steps"]) == (2, 3)
     for rank in (one, other):
         assert "DistributedDataParallel.join()" in rank["said"]
@@ -210,7 +187,7 @@ def test_ddps_join_is_refused_and_runs_with_each_ranks_own_amaxes(found):
 
 
 def test_rank_with_one_extra_step_is_reported(found):
-    said, nothing = _of(found, "one_more_step")
+    said, nothing = of_check(found, "one_more_step")
     assert "rank 0 could not reduce its amaxes (step 2 of layer '0', 8 to 16; step 2 of layer '2', 16 to 4)" in said
     assert 'amax_group="rank"' in said
     assert nothing == "nothing was said"
@@ -220,22 +197,22 @@ def test_an_overflow_on_one_rank_backs_off_on_all(found):
     """Against one process, of whose two micro-batches one overflows."""
     truth = overflow_state(RANKS)
     assert truth["input.amax"].item() == torch.tensor(2.0 / 0.99).item()
-    for state in _of(found, "overflow_on_one_rank"):
+    for state in of_check(found, "overflow_on_one_rank"):
         _assert_same_state(state, truth)
 
 
 def test_every_layer_of_a_deep_model_is_reduced(found):
     largest = [max(program.amax_of(index, rank) for rank in RANKS) for index in range(program.MANY)]
-    for state in _of(found, "many_layers"):
+    for state in of_check(found, "many_layers"):
         assert [state[f"{index}.input.amax"].item() for index in range(program.MANY)] == largest
 
 
 def test_a_step_of_all_models_takes_one_all_reduce(found):
-    assert _of(found, "reduces_a_step") == [3, 3]
+    assert of_check(found, "reduces_a_step") == [3, 3]
 
 
 def test_an_optimizer_whose_state_is_sharded_ends_one_step_on_every_rank(found):
-    one, other = _of(found, "zero_redundancy")
+    one, other = of_check(found, "zero_redundancy")
     assert (one["holds the layer"], other["holds the layer"]) in ((True, False), (False, True))
     assert (one["closed"], other["closed"]) == (program.STEPS, program.STEPS)
     _assert_same_state(one["state"], other["state"])
@@ -244,26 +221,26 @@ def test_an_optimizer_whose_state_is_sharded_ends_one_step_on_every_rank(found):
 
 @pytest.mark.parametrize("ended", ["hand", "blocks"])
 def test_a_state_read_before_the_ranks_reduce_leaves_that_step_out(found, ended):
-    for windows in _of(found, "read_before_the_reduction"):
+    for windows in of_check(found, "read_before_the_reduction"):
         assert windows[ended] == [[64.0, EMPTY, EMPTY], [128.0, 64.0, EMPTY], [32.0, 128.0, 64.0]]
 
 
 def test_stages_of_a_pipeline_count_the_optimizers_steps(found):
-    assert _of(found, "pipeline") == [3, 3]
+    assert of_check(found, "pipeline") == [3, 3]
 
 
 def test_each_rank_counts_its_own_nonfinite_elements_under_ddp(found):
-    assert _of(found, "nonfinite_of_one_rank") == [{}, {"0.input": 1}]
+    assert of_check(found, "nonfinite_of_one_rank") == [{}, {"0.input": 1}]
 
 
 def test_torchs_distributed_checkpoint_resumes_bit_for_bit(found):
-    for through, resumed in _of(found, "distributed_checkpoint"):
+    for through, resumed in of_check(found, "distributed_checkpoint"):
         assert resumed["losses"] == through["losses"]
         _assert_same_state(resumed["state"], through["state"])
 
 
 def test_a_graph_whose_steps_end_with_blocks_is_refused(found):
-    for text in _of(found, "compiled_blocks"):
+    for text in of_check(found, "compiled_blocks"):
         assert "ends steps with autocast blocks on all ranks" in text
 
 
@@ -280,14 +257,14 @@ def test_a_graph_whose_steps_end_with_blocks_is_refused(found):
     ],
 )
 def test_the_ranks_of_a_blocks_amax_reduction_group_scale_alike(found, check, expected):
-    for window, amaxes in zip(_of(found, "transformer_engine_blocks"), expected, strict=True):
+    for window, amaxes in zip(of_check(found, "transformer_engine_blocks"), expected, strict=True):
         assert window[check] == amaxes + [EMPTY] * (4 - len(amaxes))
 
 
 def test_the_trainer_s_steps_end_on_all_ranks_together(found, tmp_path):
     """After a step every amax is the larger of what each rank's seed gives alone."""
     alone = [program.trained_state(tmp_path / str(rank), seed=rank) for rank in RANKS]
-    ranks = _of(found, "trainer")
+    ranks = of_check(found, "trainer")
     assert any(not torch.equal(one, other) for one, other in zip(*(each.values() for each in alone), strict=True))
     for state in ranks:
         _assert_same_state(state, {key: torch.maximum(value, alone[1][key]) for key, value in alone[0].items()})
