@@ -28,7 +28,8 @@ from octavo.nn.linear import autocast_dtype
 from octavo.numerics import PerTensor, measure
 from octavo.recipes import History
 from octavo.scaling import INPUT, WEIGHT, AmaxHistory, ScaleUpdates
-from octavo.scaling.scale_updates import close_block_over_ranks, close_over_ranks, default_group
+from octavo.scaling.rank_reduction import default_group
+from octavo.scaling.scale_updates import close_block_over_ranks, close_over_ranks
 
 __all__ = ["Block", "active_block"]
 

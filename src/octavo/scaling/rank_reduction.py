@@ -1,0 +1,138 @@
+"""Reduction of a step's amaxes over ranks, by one collective.
+
+Ranks that close different steps must not mix their amaxes, nor hang in tensors of different lengths. So the tensor that
+is reduced has one fixed length, and begins with a digest of the layers and of the number of their step:
+
+    float32 [4096] = digest [4], amaxes and overflow marks of 682 layers [682, 6], 0     further layers: a second reduce
+
+Its maximum is the rank's own digest on every rank, or on none: then all of them say what they have and raise.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, distributed
+
+from octavo.errors import ConfigError
+from octavo.recipes import Recipe
+from octavo.scaling.amax_history import EMPTY, AmaxHistory, ScaleUpdates
+from octavo.scaling.operand_scaling import ROLES
+
+__all__ = ["DelayedLayer", "default_group", "reduce_amaxes"]
+
+_FIRST_REDUCED = 4096  # elements: as slow as one, on a network, and enough for all but the deepest models
+_ADVICE = (
+    "train the same layers for the same number of steps on every rank, give convert the process group of the ranks "
+    'that do, amax_group=group, or amax_group="rank" for each rank alone'
+)
+
+
+class DelayedLayer(Protocol):
+    """A layer that may keep an amax history."""
+
+    path: str
+    in_features: int
+    out_features: int
+    scale_updates: ScaleUpdates
+    amax_history: AmaxHistory | None
+    last_recipe: Recipe | None
+
+    @property
+    def stored_weight(self) -> Tensor:
+        """The parameter that holds the weight."""
+        ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """As of ``torch.nn.Module``."""
+        ...
+
+
+def default_group() -> "distributed.ProcessGroup | None":
+    """The default process group if it has more than one rank."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return distributed.group.WORLD
+    return None
+
+
+@torch.no_grad()
+def reduce_amaxes(layers: Sequence[DelayedLayer], group: "distributed.ProcessGroup") -> None:
+    """Raise the running step's amaxes and overflow marks to the largest of all ranks: nothing recorded is below 0.
+
+    Raises:
+        ConfigError: the ranks close other layers or another step, or a rank takes no part.
+    """
+    histories = [layer.amax_history for layer in layers]
+    devices = [history.pending.device for history in histories if history is not None]
+    if not devices:
+        return
+    recorded = torch.stack([_recorded(history, devices[0]) for history in histories])
+    rows = _reduced(recorded.flatten(), _described(layers), group).view_as(recorded)
+    for history, row in zip(histories, rows, strict=True):
+        if history is not None:
+            pending, overflowed = row.tensor_split(2)
+            history.pending.copy_(pending)
+            history.overflowed.copy_(overflowed > 0)
+
+
+def _recorded(history: AmaxHistory | None, device: torch.device) -> Tensor:
+    """float32 [6]: a layer's pending amaxes and overflow marks; a layer without a history has none."""
+    if history is None:
+        return torch.tensor([EMPTY] * len(ROLES) + [0.0] * len(ROLES), device=device)
+    return torch.cat([history.pending, history.overflowed.float()]).to(device)
+
+
+def _described(layers: Sequence[DelayedLayer]) -> list[str]:
+    """One line for each layer: properties that must be equal on all ranks."""
+    return [
+        f"step {layer.scale_updates.closed_steps + 1} of layer {layer.path!r}, {layer.in_features} to "
+        f"{layer.out_features}"
+        for layer in layers
+    ]
+
+
+def _reduced(values: Tensor, described: list[str], group: Any) -> Tensor:
+    """The ranks' maxima of ``values``, float32 [n], as the module's docstring lays them out."""
+    crc = zlib.crc32("\n".join(described).encode())
+    halves = torch.cat([values.new_full((1,), half) for half in (crc >> 16, crc & 0xFFFF)])  # exact in float32
+    digest = torch.cat([halves, -halves])
+    first, remainder = values.tensor_split([_FIRST_REDUCED - len(digest)])
+    padding = values.new_zeros(_FIRST_REDUCED - len(digest) - len(first))
+    first = torch.cat([digest, first, padding])
+    _all_reduce(first, described, group)
+    capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()  # nothing can be read then
+    if not capturing and not torch.equal(first[: len(digest)], digest):
+        _refuse_difference(described, group)
+    if len(remainder):
+        _all_reduce(remainder, described, group)
+    return torch.cat([first[len(digest) : len(first) - len(padding)], remainder])
+
+
+def _all_reduce(values: Tensor, described: list[str], group: Any) -> None:
+    try:
+        distributed.all_reduce(values, op=distributed.ReduceOp.MAX, group=group)
+    except RuntimeError as error:  # torch has no class of its own for a rank that has ended
+        raise ConfigError(
+            f"rank {distributed.get_rank()} could not reduce its amaxes ({_summary(described)}) with the other ranks, "
+            f"one of which has ended or waits elsewhere; {_ADVICE}"
+        ) from error
+
+
+def _refuse_difference(described: list[str], group: Any) -> NoReturn:
+    """Name what differs between the group's first rank and the first that is unlike it; all ranks raise together."""
+    by_rank: list[list[str]] = [[]] * distributed.get_world_size(group)
+    distributed.all_gather_object(by_rank, described, group=group)
+    ranks = distributed.get_process_group_ranks(group)
+    other = next(index for index, theirs in enumerate(by_rank) if theirs != by_rank[0])
+    texts = []
+    for index, than in ((0, other), (other, 0)):
+        only = list((Counter(by_rank[index]) - Counter(by_rank[than])).elements())
+        text = f"rank {ranks[index]} closes {len(by_rank[index])} layers"
+        texts.append(f"{text}, it alone {_summary(only)}" if only else text)
+    raise ConfigError(f"the ranks' layers differ, or their steps: {'; '.join(texts)}; {_ADVICE}")
+
+
+def _summary(described: list[str]) -> str:
+    return "; ".join(described[:2]) + (f"; and {len(described) - 2} more" if len(described) > 2 else "")
