@@ -321,7 +321,7 @@ def test_a_known_interval_is_found(interval, session, monkeypatch):
     long = [row for row in section.rows if row[0] == "1,024"]
     assert [row[3:6] for row in long] == [(label, "100.0%", "0.0e+00")] * 4
     assert {row[3] for row in section.rows if row[0] == "32"} == {"one chain"}
-    assert all(row[7] == "100.0%" for row in section.rows)
+    assert all(row[7] == "100.0%" and row[8] == row[6] for row in section.rows)
     assert f"With fast accumulation, K above 512: the best fit is {label}" in section.notes[1]
     assert f"Without fast accumulation, K above 512: the best fit is {label}" in section.notes[2]
 
