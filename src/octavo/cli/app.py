@@ -121,13 +121,6 @@ class ErrorBoundary(TyperGroup):
         rest = [arg for arg in options if arg != DEBUG and arg not in VERBOSITY]
         return super().parse_args(ctx, rest + args[len(options) :])
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List the commands by group; typer's own panels need rich's markup mode."""
-        room = formatter.width - 6 - max(map(len, self.commands))
-        for heading, names in GROUPS.items():
-            with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(room)) for name in names])
-
     def invoke(self, ctx: Any) -> Any:
         """Run the command and handle its errors."""
         received: list[int] = []
@@ -149,8 +142,19 @@ class ErrorBoundary(TyperGroup):
             raise typer.Exit(BAD_INPUT) from None
 
 
+class MainGroup(ErrorBoundary):
+    """``octavo``, whose help lists commands by what they are for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands by group; typer's own panels need rich's markup mode."""
+        room = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(room)) for name in names])
+
+
 app = typer.Typer(
-    cls=ErrorBoundary,
+    cls=MainGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # markup would remove the [default: ...] of an option's help

@@ -88,3 +88,9 @@ def test_a_file_that_could_not_be_written_is_refused_before_anything_runs(selfte
     assert (result.exit_code, result.stdout) == (2, "")
     assert "there is no folder" in result.stderr
     assert asked == []
+
+
+def test_help_names_every_option(selftest):
+    shown = selftest("--help")
+    assert shown.exit_code == 0, shown.output
+    assert {"--quick", "--tuning", "--processes", "--out", "--json"} <= set(shown.stdout.replace(",", " ").split())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.hopper import __main__ as command
 from benchmarks.hopper import runner
@@ -268,3 +269,9 @@ def test_report_is_written_before_the_next_part_starts(hopper, tmp_path, monkeyp
     monkeypatch.setattr(command, "hopper_session", lambda: session)
     assert hopper("--out", tmp_path).exit_code == 0
     assert seen == [".json", ".md"]
+
+
+def test_help_names_every_option():
+    shown = CliRunner().invoke(command.app, ["--help"])
+    assert shown.exit_code == 0, shown.output
+    assert {"--out", "--rehearse", "--seconds", "--only", "--prebuild", "--from"} <= set(shown.stdout.split())
