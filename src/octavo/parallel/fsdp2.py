@@ -4,14 +4,17 @@ torch documents the all-gather hooks only by their use; the state behind ``FSDPM
 torch 2.13 (tests/contract/test_gathered_weights.py).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
+from octavo.errors import ConfigError
 from octavo.parallel.gathered_tensors import AllGather, ShardedWeight
 
-__all__ = ["ShardedParameter", "fsdp_modules", "sharded_parameters"]
+__all__ = ["ShardedParameter", "fsdp_modules", "set_reduce_scatter", "sharded_parameters"]
 
 
 class ShardedParameter:
@@ -105,3 +108,28 @@ def sharded_parameters(model: torch.nn.Module) -> dict[int, ShardedParameter]:
         for group in state._fsdp_param_groups  # noqa: SLF001
         for parameter in group.fsdp_params
     }
+
+
+def set_reduce_scatter(module: Any, reduce_scatter: Callable[..., None]) -> None:
+    """Let a module that ``fully_shard`` was called with reduce its gradients by another function.
+
+    Args:
+        module: the module.
+        reduce_scatter: called with this rank's result, the gradients, the process group and ``average=``.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+    class Replaced(ReduceScatter):
+        def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> None:
+            if op not in (ReduceOp.SUM, ReduceOp.AVG):
+                raise ConfigError(
+                    "gradients in FP8 are summed or averaged; leave out FSDP2's set_gradient_divide_factor"
+                )
+            reduce_scatter(output_tensor, input_tensor, group, average=op == ReduceOp.AVG)
+
+    module.set_custom_reduce_scatter(Replaced())

@@ -1,0 +1,191 @@
+"""``reduce_gradients_in_fp8``: DDP and FSDP2 send gradients as FP8 codes, with a scale for each 128 elements.
+
+Rank r of R averages the r-th of R equal chunks of the gradients:
+
+    1. every rank casts its gradients and sends chunk r to rank r                (all-to-all, one byte an element)
+    2. rank r sums what it received in float32, in the order of the ranks, and divides by R
+    3. under DDP rank r casts that average and sends it to all                   (all-gather, one byte an element)
+
+FSDP2 keeps only its own shard and ends at 2. A sum of codes would overflow FP8's range and round once per rank; here
+every gradient is rounded once, and every average once more under DDP.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from octavo.errors import ConfigError
+from octavo.formats import E4M3, FP8_FORMATS, Format
+from octavo.numerics import PerBlock, QuantizedTensor, quantize
+from octavo.parallel.fsdp2 import fsdp_modules, set_reduce_scatter
+
+__all__ = ["GradientReduction", "reduce_gradients_in_fp8"]
+
+BLOCK = 128  # elements that share a float32 scale: 1.03 bytes an element
+_SCALES = PerBlock(1, BLOCK)
+
+
+def reduce_gradients_in_fp8(
+    model: nn.Module, *, fmt: Format = E4M3, error_feedback: bool = False
+) -> "GradientReduction":
+    """Let DDP or FSDP2 send gradients as FP8 codes with a float32 scale for each 128 elements.
+
+    That is 1.03 bytes an element where bfloat16 takes two, in each of DDP's two halves and in FSDP2's reduce-scatter.
+    The relative error of Gaussian gradients is about 0.026 in E4M3. With ``error_feedback`` a rank adds what rounding
+    took away to its next gradients, so that errors do not add up over the steps; that keeps a float32 copy of all
+    gradients.
+
+    Args:
+        model: wrapped by ``DistributedDataParallel``, or with modules that ``fully_shard`` was called with.
+        fmt: one of the FP8 formats.
+        error_feedback: add the error of the last step to the next gradients; DDP only.
+
+    Returns:
+        The reduction, whose ``error()`` is the relative error of what this rank has sent.
+
+    Raises:
+        ConfigError: ``model`` is neither, ``fmt`` is no FP8 format, or ``error_feedback`` under FSDP2, where no rank
+            keeps whole gradients.
+
+    Example:
+        >>> from torch import distributed
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> model = nn.parallel.DistributedDataParallel(nn.Linear(16, 4))
+        >>> reduction = reduce_gradients_in_fp8(model)
+        >>> model(torch.randn(8, 16)).square().mean().backward()
+        >>> 0 < reduction.error() < 0.1
+        True
+        >>> distributed.destroy_process_group()
+
+    Source: error feedback as in Karimireddy et al., arXiv:1901.09847.
+    """
+    if fmt not in FP8_FORMATS:
+        raise ConfigError(f"gradients are sent in an FP8 format, not {fmt}; use octavo.E4M3 or octavo.E5M2")
+    reduction = GradientReduction(fmt, error_feedback=error_feedback)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.register_comm_hook((reduction, model.process_group), _reduce_bucket)
+        return reduction
+    sharded = fsdp_modules(model)
+    if not sharded:
+        raise ConfigError(
+            f"{type(model).__name__} is not wrapped by DistributedDataParallel, and fully_shard was not called with "
+            "one of its modules; wrap it first"
+        )
+    if error_feedback:
+        raise ConfigError(
+            "error_feedback keeps all gradients of this rank, which FSDP2 frees; leave it out, or train with DDP"
+        )
+    for module in sharded:
+        set_reduce_scatter(module, reduction.reduce_scatter)
+    return reduction
+
+
+class GradientReduction:
+    """Averages of gradients over ranks that are sent as codes; see :func:`reduce_gradients_in_fp8`.
+
+    Args:
+        fmt: one of the FP8 formats.
+        error_feedback: add the error of the last step to the next gradients.
+    """
+
+    def __init__(self, fmt: Format, *, error_feedback: bool) -> None:
+        self.fmt, self.error_feedback = fmt, error_feedback
+        self._residuals: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._squares: Tensor | None = None  # sums of squares, [2]: errors, and what was to be sent
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def error(self) -> float:
+        """Root of the mean square error of what this rank has sent since the last call, relative to it; 0 of zeros."""
+        squares, self._squares = self._squares, None
+        if squares is None:
+            return 0.0
+        error, sent = squares.tolist()
+        return float((error / sent) ** 0.5) if sent else 0.0
+
+    def reduce_scatter(self, output: Tensor, gradients: Tensor, group: Any, *, average: bool) -> None:
+        """Sum, or average, this rank's chunk of all ranks' gradients.
+
+        Args:
+            output: the result, [n].
+            gradients: this rank's, [ranks · n].
+            group: the process group.
+            average: divide by the number of ranks.
+        """
+        output.copy_(self._reduced_chunk(gradients.view(group.size(), -1), group, None, average=average))
+
+    def average(self, gradients: Tensor, group: Any, key: tuple[int, ...]) -> Tensor:
+        """Average over all ranks, on all of them.
+
+        Args:
+            gradients: this rank's, [n].
+            group: the process group.
+            key: what the gradients are of; residuals are kept by it.
+        """
+        ranks, count = group.size(), gradients.numel()
+        padded = nn.functional.pad(gradients.float(), (0, -count % ranks)).view(ranks, -1)
+        residuals = self._residuals_of(key, padded) if self.error_feedback else None
+        chunk = self._reduced_chunk(padded, group, None if residuals is None else residuals[0], average=True)
+        codes = self._cast(chunk[None], None if residuals is None else residuals[1])
+        received = codes.new_empty(ranks, codes.numel())
+        distributed.all_gather(list(received.unbind()), codes[0], group=group)
+        return self._decoded(received, chunk.numel()).flatten()[:count].to(gradients.dtype)
+
+    def stream(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Context of a stream of its own on a GPU, so that backward goes on while gradients are sent."""
+        if device.type != "cuda":
+            return nullcontext()
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
+
+    def _reduced_chunk(self, gradients: Tensor, group: Any, residual: Tensor | None, *, average: bool) -> Tensor:
+        """This rank's chunk of the sum or average, float32 [n], of gradients [ranks, n]."""
+        codes = self._cast(gradients, residual)
+        received = torch.empty_like(codes)
+        distributed.all_to_all_single(received, codes, group=group)
+        total = self._decoded(received, gradients.shape[1]).sum(0)
+        return total / group.size() if average else total
+
+    def _cast(self, values: Tensor, residual: Tensor | None) -> Tensor:
+        """Codes of rows, then their scales, as bytes [rows, n + 4 · blocks]; ``residual`` becomes their error."""
+        values = values.float()
+        if residual is not None:
+            values = values + residual
+        cast = quantize(values, self.fmt, granularity=_SCALES)
+        error = values - cast.dequantize()
+        if residual is not None:
+            residual.copy_(error.nan_to_num(0.0, 0.0, 0.0))  # an overflow must not outlast its step
+        squares = torch.stack([error.square().sum(), values.square().sum()])
+        self._squares = squares if self._squares is None else self._squares + squares
+        return torch.cat([cast.data.view(torch.uint8), cast.scale.view(torch.uint8)], dim=1)
+
+    def _decoded(self, received: Tensor, count: int) -> Tensor:
+        """Rows of ``count`` numbers, float32, from the bytes of :meth:`_cast`."""
+        codes = received[:, :count].view(self.fmt.torch_dtype)
+        scales = received[:, count:].contiguous().view(torch.float32)
+        return QuantizedTensor(codes, scales, _SCALES, torch.float32).dequantize()
+
+    def _residuals_of(self, key: tuple[int, ...], gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Errors of the last step: of this rank's gradients [ranks, n] and of its average [1, n]."""
+        if key not in self._residuals:
+            parameters = set(key)  # DDP orders parameters anew after the first backward pass
+            self._residuals = {other: kept for other, kept in self._residuals.items() if not parameters & set(other)}
+            self._residuals[key] = torch.zeros_like(gradients), torch.zeros_like(gradients[:1])
+        return self._residuals[key]
+
+
+def _reduce_bucket(
+    state: tuple[GradientReduction, Any],
+    bucket: distributed.GradBucket,  # type: ignore[name-defined]  # DDP checks the annotation
+) -> torch.futures.Future[Tensor]:
+    """The communication hook of DDP, which waits for the future before the gradients are used."""
+    reduction, group = state
+    gradients = bucket.buffer()
+    is_cuda = gradients.device.type == "cuda"
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradients.device] if is_cuda else [])
+    with reduction.stream(gradients.device):
+        key = tuple(map(id, bucket.parameters()))
+        future.set_result(reduction.average(gradients, group, key))
+    return future
