@@ -19,7 +19,6 @@ from torch import Tensor, distributed
 from octavo.errors import ConfigError
 from octavo.recipes import Recipe
 from octavo.scaling.amax_history import EMPTY, AmaxHistory, ScaleUpdates
-from octavo.scaling.operand_scaling import ROLES
 
 __all__ = ["DelayedLayer", "default_group", "reduce_amaxes"]
 
@@ -65,23 +64,26 @@ def reduce_amaxes(layers: Sequence[DelayedLayer], group: "distributed.ProcessGro
         ConfigError: the ranks close other layers or another step, or a rank takes no part.
     """
     histories = [layer.amax_history for layer in layers]
-    devices = [history.pending.device for history in histories if history is not None]
-    if not devices:
+    present = [history for history in histories if history is not None]
+    if not present:
         return
-    recorded = torch.stack([_recorded(history, devices[0]) for history in histories])
+    recorded = _recorded(histories, present[0].pending)
     rows = _reduced(recorded.flatten(), _described(layers), group).view_as(recorded)
-    for history, row in zip(histories, rows, strict=True):
-        if history is not None:
-            pending, overflowed = row.tensor_split(2)
-            history.pending.copy_(pending)
-            history.overflowed.copy_(overflowed > 0)
+    pending, overflowed = rows.tensor_split(2, dim=1)
+    for old, new in (("pending", pending), ("overflowed", overflowed > 0)):
+        reduced = [row for row, history in zip(new.unbind(), histories, strict=True) if history is not None]
+        torch._foreach_copy_([getattr(history, old) for history in present], reduced)
 
 
-def _recorded(history: AmaxHistory | None, device: torch.device) -> Tensor:
-    """float32 [6]: a layer's pending amaxes and overflow marks; a layer without a history has none."""
-    if history is None:
-        return torch.tensor([EMPTY] * len(ROLES) + [0.0] * len(ROLES), device=device)
-    return torch.cat([history.pending, history.overflowed.float()]).to(device)
+def _recorded(histories: Sequence[AmaxHistory | None], like: Tensor) -> Tensor:
+    """float32 [layers, 6]: pending amaxes and overflow marks; a layer without a history has none.
+
+    Of all layers at once: a few small operations a layer take longer than the reduction.
+    """
+    nothing, unmarked = torch.full_like(like, EMPTY), torch.zeros_like(like, dtype=torch.bool)
+    pending = [nothing if history is None else history.pending.to(like.device) for history in histories]
+    marks = [unmarked if history is None else history.overflowed.to(like.device) for history in histories]
+    return torch.cat([torch.stack(pending), torch.stack(marks).to(like.dtype)], dim=1)
 
 
 def _described(layers: Sequence[DelayedLayer]) -> list[str]:
