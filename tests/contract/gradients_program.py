@@ -31,7 +31,7 @@ WIDTH, ROWS = 40, (33, 31, 1)  # 31 rows leave the last rank one less; of 1 row 
 STEPS = 16
 
 
-def layer_of(rows: int) -> nn.Linear:
+def layer_of(rows: int) -> Any:
     torch.manual_seed(rows)
     return nn.Linear(WIDTH, rows, bias=False)
 
@@ -43,6 +43,7 @@ def inputs(rank: int, step: int = 0) -> Tensor:
 
 def gradient(layer: nn.Linear, rank: int) -> Tensor:
     """The gradient of one rank by itself."""
+    found: Tensor
     [found] = torch.autograd.grad(layer(inputs(rank)).square().mean(), layer.weight)
     return found
 
@@ -141,8 +142,8 @@ def many_layers(rank: int) -> Any:
         for each in (exact, coded):
             each.zero_grad()
             each(inputs(rank, step) / 1000).square().mean().backward()
-        pairs = zip(exact.parameters(), coded.parameters(), strict=True)
-        worst = max(worst, *(float((b.grad - a.grad).norm() / a.grad.norm()) for a, b in pairs))
+        grads: Any = zip(*([each.grad for each in model.parameters()] for model in (exact, coded)), strict=True)
+        worst = max(worst, *(float((b - a).norm() / a.norm()) for a, b in grads))
     return worst
 
 
@@ -165,10 +166,10 @@ def feedback(rank: int) -> Any:
 
 
 def overflow(rank: int) -> Any:
-    """Non-finite elements of the gradient when one rank's input is infinite, and a step later; the error then."""
+    """Non-finite elements of the gradient when one rank's input is infinite, and a step later."""
     layer = layer_of(33)
     model = DistributedDataParallel(layer)
-    reduction = reduce_gradients_in_fp8(model, error_feedback=True)
+    reduce_gradients_in_fp8(model, error_feedback=True)
     counts = []
     for step in range(2):
         model.zero_grad()
@@ -177,8 +178,25 @@ def overflow(rank: int) -> Any:
             x[0, 5] = torch.inf
         model(x).sum().backward()
         counts.append(int((~layer.weight.grad.isfinite()).sum()))
-        error = reduction.error()
-    return counts, error
+    return counts
+
+
+def measured(rank: int) -> Any:
+    """What one rank's statistics say after a step, and what its gradients and the averages say; then nothing."""
+    layer = layer_of(33)
+    gradients = torch.stack([gradient(layer, each).flatten() for each in range(RANKS)]).view(RANKS, RANKS, -1)
+    model = DistributedDataParallel(layer)
+    reduction = reduce_gradients_in_fp8(model)
+    reduction.measures = True
+    model(inputs(rank)).square().mean().backward()
+    average = torch.stack([rounded(each, octavo.E4M3) for each in gradients]).sum(0)[rank] / RANKS
+    values = [gradients[rank], average[None]]
+    sent = [rounded(each, octavo.E4M3) for each in values]
+    pairs = [(a.flatten().double(), b.flatten().double()) for a, b in zip(values, sent, strict=True)]
+    a, b = (torch.cat(each) for each in zip(*pairs, strict=True))
+    error = float((a - b).norm() / a.norm())
+    zeros = int(((b == 0) & (a != 0)).sum()) / int((a != 0).sum())
+    return reduction.statistics(), error, zeros, reduction.statistics()
 
 
 def refusals(_: int) -> Any:
@@ -197,13 +215,15 @@ def refusals(_: int) -> Any:
     return said
 
 
-CHECKS = (replicated, sharded, traffic, many_layers, feedback, overflow, refusals)
+CHECKS = (replicated, sharded, traffic, many_layers, feedback, overflow, measured, refusals)
 
 
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    store = distributed.FileStore(str(folder / "store"), RANKS)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    store = f"file://{folder}/store"
+    distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
     results: dict[str, Any] = {}
     for check in CHECKS:
         try:

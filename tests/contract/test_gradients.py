@@ -42,9 +42,14 @@ def test_errors_add_up_over_steps_unless_they_are_fed_back(found):
 
 
 def test_an_overflow_on_one_rank_reaches_all_and_ends_with_its_step(found):
-    for counts, error in of_check(found, "overflow"):
-        assert counts == [33, 0]
-        assert 0 < error < 0.05
+    assert of_check(found, "overflow") == [[33, 0]] * RANKS
+
+
+def test_statistics_are_those_of_what_a_rank_sends(found):
+    for statistics, error, zeros, after in of_check(found, "measured"):
+        assert statistics == {"gradient_error": pytest.approx(error), "gradient_underflow": pytest.approx(zeros)}
+        assert 0 < zeros < 1
+        assert after == {}
 
 
 def test_what_is_refused_says_what_to_do(found):

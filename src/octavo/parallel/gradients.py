@@ -43,7 +43,7 @@ def reduce_gradients_in_fp8(
         error_feedback: add the error of the last step to the next gradients; DDP only.
 
     Returns:
-        The reduction, whose ``error()`` is the relative error of what this rank has sent.
+        The reduction, which measures what rounding takes away if its ``measures`` is set.
 
     Raises:
         ConfigError: ``model`` is neither, ``fmt`` is no FP8 format, or ``error_feedback`` under FSDP2, where no rank
@@ -54,8 +54,9 @@ def reduce_gradients_in_fp8(
         >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         >>> model = nn.parallel.DistributedDataParallel(nn.Linear(16, 4))
         >>> reduction = reduce_gradients_in_fp8(model)
+        >>> reduction.measures = True
         >>> model(torch.randn(8, 16)).square().mean().backward()
-        >>> 0 < reduction.error() < 0.1
+        >>> 0 < reduction.statistics()["gradient_error"] < 0.1
         True
         >>> distributed.destroy_process_group()
 
@@ -88,21 +89,33 @@ class GradientReduction:
     Args:
         fmt: one of the FP8 formats.
         error_feedback: add the error of the last step to the next gradients.
+
+    Attributes:
+        measures: whether what is sent from now on is measured, for :meth:`statistics`; False at first.
     """
 
     def __init__(self, fmt: Format, *, error_feedback: bool) -> None:
         self.fmt, self.error_feedback = fmt, error_feedback
         self._residuals: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self._squares: Tensor | None = None  # sums of squares, [2]: errors, and what was to be sent
+        self.measures = False
+        self._sums: Tensor | None = None  # float64 [4]: squares of errors and values, numbers of new zeros and nonzeros
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def error(self) -> float:
-        """Root of the mean square error of what this rank has sent since the last call, relative to it; 0 of zeros."""
-        squares, self._squares = self._squares, None
-        if squares is None:
-            return 0.0
-        error, sent = squares.tolist()
-        return float((error / sent) ** 0.5) if sent else 0.0
+    def statistics(self) -> dict[str, float]:
+        """What was lost since the last call, of this rank's gradients and averages; empty if nothing was measured.
+
+        Returns:
+            "gradient_error": root of the mean square error, relative to what was to be sent.
+            "gradient_underflow": share of the nonzeros that were sent as zero: small next to others of their 128.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return {}
+        error, square, zeros, nonzeros = sums.tolist()
+        return {
+            "gradient_error": (error / square) ** 0.5 if square else 0.0,
+            "gradient_underflow": zeros / nonzeros if nonzeros else 0.0,
+        }
 
     def reduce_scatter(self, output: Tensor, gradients: Tensor, group: Any, *, average: bool) -> None:
         """Sum, or average, this rank's chunk of all ranks' gradients.
@@ -154,12 +167,19 @@ class GradientReduction:
         if residual is not None:
             values = values + residual
         cast = quantize(values, self.fmt, granularity=_SCALES)
-        error = values - cast.dequantize()
-        if residual is not None:
-            residual.copy_(error.nan_to_num(0.0, 0.0, 0.0))  # an overflow must not outlast its step
-        squares = torch.stack([error.square().sum(), values.square().sum()])
-        self._squares = squares if self._squares is None else self._squares + squares
+        if residual is not None or self.measures:
+            sent = cast.dequantize()
+            if residual is not None:
+                residual.copy_((values - sent).nan_to_num(0.0, 0.0, 0.0))  # an overflow must not outlast its step
+            if self.measures:
+                self._measure(values, sent)
         return torch.cat([cast.data.view(torch.uint8), cast.scale.view(torch.uint8)], dim=1)
+
+    def _measure(self, values: Tensor, sent: Tensor) -> None:
+        squares = [each.square().sum(dtype=torch.float64) for each in (values - sent, values)]
+        counts = [each.count_nonzero().double() for each in ((sent == 0) & (values != 0), values)]
+        sums = torch.stack([*squares, *counts])
+        self._sums = sums if self._sums is None else self._sums + sums
 
     def _decoded(self, received: Tensor, count: int) -> Tensor:
         """Rows of ``count`` numbers, float32, from the bytes of :meth:`_cast`."""
