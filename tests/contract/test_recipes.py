@@ -176,13 +176,15 @@ def _check_high_precision(result: Tensor, a: Tensor, b: Tensor) -> None:
     assert_product(result.to(computed), a.to(computed), b.to(computed))
 
 
-def assert_weight_only(result: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> None:
+def assert_weight_only(
+    result: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, *, rounds_product: bool = False
+) -> None:
     """The product of ``x`` and the codes, decoded in FP32 and rounded to the input's dtype."""
     computed = torch.float32 if x.dtype is torch.float64 else x.dtype
     decoded = decode(weight).float().to(computed)
     if bias is not None and not needs_widening(x):
         bias = bias.to(computed)
-    assert_product(_float64_is_float32(result), x.to(computed), decoded, bias=bias)
+    assert_product(_float64_is_float32(result), x.to(computed), decoded, bias=bias, rounds_product=rounds_product)
 
 
 def _float64_is_float32(computed: Tensor) -> Tensor:

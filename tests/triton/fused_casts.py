@@ -58,8 +58,13 @@ def cast_by_torch(
 def assert_operands_of(
     made: ResultBuffers, y: Tensor, cast: ResultCast, *, amax: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
-    """Codes and scales bit for bit those of ``y`` and of its transpose; found: what the whole of it holds."""
+    """Codes and scales bit for bit those of ``y`` and of its transpose; found: what the whole of it holds.
+
+    ``scale`` is the one that the kernel was given, on its device; ``y`` and ``amax`` are on the CPU.
+    """
     output, transposed, found, *_ = made.result(cast, y.dtype, scale)
+    if scale is not None:
+        scale = scale.cpu()
     known = amax if amax is not None and amax > 0 else None
     assert_same(output, cast_by_torch(y, cast, amax=known, scale=scale))
     if cast.transpose:

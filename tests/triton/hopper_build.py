@@ -5,8 +5,8 @@
 Triton brings its assembler along, so all but the launch can happen anywhere. The calls run as they are, with tensors
 on the CPU; a launch compiles its kernel for compute capability 9.0 and does nothing more. Prints a line of JSON for
 each: the call, the kernel, a thread's registers, its threads, stack and shared memory in bytes, its tensor-core
-instructions, what it writes to and how, where 32-bit products lead to, and, if it converts to FP8, where stored bytes
-come from.
+instructions, what it writes to and how, where 32-bit products lead to, what Triton reduces wrongly, and, if it converts
+to FP8, where stored bytes come from.
 A stack means that registers were spilled or an array is indexed at run time.
 """
 
@@ -29,7 +29,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.triton import codes, launching
-from tests.triton import calls, ptx_addresses, sass_bytes
+from tests.triton import calls, ptx_addresses, sass_bytes, ttgir_reductions
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -94,6 +94,7 @@ def resources(kernel: Any, sass: str) -> dict[str, Any]:
         "tensor_core": products,
         "written": ptx_addresses.written(kernel.asm["ptx"], kernel.src.signature),
         "narrow_factors": ptx_addresses.narrow_factors(kernel.asm["ptx"], kernel.src.signature),
+        "gaps": ttgir_reductions.with_gaps(kernel.asm["ttgir"]),
         "stored_bytes": stored_bytes,
         "stored_codes": stored_codes,
     }

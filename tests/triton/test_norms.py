@@ -104,7 +104,7 @@ def test_a_given_scale_scales(device: torch.device) -> None:
     x, gain, _ = _inputs(device, torch.bfloat16, layer=False)
     scale = torch.tensor(0.013, device=device)
     made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, cast, result_dtype=torch.bfloat16, scale=scale)
-    assert_operands_of(made, _result(x, gain, None, mean, rstd, spec, torch.bfloat16).cpu(), cast, scale=scale.cpu())
+    assert_operands_of(made, _result(x, gain, None, mean, rstd, spec, torch.bfloat16).cpu(), cast, scale=scale)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter

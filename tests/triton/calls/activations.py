@@ -11,8 +11,8 @@ from tests.triton.calls.norms import BLOCK, MX, ROW, TENSOR
 WIDTH = 14336
 
 
-def _cast(function: str, cast: ResultCast, amax: bool = False, dtype: torch.dtype = torch.bfloat16):
-    x = torch.empty(64, 2 * WIDTH, dtype=dtype)
+def _cast(function: str, cast: ResultCast, amax: bool = False, dtype: torch.dtype = torch.bfloat16, width: int = WIDTH):
+    x = torch.empty(64, 2 * width, dtype=dtype)
     return fused_casts.cast_activation(x, function, cast, gated=True, amax=torch.ones(()) if amax else None)
 
 
@@ -26,6 +26,7 @@ CALLS = {
     "swiglu, delayed": lambda: _cast("silu", TENSOR, amax=True),
     "swiglu, rowwise": lambda: _cast("silu", ROW),
     "swiglu, rowwise, fp32": lambda: _cast("silu", ROW, dtype=torch.float32),
+    "swiglu, rowwise, 2": lambda: _cast("silu", ROW, width=2),
     "swiglu, blockwise": lambda: _cast("silu", BLOCK),
     "swiglu, tensorwise, transpose": lambda: _cast("silu", replace(TENSOR, direct=False), amax=True),
     "swiglu, rowwise, transpose": lambda: _cast("silu", replace(ROW, direct=False)),

@@ -18,6 +18,7 @@ _history = AmaxRecord(torch.ones(()), torch.zeros((), dtype=torch.bool), torch.z
 _counts = AmaxRecord(nonfinite=_history.nonfinite)
 _codes = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn)
 _random = torch.empty(1024, 4096, dtype=torch.int32)
+_number, _three = torch.empty(1, 1), torch.empty(1, 3)  # fewer than the numbers that a thread converts at once
 _one, _row_scales, _tile_scales = torch.ones(1, 1), torch.ones(1024, 1), torch.ones(1024, 32)
 
 
@@ -40,7 +41,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "static, measuring": partial(casts.cast_tensor, _x, _E4M3, scale=_amax, record=_counts),
     "static, counting": partial(casts.cast_tensor, _x, _E4M3, scale=_amax, counting=True),
     "tensor in place": partial(casts.cast_tensor, _x, _E4M3, values=_x),
+    "tensor, 1 x 1": partial(casts.cast_tensor, _number, _E4M3),
+    "tensor, 1 x 3": partial(casts.cast_tensor, _three, _E4M3),
+    "tensor, 1 x 1 in place": partial(casts.cast_tensor, _number, _E5M2, values=_number),
     "rows": partial(rows.cast_rows, _x, _ROWS, record=_counts),
+    "rows, 1 x 1": partial(rows.cast_rows, _number, _ROWS),
+    "rows, 1 x 1 in place": partial(rows.cast_rows, _number, _ROWS, values=_number),
+    "rows, 5 x 1": partial(rows.cast_rows, torch.empty(5, 1), _ROWS),
     "rows of 16384": partial(rows.cast_rows, _long, _ROWS),
     "rows, FP32": partial(rows.cast_rows, _master, _ROWS),
     "rows in place": partial(rows.cast_rows, _x, _ROWS, values=_x),
@@ -54,6 +61,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "128 x 128": partial(blocks.cast_blocks, _x, _blocks(128, 128)),
     "1 x 32": partial(blocks.cast_blocks, _x, _blocks(1, 32)),
     "1 x 32 both ways": partial(blocks.cast_blocks, _x, _blocks(1, 32), transposed=True),
+    "4 x 2 both ways": partial(blocks.cast_blocks, _x, _blocks(4, 2), transposed=True, record=_counts),
+    "2 x 8": partial(blocks.cast_blocks, _x, _blocks(2, 8), record=_counts),
     "dequantize, tensor": partial(values.dequantize, _codes, _one, (0, 0), E4M3, torch.bfloat16),
     "dequantize, rows": partial(values.dequantize, _codes, _row_scales, (1, 0), E4M3, torch.bfloat16),
     "dequantize, 1 x 128": partial(values.dequantize, _codes, _tile_scales, (1, 128), E4M3, torch.bfloat16),

@@ -49,6 +49,7 @@ CALLS = {
     "rmsnorm, delayed": lambda: _rms(TENSOR, amax=True),
     "rmsnorm, rowwise": lambda: _rms(ROW),
     "rmsnorm, rowwise, 16384": lambda: _rms(ROW, 16384),
+    "rmsnorm, rowwise, 2": lambda: _rms(ROW, 2),
     "rmsnorm, blockwise": lambda: _rms(BLOCK),
     "rmsnorm, mxfp8": lambda: _rms(MX),
     "layernorm, tensorwise": lambda: _layer(TENSOR),

@@ -89,7 +89,8 @@ def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
 
     Torch falls back to a scalar loop for 16-bit operands on a CPU without instructions for them, eight times and more
     slower than FP32. Widening the operands, which is exact, gives the same product at FP32's speed. Elsewhere a bias of
-    another dtype is rounded to the operands' first, as ``torch.autocast`` does.
+    another dtype is rounded to the operands' first, as ``torch.autocast`` does; on a GPU torch may round a bfloat16
+    product before it adds the bias.
 
     Example:
         >>> high_precision_mm(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16))

@@ -29,6 +29,7 @@ from octavo.formats import Format
 from octavo.kernels.triton import launching
 from octavo.kernels.triton.codes import (
     INTERPRETED,
+    LEAST_PER_WARP,
     code_from_number,
     encode_scale_from_amax,
     format_constants,
@@ -60,7 +61,7 @@ __all__ = [
 ]
 
 TILE = (64, 128)  # rows and columns that a program turns: 32 elements a thread, stores of 64 bytes and more
-_ELEMENTS = 8192  # of a flat tile: 32 a thread
+_ELEMENTS, _WARPS = 8192, 8  # of a flat tile: 32 elements a thread
 _PROGRAMS = 1024  # that measure: some eight a multiprocessor, whose amaxes the casting programs read
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
@@ -157,7 +158,12 @@ def is_nonfinite(number):
 @triton.jit
 def any_nonfinite(number):
     """Whether one of a block of FP32 numbers is NaN or ±Inf."""
-    return tl.max(is_nonfinite(tl.ravel(number)).to(tl.int32), 0) > 0
+    found = is_nonfinite(number).to(tl.int32)
+    # One axis after the other: Triton up to 3.7 leaves out some lanes of what is reduced twice and then reshaped
+    # (triton-lang/triton, pull request 9219).
+    for _ in tl.static_range(len(number.shape)):
+        found = tl.max(found, -1)
+    return found > 0
 
 
 @triton.jit
@@ -423,7 +429,7 @@ def cast_tensor(
         SOURCE=source, MEASURE=record is not None and record.gathers, FRESH=fresh,
         PROGRAMS=_PROGRAMS, DIRECT=direct, TRANSPOSED=transposed, VALUES=values is not None,
         **constants(spec, device),
-        BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
+        BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=_WARPS,
     )  # fmt: skip
     return (
         OrientedCast(out, used, None) if direct else None,
@@ -442,7 +448,7 @@ def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, int]:
     launching.launch(
         measure_tensor_kernel, (programs,),
         matrix, partials, known, *shape, stride, tiles,
-        PROGRAMS=_PROGRAMS, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
+        PROGRAMS=_PROGRAMS, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=_WARPS,
     )  # fmt: skip
     return partials, programs
 
@@ -462,4 +468,4 @@ def _flat(matrix: Tensor, out: Tensor) -> tuple[tuple[int, int], int, int]:
 def _flat_tile(rows: int, columns: int, elements: int = _ELEMENTS) -> tuple[int, int]:
     """Rows and columns of a tile of ``elements`` elements, as wide as the matrix allows."""
     across = launching.tile_side(columns, elements)
-    return launching.tile_side(rows, elements // across), across
+    return launching.tile_side(rows, elements // across, least=_WARPS * LEAST_PER_WARP // across), across

@@ -28,6 +28,7 @@ import triton.language as tl
 from octavo.formats import Format
 
 __all__ = [
+    "LEAST_PER_WARP",
     "code_from_number",
     "encode_scale_from_amax",
     "finite_magnitude",
@@ -40,6 +41,9 @@ __all__ = [
     "round_to",
 ]
 
+# Numbers that a tile has for each of its warps: a thread converts four at once. Triton fills up a tile with fewer, and
+# does not compile one of fewer than four.
+LEAST_PER_WARP = 4 * 32
 INTERPRETED = triton.knobs.runtime.interpret
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
@@ -185,7 +189,7 @@ def encode_scale_from_amax(
 
 @triton.jit
 def _hardware_codes(scaled, MANTISSA: tl.constexpr):
-    """FP32 numbers to uint8 codes by the conversion instruction, four at a time.
+    """FP32 numbers to uint8 codes by the conversion instruction, four at a time: LEAST_PER_WARP for each warp or more.
 
     Triton's own conversion leaves pairs of codes in 16-bit registers. Where one kernel stores such pairs and takes them
     apart too, ptxas 12.8 reads some bytes before they are written (Triton 3.6 and 3.7: wrong codes of matrices

@@ -28,6 +28,7 @@ from octavo.formats import E8M0
 from octavo.kernels.result_cast import ResultBuffers, ResultCast, new_buffers
 from octavo.kernels.triton import launching
 from octavo.kernels.triton.codes import (
+    LEAST_PER_WARP,
     code_from_number,
     encode_scale_from_amax,
     finite_magnitude,
@@ -243,7 +244,7 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
 
 def row_launch(columns: int) -> dict[str, int]:
     """The launch of programs that hold rows of ``columns``: SIZE, a power of two, and warps, 16 numbers a thread."""
-    size = launching.next_power_of_2(columns)
+    size = max(LEAST_PER_WARP, launching.next_power_of_2(columns))
     return {"SIZE": size, "num_warps": max(1, min(32, size // 512))}
 
 

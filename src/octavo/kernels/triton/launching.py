@@ -146,13 +146,13 @@ def next_power_of_2(n: int | torch.SymInt) -> int:
     return power
 
 
-def tile_side(n: int | torch.SymInt, limit: int) -> int:
-    """A tile's extent along a dimension of ``n``: the next power of two, at most ``limit``, itself a power of two.
+def tile_side(n: int | torch.SymInt, limit: int, *, least: int = 1) -> int:
+    """A tile's extent along a dimension of ``n``: the next power of two, from ``least`` to ``limit``, powers of two.
 
     For a symbolic size it is the limit, since a traced graph serves all sizes; elements beyond ``n`` are masked.
 
     Example:
-        >>> tile_side(5, 64), tile_side(100, 64)
-        (8, 64)
+        >>> tile_side(5, 64), tile_side(100, 64), tile_side(5, 64, least=16)
+        (8, 64, 16)
     """
-    return next_power_of_2(min(n, limit)) if type(n) is int else limit
+    return max(least, next_power_of_2(min(n, limit))) if type(n) is int else limit

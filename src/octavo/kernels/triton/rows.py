@@ -34,13 +34,13 @@ from octavo.kernels.triton.casts import (
     record_nonfinite,
     zero_nonfinite,
 )
-from octavo.kernels.triton.codes import encode_scale_from_amax, number_from_code, reciprocal
+from octavo.kernels.triton.codes import LEAST_PER_WARP, encode_scale_from_amax, number_from_code, reciprocal
 from octavo.numerics import AmaxRecord, CastSpec
 
 __all__ = ["cast_rows"]
 
 _LONGEST = 16384  # elements of a row in registers: 32 a thread
-_ELEMENTS = 4096  # of the rows that a program casts, where they are shorter
+_ELEMENTS, _WARPS = 4096, 4  # of a program that casts several rows, where they are shorter
 
 
 @triton.jit
@@ -179,14 +179,15 @@ def cast_rows(
     out = casts.empty_codes(rows, columns, spec.format, device, wanted=values is None) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
     block_columns = launching.next_power_of_2(columns)
-    block_rows = launching.tile_side(rows, max(1, _ELEMENTS // block_columns))
+    least = _WARPS * LEAST_PER_WARP // block_columns
+    block_rows = launching.tile_side(rows, max(1, _ELEMENTS // block_columns), least=least)
     launching.launch(
         cast_rows_kernel, (launching.ceil_div(rows, block_rows),),
         matrix, casts.as_kernel_output(out), scales, amaxes, *casts.nonfinite_buffers(record),
         rows, columns, matrix.stride(0), out.stride(0),
         VALUES=values is not None, **casts.constants(spec, device),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
-        num_warps=min(16, max(4, block_rows * block_columns // 1024)),
+        num_warps=min(16, max(_WARPS, block_rows * block_columns // 1024)),
     )  # fmt: skip
     return OrientedCast(out, scales, amaxes), None
 
