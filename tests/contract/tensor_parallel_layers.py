@@ -19,7 +19,18 @@ from octavo.numerics import QuantizedTensor
 from tests.contract.gathered_weights_program import message
 from tests.contract.gathered_weights_training import counting, local
 
-__all__ = ["RECIPES", "STATIC_SCALE", "codes", "reductions", "refused", "uneven"]
+__all__ = [
+    "GEMMS",
+    "RECIPES",
+    "STATIC_SCALE",
+    "codes",
+    "copied",
+    "operand_difference",
+    "recorded_operands",
+    "reductions",
+    "refused",
+    "uneven",
+]
 
 RECIPES = (
     *("tensorwise", "delayed", "delayed_te", "article", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"),
@@ -107,8 +118,8 @@ def sliced(tensor: Tensor, dims: str, divided: str, rank: int, ranks: int) -> Te
     return tensor.narrow(dim, min(rank * chunk, size), max(0, min(chunk, size - rank * chunk)))
 
 
-def operand_difference(one: Any, whole: Any, dims: str, divided: str) -> bool:
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+def operand_difference(one: Any, whole: Any, dims: str, divided: str, group: Any = None) -> bool:
+    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     if not isinstance(whole, QuantizedTensor):
         return not torch.equal(one, sliced(whole, dims, divided, rank, ranks))
     data = sliced(whole.data.view(torch.uint8), dims, divided, rank, ranks)

@@ -15,12 +15,13 @@ import torch
 from torch import distributed
 
 from tests.contract import tensor_parallel_layers as layers
+from tests.contract import tensor_parallel_models as models
 
 
 def checks(ranks: int) -> list[Callable[[int, Path], Any]]:
     if ranks == 4:
-        return [layers.codes, layers.uneven]
-    return [layers.codes, layers.reductions, layers.refused]
+        return [layers.codes, layers.uneven, models.sharded, models.codes_of_models, models.gathered_as_codes]
+    return [layers.codes, layers.reductions, layers.refused, models.models, models.codes_of_models]
 
 
 def main(folder: Path, rank: int, ranks: int) -> None:

@@ -33,6 +33,27 @@ def test_slices_may_differ_in_length(found):
         assert not any(differences.values()), differences
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_codes_of_a_decoder_are_those_of_one_process_that_sees_the_same_tensors(found, ranks):
+    """With sequence parallelism and a parallel loss; on four ranks, FSDP2 over tensor parallelism."""
+    for differences in of_check(found[ranks], "codes_of_models"):
+        assert len(differences) == 10
+        assert not any(differences.values()), differences
+
+
+@pytest.mark.parametrize(("ranks", "check"), [(2, "models"), (4, "sharded")])
+def test_a_decoder_trains_as_in_one_process(found, ranks, check):
+    for results in of_check(found[ranks], check):
+        assert len(results) == (16 if check == "models" else 5)
+        assert all(each == ({}, True) for each in results.values()), results
+
+
+def test_weights_that_ranks_divide_are_gathered_in_high_precision(found):
+    for reasons in of_check(found[4], "gathered_as_codes"):
+        assert len(reasons) == 14
+        assert all("it was a DTensor before fully_shard" in reason for reason in reasons)
+
+
 def test_reductions_are_those_of_scales_that_ranks_share(found):
     first, later = {}, {}
     for recipe, columns, rows in (
