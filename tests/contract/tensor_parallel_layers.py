@@ -131,7 +131,7 @@ def values_difference(one: Any, whole: Any, dims: str, divided: str, pair: Any) 
     """How one result of a GEMM is unlike that of one process: at all, or, of a sum over ranks, by more than its bound.
 
     A sum of K products in FP32 is wrong by at most K u of the sum S of their magnitudes, in whatever order, u = 2^-24;
-    so are the sums of all ranks together, which are then rounded, scaled and added: a few u more for each rank.
+    so are the sums of all ranks together. Two scales round twice on either side, and adding P parts rounds P - 1 times.
     """
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     expected = sliced(whole, dims, divided, rank, ranks)
@@ -139,7 +139,7 @@ def values_difference(one: Any, whole: Any, dims: str, divided: str, pair: Any) 
     if divided in dims and isinstance(pair[0], QuantizedTensor):  # torch's own GEMM may sum slices in another order
         return None if torch.equal(one, expected) else "differs"
     magnitudes = sliced(left.double().abs() @ right.double().abs().t(), dims, divided, rank, ranks)
-    bound = (2 * left.shape[1] + 8 * ranks) * 2.0**-24 * magnitudes
+    bound = (2 * left.shape[1] + 4 + ranks + 1) * 2.0**-24 * magnitudes
     return None if bool(((one - expected).flatten(0, -2).abs() <= bound).all()) else "exceeds its bound"
 
 

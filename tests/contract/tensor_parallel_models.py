@@ -266,7 +266,7 @@ def is_divided(slices: Any, name: str) -> bool:
     return slices[role] is not None and slices[role].dim == dim
 
 
-def codes_of_models(_rank: int, _: Path) -> Any:
+def codes(_rank: int, _: Path) -> Any:
     """Layers whose codes or scales are not those of one process that sees the same tensors, in the fourth step.
 
     By recipe; on four ranks under FSDP2 too.
@@ -283,7 +283,7 @@ def codes_of_models(_rank: int, _: Path) -> Any:
     return found
 
 
-def models(_rank: int, _: Path) -> Any:
+def training(_rank: int, _: Path) -> Any:
     """Differences of training, and whether all ranks have the same scaling state, by recipe and plan."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     found = {}

@@ -16,8 +16,9 @@ from octavo.autocast import active_recipe, autocast_region
 from octavo.errors import BackendError, ConfigError
 from octavo.functional import InputOperands, OperandSource, WeightCache, WeightOperands, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu
+from octavo.kernels.tracing import is_distributed
 from octavo.nn.shared_input import SharedInput
-from octavo.nn.tensor_parallel import LocalTensors, check_slices, is_distributed, local_tensors
+from octavo.nn.tensor_parallel import LocalTensors, check_slices, local_tensors
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import check_float, is_eager_cpu
 from octavo.numerics.quantized import FP8_DTYPES
@@ -361,7 +362,7 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """As of ``torch.nn.Module``; refuse slices of a weight, as ``parallelize_module`` sets them, if need be."""
-        if name == "weight" and is_distributed(param):
+        if name in ("weight", CODES) and is_distributed(param):
             check_slices(self, param, self.recipe)
         super().register_parameter(name, param)
 

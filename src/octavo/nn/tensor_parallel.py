@@ -17,22 +17,21 @@ operators would need one operator for the amax, one for its reduction and one fo
 """
 
 import math
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, distributed
 
 from octavo.errors import ConfigError
-from octavo.kernels.tracing import PLAIN_TENSORS
+from octavo.kernels.tracing import PLAIN_TENSORS, is_distributed
 from octavo.recipes import Recipe
 from octavo.scaling import GRAD_OUTPUT, INPUT, WEIGHT, ScaleUpdates, Slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["LocalTensors", "check_slices", "is_distributed", "local_tensors"]
+__all__ = ["LocalTensors", "check_slices", "local_tensors", "whole"]
 
 _DIMS = {INPUT: "MK", WEIGHT: "NK", GRAD_OUTPUT: "MN"}  # rows and columns of the roles' matrices
 _SIZES = {"N": "out_features", "K": "in_features"}
@@ -40,6 +39,7 @@ _SIZES = {"N": "out_features", "K": "in_features"}
 
 class _Layer(Protocol):
     recipe: Recipe
+    codes_layout: Any
     in_features: int
     out_features: int
     scale_updates: ScaleUpdates
@@ -56,12 +56,9 @@ class _Layer(Protocol):
         ...
 
 
-def is_distributed(tensor: object) -> "TypeGuard[DTensor]":
-    """Return whether a tensor is a DTensor, without the import of its module."""
-    if type(tensor) in PLAIN_TENSORS:
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, for which all of its ranks must call; another tensor as it is."""
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +165,15 @@ def _input_placement(given: "Placement", divided: str, last: int) -> "Placement"
 def check_slices(layer: _Layer, weight: "DTensor", recipe: Recipe) -> None:
     """Raise ConfigError where ranks cannot scale their slices of a layer's matrices as one process scales the whole.
 
-    That is a weight on a mesh of more than one dimension, or divided otherwise than by its rows or columns; slices that
-    are no multiples of a recipe's blocks; amaxes of finished steps that are not reduced over all ranks of the mesh.
+    That is a weight on a mesh of more than one dimension, or divided otherwise than by its rows or columns, or stored
+    as codes; slices that are no multiples of a recipe's blocks; amaxes of finished steps that are not reduced over all
+    ranks of the mesh.
     """
+    if layer.codes_layout is not None:
+        raise ConfigError(
+            f"the weight of {layer.called} is stored as FP8 codes, which ranks cannot divide; call "
+            "octavo.restore(model) before parallelize_module, and convert without frozen='fp8'"
+        )
     divided, ranks = _divided(layer, weight), weight.device_mesh.size()
     group = layer.scale_updates.group
     if recipe.is_delayed and ranks > 1 and group is not None:
