@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from octavo.convert.plain_checkpoint import guard_save_pretrained
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
+from octavo.kernels.tracing import is_distributed
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import FP8WeightLinear, check_storable, store_weight_as_codes
 
@@ -46,6 +47,8 @@ def store_weights_as_codes(
             reasons[path] = f"its {computed} is computed at every call (torch.nn.utils' weight_norm, prune or similar)"
         elif layer.recipe.output.b is None:
             reasons[path] = f"{layer.recipe.name} casts no weight"
+        elif is_distributed(layer.weight):
+            reasons[path] = "ranks share it by tensor parallelism"
         elif layer.weight.is_meta:
             reasons[path] = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
         else:

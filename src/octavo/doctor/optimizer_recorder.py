@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from octavo.doctor.statistics import spread
 from octavo.errors import ConfigError
+from octavo.kernels.tracing import is_distributed
+from octavo.nn.tensor_parallel import whole
 
 __all__ = ["OptimizerRecorder"]
 
@@ -110,6 +112,8 @@ class OptimizerRecorder:
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     if not tensors:
         return []
+    if any(map(is_distributed, tensors)):
+        return [whole(torch.linalg.vector_norm(tensor, dtype=torch.float32)) for tensor in tensors]
     norms: list[Tensor] = list(torch._foreach_norm(tensors, dtype=torch.float32))  # noqa: SLF001
     return norms
 
@@ -117,7 +121,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def _sample(parameter: Tensor) -> Tensor:
     """Sampled rows of a matrix."""
-    matrix = parameter.detach().flatten(1)
+    matrix = whole(parameter.detach()).flatten(1)
     return matrix[spread(matrix.shape[0], SAMPLED_ELEMENTS // max(1, matrix.shape[1]))]
 
 

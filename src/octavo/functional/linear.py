@@ -153,7 +153,7 @@ class _ScaledLinear(torch.autograd.Function):
         weights = weight_operands
         if weights is None:
             # A non-leaf weight would be kept in memory for this alone; a watch inspects the operands of backward now.
-            recast = needs_grad_input and weight.is_leaf and not watched
+            recast = needs_grad_input and (weight.is_leaf or scaling.weight_is_parameter) and not watched
             if recast:
                 recast = recasts_weight(weight, x, recipe, inputs.for_grad_weight() if needs_grad_weight else None)
             weights = WeightOperands(weight, recipe, weight_scaling, recast=recast)

@@ -123,7 +123,9 @@ def load_operands(ctx: Any) -> tuple[list[SavedOperand | None], Tensor | None]:
     return operands, amaxes
 
 
-def cast_operand(x: Tensor, spec: CastSpec | None, scaling: OperandScaling | None = None) -> Operand:
+def cast_operand(
+    x: Tensor, spec: CastSpec | None, scaling: OperandScaling | None = None, *, transposed: bool = False
+) -> Operand:
     """Cast ``x`` as one operand of a GEMM.
 
     Args:
@@ -131,12 +133,14 @@ def cast_operand(x: Tensor, spec: CastSpec | None, scaling: OperandScaling | Non
         spec: how to cast; None leaves ``x`` as it is.
         scaling: records the measurement, and gives a delayed cast its amax (where that is 0 or ``scaling`` is None,
             the amax of ``x`` is used) and a static cast its scale.
+        transposed: cast the transpose of ``x`` instead.
     """
+    matrix = x.t() if transposed else x
     if spec is None:
-        return x
+        return matrix
     scaling = OperandScaling() if scaling is None else scaling
-    amax, scale = _amax_and_scale(spec, scaling)
-    return cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, record=scaling.take()).output
+    amax, scale = _amax(x, spec, scaling, transposed=transposed), _scale(spec, scaling)
+    return cast(matrix, spec, amax=amax, scale=scale, measure_if_zero=True, record=scaling.take()).output
 
 
 def quantize_operand(x: Tensor, spec: CastSpec) -> QuantizedTensor:
@@ -150,23 +154,36 @@ def cast_both_ways(
     x: Tensor, spec: CastSpec | None, transposed_spec: CastSpec | None, scaling: OperandScaling
 ) -> tuple[Operand, Operand]:
     """Cast ``x`` as ``spec``, and its transpose as ``transposed_spec``; in one call where both are the same."""
-    if spec is not None and spec == transposed_spec:  # "!=" is more than a tracer can compare
-        amax, scale = _amax_and_scale(spec, scaling)
+    same = spec is not None and spec == transposed_spec  # "!=" is more than a tracer can compare
+    if spec is not None and same and (scaling.slices is None or spec.granularity.orientation_free):
+        amax, scale = _amax(x, spec, scaling), _scale(spec, scaling)
         result = cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, transpose=True, record=scaling.take())
         assert result.transposed is not None
         return result.output, result.transposed
-    return cast_operand(x, spec, scaling), cast_operand(x.t(), transposed_spec, scaling)
+    return cast_operand(x, spec, scaling), cast_operand(x, transposed_spec, scaling, transposed=True)
 
 
-def _amax_and_scale(spec: CastSpec, scaling: OperandScaling) -> tuple[Tensor | None, Tensor | None]:
-    """Amax of a delayed cast and scale of a static cast; both None for a dynamic cast, which measures."""
-    if spec.scaling == Scaling.DYNAMIC:
-        return None, None
-    if spec.scaling == Scaling.DELAYED:
-        return scaling.amax, None
-    if scaling.scale is None:
+def _amax(x: Tensor, spec: CastSpec, scaling: OperandScaling, *, transposed: bool = False) -> Tensor | None:
+    """Amax of a delayed cast, or of a slice's whole matrix; None for other casts, which measure."""
+    if spec.scaling == Scaling.STATIC:
+        return None
+    past, slices = scaling.amax if spec.scaling == Scaling.DELAYED else None, scaling.slices
+    if slices is None or (past is not None and slices.has_past):
+        return past
+    is_whole = isinstance(spec.granularity, PerTensor)
+    amax = scaling.reduced if is_whole else None
+    if amax is None:
+        amax = slices.amax(x, spec.granularity, transposed=transposed)
+    if is_whole:
+        scaling.reduced = amax
+    return amax if past is None or amax is None else torch.where(past > 0, past, amax)
+
+
+def _scale(spec: CastSpec, scaling: OperandScaling) -> Tensor | None:
+    """Scale of a static cast; None for other casts."""
+    if spec.scaling == Scaling.STATIC and scaling.scale is None:
         raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
-    return None, scaling.scale
+    return scaling.scale if spec.scaling == Scaling.STATIC else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +220,8 @@ def cast_input(
     if not learning:
         return InputOperands(cast_operand(x, spec, scaling))
     if transposed_spec is not None and not watched and _codes_are_larger(x, transposed_spec):
-        recomputed = RecomputedOperand(_RecomputeTranspose(transposed_spec), (x, None))
+        amax = _amax(x, transposed_spec, scaling, transposed=True)
+        recomputed = RecomputedOperand(_RecomputeTranspose(transposed_spec), (x, amax))
         return InputOperands(cast_operand(x, spec, scaling), recomputed)
     return InputOperands(*cast_both_ways(x, spec, transposed_spec, scaling))
 
@@ -221,7 +239,9 @@ def cast_grad_output(
         return cast_both_ways(grad_output, recipe.grad_input.a, recipe.grad_weight.a, scaling)
     if for_input:
         return cast_operand(grad_output, recipe.grad_input.a, scaling), grad_output
-    return grad_output, cast_operand(grad_output.t(), recipe.grad_weight.a, scaling) if for_weight else grad_output
+    return grad_output, cast_operand(
+        grad_output, recipe.grad_weight.a, scaling, transposed=True
+    ) if for_weight else grad_output
 
 
 class WeightOperands:
@@ -280,7 +300,7 @@ class WeightOperands:
                 return output, True
             weight = self._weight
             decoded = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-            self._transposed = cast_operand(decoded.t(), transposed_spec, self._scaling)
+            self._transposed = cast_operand(decoded, transposed_spec, self._scaling, transposed=True)
         return self._transposed, False
 
 
@@ -297,9 +317,9 @@ def _cast_and_recast(
     A tensorwise scale is computed from one amax in both casts, so that the weight is not measured twice: a delayed
     cast's amax is passed, a dynamic cast's is recorded, unless the layer's history takes the record.
     """
-    amax = scaling.amax if transposed_spec.scaling == Scaling.DELAYED else None
-    dynamic = transposed_spec.scaling == Scaling.DYNAMIC and isinstance(transposed_spec.granularity, PerTensor)
-    if transposed_spec == spec and dynamic and scaling.pending is None:
+    amax = _amax(weight, transposed_spec, scaling, transposed=True)
+    measures = amax is None and isinstance(transposed_spec.granularity, PerTensor)
+    if measures and transposed_spec == spec and scaling.pending is None:
         amax = scaling.pending = torch.zeros((), dtype=torch.float32, device=weight.device)
     return cast_operand(weight, spec, scaling), RecomputedOperand(_RecomputeTranspose(transposed_spec), (weight, amax))
 

@@ -57,7 +57,8 @@ class WeightCache:
         if weight.is_inference():
             return None
         key = (weight.data_ptr(), weight._version, weight.dtype, recipe, OptimizerSteps.count)  # noqa: SLF001
-        content = _sums_of_bits(weight.detach()) if is_eager_cpu(weight) else self._content
+        summed = is_eager_cpu(weight) and scaling.slices is None  # all ranks must cast a shared weight together
+        content = _sums_of_bits(weight.detach()) if summed else self._content
         if self._operands is not None and self._key == key and torch.equal(self._content, content):
             return self._operands
         if torch.is_inference_mode_enabled() or (recipe.is_delayed and not learning):

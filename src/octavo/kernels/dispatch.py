@@ -30,7 +30,7 @@ from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.backends.torch_cuda import CudaBackend
 from octavo.kernels.backends.triton import TritonBackend, TritonCast
 from octavo.kernels.hopper_model import HopperModelBackend
-from octavo.kernels.tracing import is_plain, is_tracing
+from octavo.kernels.tracing import is_distributed, is_plain, is_tracing
 from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor
 from octavo.numerics import dequantize as dequantize_tensor
 from octavo.numerics.cast import check_float
@@ -113,6 +113,10 @@ def cast(
 
 def _select_cast(x: Tensor, spec: CastSpec, source: ScaleSource) -> CastBackend:
     scale_given = source.get("amax") is not None or source.get("scale") is not None
+    if is_distributed(x):
+        raise ConfigError(
+            "a DTensor has no memory of its own to cast; pass x.full_tensor(), or x.to_local() for this rank's part"
+        )
     if is_tracing() or not is_plain(x):  # a size may be a symbol, which is no key
         return _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)[0]
     key = (x.shape, x.dtype, x.device, spec.format, spec.granularity, spec.rounding, scale_given, inside_transform())

@@ -1,10 +1,11 @@
 """Detection of tracing, and workarounds that ``torch.compile`` needs."""
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,7 +13,19 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from octavo.errors import BackendError
 
-__all__ = ["PLAIN_TENSORS", "inline_kernels", "is_plain", "is_traced", "is_tracing", "sources", "unaliased"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "PLAIN_TENSORS",
+    "inline_kernels",
+    "is_distributed",
+    "is_plain",
+    "is_traced",
+    "is_tracing",
+    "sources",
+    "unaliased",
+]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
@@ -101,3 +114,11 @@ def is_tracing() -> bool:
 def is_plain(x: Tensor) -> bool:
     """Return whether a tensor is neither of a subclass nor wrapped by torch.func."""
     return type(x) in PLAIN_TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001
+
+
+def is_distributed(x: object) -> "TypeGuard[DTensor]":
+    """Return whether a tensor is a DTensor, without the import of its module."""
+    if type(x) in PLAIN_TENSORS:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -15,7 +16,9 @@ from octavo.autocast import active_recipe, autocast_region
 from octavo.errors import BackendError, ConfigError
 from octavo.functional import InputOperands, OperandSource, WeightCache, WeightOperands, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu
+from octavo.kernels.tracing import is_distributed
 from octavo.nn.shared_input import SharedInput
+from octavo.nn.tensor_parallel import LocalTensors, check_slices, local_tensors
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import check_float, is_eager_cpu
 from octavo.numerics.quantized import FP8_DTYPES
@@ -29,6 +32,7 @@ from octavo.scaling import (
     LayerWatch,
     OperandScaling,
     ScaleUpdates,
+    Slices,
     StatefulModule,
     inside_backward,
 )
@@ -124,6 +128,9 @@ class Linear(StatefulModule, torch.nn.Linear):
             self.codes_layout, self.weight_cache, self.shared_input = None, None, None
             self.last_recipe, self.trained_recipe = None, None
             probe_cpu()
+        weight: Tensor = self.stored_weight
+        if is_distributed(weight):
+            check_slices(self, weight, recipe)
         history = getattr(self, "amax_history", None)
         if history is None or history.spec != recipe.history:
             self.keep_history(None)
@@ -137,13 +144,24 @@ class Linear(StatefulModule, torch.nn.Linear):
         recipe = self.recipe_now()
         if recipe.is_high_precision and self.codes_layout is None and not needs_widening(_autocast(input)):
             return F.linear(input, self.weight, self.bias)
+        check_float(input, "the input of octavo.nn.Linear")
+        if input.ndim == 0 or input.shape[-1] != self.in_features:
+            raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(input.shape)}")
+        if is_distributed(self.stored_weight):
+            return self._forward_slices(input, recipe)
         x = _autocast(input)
-        check_float(x, "the input of octavo.nn.Linear")
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
-            raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
         if recipe.is_high_precision and self.codes_layout is None:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
         return self.forward_cast(recipe, partial(self._with_shared_operands, input, x, recipe))
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 (a graph traces no reduction of amaxes)
+    def _forward_slices(self, x: Tensor, recipe: Recipe) -> Tensor:
+        """:meth:`forward` of a layer that several ranks share; see :mod:`octavo.nn.tensor_parallel`."""
+        local = local_tensors(self, x, recipe)
+        x = _autocast(local.x)
+        if recipe.is_high_precision and self.codes_layout is None:
+            return local.output(fp8_linear(x, local.weight.to(x.dtype), local.bias, recipe))
+        return local.output(self.forward_cast(recipe, lambda _: (x, None), local))
 
     def _with_shared_operands(
         self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling
@@ -154,7 +172,10 @@ class Linear(StatefulModule, torch.nn.Linear):
         return x, self.shared_input.operands(source, x, recipe, scaling, learning=self.stored_weight.requires_grad)
 
     def forward_cast(
-        self, recipe: Recipe, make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]]
+        self,
+        recipe: Recipe,
+        make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]],
+        local: LocalTensors | None = None,
     ) -> Tensor:
         """Run the FP8 path of :meth:`forward` on a checked input.
 
@@ -162,20 +183,30 @@ class Linear(StatefulModule, torch.nn.Linear):
             recipe: :meth:`recipe_now`.
             make: returns the input, [..., K], and its operands if it has cast it already; then it has also taken its
                 scale from the input's scaling and recorded its amax there.
+            local: this rank's tensors, of a layer that several ranks share.
         """
         scaling = self._layer_scaling(recipe)
+        weight, bias = (self.stored_weight, self.bias) if local is None else (local.weight, local.bias)
+        if local is not None:
+            scaling.slices, scaling.weight_is_parameter = self._slices(local), True
         x, operands = make(scaling.of(INPUT))
         y = fp8_linear(
             x,
-            self.stored_weight,
-            self.bias,
+            weight,
+            bias,
             recipe,
-            weight_operands=self._operands(recipe, scaling),
+            weight_operands=self._operands(recipe, scaling, local),
             input_operands=operands,
             scaling=scaling,
         )
         self._watch_backward(y)
         return y
+
+    def _slices(self, local: LocalTensors) -> tuple[Slices | None, ...]:
+        """The slices of the roles' tensors, with what the layer's history knows of them."""
+        history = self.amax_history
+        known = (False,) * len(ROLES) if history is None else history.has_past()
+        return tuple(each and replace(each, has_past=past) for each, past in zip(local.slices, known, strict=True))
 
     def recipe_now(self) -> Recipe:
         """The recipe of this call; where activation checkpointing repeats a call, that of the layer's last call.
@@ -218,7 +249,9 @@ class Linear(StatefulModule, torch.nn.Linear):
         """The weight's codes and scale where it is stored as FP8 codes; else None."""
         return None
 
-    def _operands(self, recipe: Recipe, scaling: LayerScaling) -> WeightOperands | None:
+    def _operands(
+        self, recipe: Recipe, scaling: LayerScaling, local: LocalTensors | None = None
+    ) -> WeightOperands | None:
         """The weight's operands where they are stored or cached; None where the call casts the weight."""
         codes = self.stored_codes()
         if codes is not None:
@@ -234,7 +267,8 @@ class Linear(StatefulModule, torch.nn.Linear):
             weight_scaling.pending = None
         if inside_backward():  # activation checkpointing repeats the call, whose elements are counted already
             weight_scaling.nonfinite = None
-        return self.weight_cache.operands(self.weight, recipe, weight_scaling, learning=self._is_learning)
+        weight = self.weight if local is None else local.weight
+        return self.weight_cache.operands(weight, recipe, weight_scaling, learning=self._is_learning)
 
     @property
     def _is_learning(self) -> bool:
@@ -278,6 +312,9 @@ class Linear(StatefulModule, torch.nn.Linear):
     def follow_weight(self) -> None:
         """Move the state to the weight's device, as after ``load_state_dict(assign=True)``; from meta, create it."""
         device = self.stored_weight.device
+        scale: Tensor = self.input_scale
+        if is_distributed(scale):  # as parallelize_module makes all buffers
+            self.input_scale = scale.to_local()
         if self.nonfinite_counts.device == device or device.type == "meta":
             return
         if self.input_scale.is_meta:
@@ -322,6 +359,12 @@ class Linear(StatefulModule, torch.nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         follow_optimizers(self)  # a copy or an unpickled layer
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As of ``torch.nn.Module``; refuse slices of a weight, as ``parallelize_module`` sets them, if need be."""
+        if name in ("weight", CODES) and is_distributed(param):
+            check_slices(self, param, self.recipe)
+        super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Let counts and amax history follow the model's device."""

@@ -13,6 +13,7 @@ from octavo.scaling.operand_scaling import (
     OperandScaling,
     inside_backward,
 )
+from octavo.scaling.slices import Slices
 from octavo.scaling.stateful_module import StatefulModule
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "OperandScaling",
     "Operands",
     "ScaleUpdates",
+    "Slices",
     "StatefulModule",
     "WeightSeen",
     "inside_backward",

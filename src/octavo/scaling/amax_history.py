@@ -155,6 +155,7 @@ class AmaxHistory(StatefulModule):
         self.path = path
         self.unclosed_backwards = 0
         self._last_backward = -1
+        self._has_past = (False,) * len(ROLES)
         self.start_state(device)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
@@ -172,6 +173,12 @@ class AmaxHistory(StatefulModule):
     def follow(self, device: torch.device) -> None:
         """Move to where the layer's weight is: wrappers may have moved that alone."""
         self.to_empty(device=device) if self.amax.is_meta else self.to(device)
+
+    def has_past(self) -> tuple[bool, ...]:
+        """Return which roles have an amax of finished steps; a device is waited for until all of them have."""
+        if not all(self._has_past):
+            self._has_past = tuple((self.amax > 0).tolist())
+        return self._has_past
 
     @torch.no_grad()
     def begin_forward(self, region: Tensor) -> None:
@@ -265,6 +272,7 @@ class AmaxHistory(StatefulModule):
     @torch.no_grad()
     def discard(self) -> None:
         """Discard the running step's amaxes."""
+        self._has_past = (False,) * len(ROLES)  # the amaxes of finished steps may have been loaded
         self.pending.fill_(EMPTY)
         self.overflowed.fill_(False)
         self.region.zero_()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor
 from octavo.recipes import Recipe
+from octavo.scaling.slices import Slices
 
 __all__ = [
     "GRAD_OUTPUT",
@@ -42,6 +43,8 @@ class OperandScaling:
         pending: float32 [], raised to the tensor's amax; None records none.
         overflowed: bool [], set where the tensor holds NaN or ±Inf; None does not.
         nonfinite: int64 [], raised by the count; None counts none.
+        slices: of which the tensor is one; None where it is whole.
+        reduced: float32 [], the amax of all of the slices, once it is reduced.
     """
 
     amax: Tensor | None = None
@@ -49,6 +52,8 @@ class OperandScaling:
     pending: Tensor | None = None
     overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
+    slices: Slices | None = None
+    reduced: Tensor | None = None
 
     def take(self) -> AmaxRecord:
         """Return the buffers to record into once; later calls return an empty record."""
@@ -103,6 +108,8 @@ class LayerScaling:
         nonfinite: int64 [3], raised by the numbers of their NaN and ±Inf elements.
         watch: inspects the call's tensors and operands.
         records_weight: whether the weight's amax and overflows are recorded.
+        slices: of which the tensors are one each, on several ranks; None where they are whole.
+        weight_is_parameter: whether the weight is a parameter's memory, also where autograd does not take it for one.
     """
 
     amaxes: Tensor | None = None
@@ -112,6 +119,8 @@ class LayerScaling:
     nonfinite: Tensor | None = None
     watch: LayerWatch | None = None
     records_weight: bool = True
+    slices: tuple[Slices | None, ...] = (None,) * len(ROLES)
+    weight_is_parameter: bool = False
 
     def of(self, role: int) -> OperandScaling:
         """Return the scaling of one role."""
@@ -122,6 +131,7 @@ class LayerScaling:
             pending=self.pending[role] if self.pending is not None and records else None,
             overflowed=self.overflowed[role] if self.overflowed is not None and records else None,
             nonfinite=None if self.nonfinite is None else self.nonfinite[role],
+            slices=self.slices[role],
         )
 
 

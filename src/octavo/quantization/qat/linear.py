@@ -29,6 +29,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.functional import InputOperands
 from octavo.nn import Linear
+from octavo.nn.tensor_parallel import LocalTensors
 from octavo.numerics import PerTensor, ScaleRounding, measure, scale_from_amax
 from octavo.quantization.qat.straight_through import straight_through_linear
 from octavo.recipes import CastSpec, Recipe
@@ -90,9 +91,17 @@ class QATLinear(Linear):
             self.log2_scale.requires_grad_(False)
 
     def forward_cast(
-        self, recipe: Recipe, make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]]
+        self,
+        recipe: Recipe,
+        make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]],
+        local: LocalTensors | None = None,
     ) -> Tensor:
         """Compute the converted layer's forward pass, with straight-through gradients."""
+        if local is not None:
+            raise ConfigError(
+                f"{self.called} is shared by ranks, and quantization-aware training takes whole layers; run it without "
+                "tensor parallelism, such as under FSDP2"
+            )
         if recipe.is_delayed:
             raise ConfigError(
                 f"recipe {recipe.name!r} takes its scales from training steps, which the converted model does not "

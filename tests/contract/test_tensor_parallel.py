@@ -1,0 +1,146 @@
+"""Layers that ranks share by torch's tensor parallelism, on two and on four ranks with gloo between them.
+
+Codes, scales and scaling state against those of the same layer in one process, bit for bit.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.contract.rank_processes import of_check, results_of_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> Callable[..., list[Any]]:
+    """What each rank returned for a check; a theme's program runs once for a number of ranks."""
+
+    @cache
+    def results(theme: str, ranks: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(f"{theme}{ranks}")
+        return results_of_ranks("tests.contract.tensor_parallel_program", folder, ranks, str(ranks), theme)
+
+    return lambda theme, check, ranks=2: of_check(results(theme, ranks), check)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_codes_and_scales_are_those_of_one_process(found, ranks):
+    """Gradients and outputs too, or, where ranks add to a sum, within the bound of another order of summation."""
+    for differences in found("layers", "codes", ranks):
+        assert len(differences) == 22
+        assert not any(differences.values()), differences
+
+
+def test_slices_may_differ_in_length(found):
+    for differences in found("layers", "uneven", 4):
+        assert not any(differences.values()), differences
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_codes_of_a_decoder_are_those_of_one_process_that_sees_the_same_tensors(found, ranks):
+    """With sequence parallelism and a parallel loss; on four ranks, FSDP2 over tensor parallelism."""
+    for differences in found("models", "codes", ranks):
+        assert len(differences) == 10
+        assert not any(differences.values()), differences
+
+
+@pytest.mark.parametrize(("ranks", "check"), [(2, "training"), (4, "sharded")])
+def test_a_decoder_trains_as_in_one_process(found, ranks, check):
+    for results in found("models", check, ranks):
+        assert len(results) == (16 if check == "training" else 5)
+        assert all(each == ({}, True) for each in results.values()), results
+
+
+def test_weights_that_ranks_divide_are_gathered_in_high_precision(found):
+    for reasons in found("models", "gathered_as_codes", 4):
+        assert len(reasons) == 14
+        assert all("it was a DTensor before fully_shard" in reason for reason in reasons)
+
+
+def test_reductions_are_those_of_scales_that_ranks_share(found):
+    first, later = {}, {}
+    for recipe, columns, rows in (
+        *(("tensorwise", 2, 2), ("rowwise", 2, 2), ("rowwise_hp_grad_weight", 2, 3)),
+        *(("blockwise", 0, 0), ("mxfp8", 0, 0), ("static", 1, 1), ("weight_only", 0, 1), ("bf16", 0, 0)),
+    ):
+        first[f"{recipe} N"] = later[f"{recipe} N"] = columns
+        first[f"{recipe} K"] = later[f"{recipe} K"] = rows
+    for recipe in ("delayed", "delayed_te", "article"):  # the first step has no amaxes of finished steps
+        for divided in "NK":
+            first[f"{recipe} {divided}"], later[f"{recipe} {divided}"] = 3, 1
+    for counts in found("layers", "reductions"):
+        assert counts == {name: [first[name], later[name]] for name in first}
+
+
+def test_refusals(found):
+    for said in found("layers", "refused"):
+        for name, size in (("columns", "384 out_features"), ("rows", "320 in_features")):
+            assert f"layer '0' has {size}, which 2 ranks cannot divide into multiples of the 128" in said[name]
+            assert "256 or 512 would work" in said[name]
+        assert "256 would work" in said["few"]
+        assert "96 out_features" in said["converted later"]
+        assert "'mxfp8'; 64 or 128 would work" in said["autocast"]
+        assert "give convert an amax_group with all ranks" in said["group"]
+        assert "is a DTensor and its input is not" in said["plain input"]
+
+
+@pytest.mark.parametrize("check", ["converted_later", "checkpointed"])
+def test_training_is_the_same_bit_for_bit(found, check):
+    """Where the model is converted after it was parallelized; where activation checkpointing repeats blocks."""
+    for differences in found("use", check):
+        assert differences == {"tensorwise": [], "delayed": [], "rowwise": [], "mxfp8": []}
+
+
+def test_a_compiled_model_is_the_same(found):
+    assert found("use", "compiled") == [[], []]
+
+
+def test_cached_weights_are_cast_once_a_step_by_all_ranks(found):
+    for results in found("use", "cached"):
+        assert results == {
+            "tensorwise": ([], [24, 18]),
+            "delayed": ([], [11, 9]),
+            "rowwise": ([], [12, 9]),
+            "mxfp8": ([], [0, 0]),
+        }
+
+
+def test_checkpoints_are_those_of_parallelized_linear_layers(found):
+    """A checkpoint of two ranks is read by the ranks and by one process, scaling state too."""
+    assert found("use", "saved") == [{"alike": True, "ranks": True, "one process": True}] * 2
+
+
+def test_high_precision_is_that_of_torch(found):
+    """Inside of ``octavo.autocast(enabled=False)``, and after ``octavo.restore``."""
+    assert found("use", "restored") == [(True, True, True)] * 2
+
+
+def test_bfloat16_layers_and_autocast(found):
+    for results in found("use", "half_precision"):
+        assert len(results) == 8
+        assert all(results.values()), results
+
+
+def test_a_layer_keeps_no_more_for_backward_than_in_bf16(found):
+    for kept in found("use", "kept_for_backward"):
+        assert all(size <= kept["bf16"] for size in kept.values()), kept
+
+
+def test_ranks_may_divide_the_rows_of_an_input(found):
+    for results in found("use", "rows"):
+        assert "gets 16 rows of its input's dimension 0 on this rank, no multiple of the 32" in results["refused"]
+        assert [results[name] for name in results if name != "refused"] == [True] * 5
+
+
+def test_the_doctor_sees_parameters_of_all_ranks(found):
+    assert found("use", "watched") == [[], []]
+
+
+def test_what_is_not_done_is_said(found):
+    for said in found("use", "not_done"):
+        assert "is stored as FP8 codes and cannot be set or tied" in said["codes"]
+        assert "is stored as FP8 codes, which ranks cannot divide" in said["rows of codes"]
+        assert "ranks share it by tensor parallelism" in said["stored later"]
+        assert "pass x.full_tensor(), or x.to_local()" in said["quantize"]
+        assert "quantization-aware training takes whole layers" in said["qat"]
