@@ -17,6 +17,7 @@ GUESTS = {
     "torchao": "the INT8 baseline of the repository's measurements",
     "pytorch_lightning": "a user's own",
     "lightning": "a user's own",
+    "megatron": "a user's own",
     "mlflow": "a user's own, for octavo train --log",
 }
 # Imported by other libraries: transformers reads compressed-tensors, and TensorRT-RTX's bindings load its libraries.

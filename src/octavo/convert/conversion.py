@@ -179,6 +179,8 @@ def _warn_if_nothing_stored(report: ConversionReport) -> None:
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """Make every octavo linear layer a plain ``nn.Linear`` again; weights are untouched, scaling state is dropped.
 
+    Layers of Megatron-Core that ``octavo.compat.megatron`` converted become Megatron's again.
+
     A weight that was stored as FP8 codes becomes its decoded values.
 
     Returns:
@@ -196,7 +198,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     refuse_sharded(model)
     restored = []
     for path, module in model.named_modules():
-        if is_own_linear(module):
+        if is_own_linear(module) or (isinstance(module, Linear) and module.restored_class is not torch.nn.Linear):
             stop_following(module)
             if isinstance(module, FP8WeightLinear):
                 module.release_weight()
@@ -213,7 +215,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.path,
                 module.scale_updates,
             )
-            module.__class__ = torch.nn.Linear  # type: ignore[assignment]
+            module.__class__ = module.restored_class  # type: ignore[assignment]
             restored.append(path)
     allow_save_pretrained(model)
     return tuple(restored)

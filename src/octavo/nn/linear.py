@@ -79,6 +79,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         torch.Size([2, 3, 8])
     """
 
+    restored_class: type[torch.nn.Module] = torch.nn.Linear  # by octavo.restore
     recipe: Recipe
     path: str  # in the model that was converted
     scale_updates: ScaleUpdates

@@ -31,7 +31,7 @@ from octavo.scaling import GRAD_OUTPUT, INPUT, WEIGHT, ScaleUpdates, Slices
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["LocalTensors", "check_slices", "local_tensors", "whole"]
+__all__ = ["LocalTensors", "check_sizes", "check_slices", "local_tensors", "slices_of", "whole"]
 
 _DIMS = {INPUT: "MK", WEIGHT: "NK", GRAD_OUTPUT: "MN"}  # rows and columns of the roles' matrices
 _SIZES = {"N": "out_features", "K": "in_features"}
@@ -61,7 +61,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalTensors:
     """A layer's tensors on this rank.
 
@@ -70,15 +70,24 @@ class LocalTensors:
         weight: [N, K] or a slice of it.
         bias: [N] or a slice of it; zeros where another rank adds it to a sum over ranks.
         slices: of which the three tensors are one each, by role.
-        mesh: the ranks.
-        placement: of the output.
-        shape: of the whole output.
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     slices: tuple[Slices | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedTensors(LocalTensors):
+    """Those of DTensors.
+
+    Attributes:
+        mesh: the ranks.
+        placement: of the output.
+        shape: of the whole output.
+    """
+
     mesh: Any
     placement: "Placement"
     shape: torch.Size
@@ -108,7 +117,7 @@ def _finished(x: Tensor) -> Tensor:
     return x if type(x) in PLAIN_TENSORS else getattr(x, "trigger_wait", lambda: x)()
 
 
-def local_tensors(layer: _Layer, x: Tensor, recipe: Recipe) -> LocalTensors:
+def local_tensors(layer: _Layer, x: Tensor, recipe: Recipe) -> DistributedTensors:
     """Return a layer's tensors on this rank; its input is distributed first as its weight demands.
 
     Args:
@@ -139,11 +148,11 @@ def local_tensors(layer: _Layer, x: Tensor, recipe: Recipe) -> LocalTensors:
     bias = None if layer.bias is None else _local(layer.bias, Shard(0) if divided == "N" else gradient)
     if bias is not None and divided == "K" and weight.device_mesh.get_local_rank() > 0:
         bias = bias - bias.detach()
-    local = LocalTensors(
+    local = DistributedTensors(
         x=_local(x, Partial() if divided == "N" else wanted),
         weight=_local(weight, weight.placements[0] if divided in ("N", "K") else gradient),
         bias=bias,
-        slices=_slices(divided, weight.device_mesh.get_group()),
+        slices=slices_of(divided, weight.device_mesh.get_group()),
         mesh=weight.device_mesh,
         placement={"N": Shard(last), "K": Partial()}.get(divided, wanted),
         shape=torch.Size((*x.shape[:-1], layer.out_features)),
@@ -185,14 +194,27 @@ def check_slices(layer: _Layer, weight: "DTensor", recipe: Recipe) -> None:
             )
     if not divided:
         return
-    size, block = getattr(layer, _SIZES[divided]), _block(divided, recipe)
+    check_sizes(layer.called, divided, getattr(layer, _SIZES[divided]), ranks, recipe)
+
+
+def check_sizes(called: str, divided: str, size: int, ranks: int, recipe: Recipe) -> None:
+    """Raise ConfigError where ``ranks`` slices of a layer's dimension are no multiples of a recipe's blocks.
+
+    Args:
+        called: name of the layer in the message.
+        divided: the dimension of the GEMMs, "N" or "K".
+        size: of the whole dimension.
+        ranks: number of slices.
+        recipe: the layer's.
+    """
+    block = _block(divided, recipe)
     slice_size = -(-size // ranks)
     if slice_size % block and slice_size < size:
         step = ranks * block
         below, above = size // step * step, (size // step + 1) * step
         sizes = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(
-            f"{layer.called} has {size} {_SIZES[divided]}, which {ranks} ranks cannot divide into multiples of the "
+            f"{called} has {size} {_SIZES[divided]}, which {ranks} ranks cannot divide into multiples of the "
             f"{block} elements that share a scale under recipe {recipe.name!r}; {sizes} would work, or another recipe"
         )
 
@@ -213,8 +235,8 @@ def _divided(layer: _Layer, weight: "DTensor") -> str:
     )
 
 
-def _slices(divided: str, group: Any) -> tuple[Slices | None, ...]:
-    """Slices of the roles' matrices where a dimension of the GEMMs is divided."""
+def slices_of(divided: str, group: Any) -> tuple[Slices | None, ...]:
+    """Return the slices of the roles' matrices where a dimension of the GEMMs, "M", "N" or "K", is divided."""
     if not divided or distributed.get_world_size(group) == 1:
         return (None,) * len(_DIMS)
     dims = (_DIMS[role].find(divided) for role in sorted(_DIMS))
@@ -237,7 +259,7 @@ def _block(divided: str, recipe: Recipe) -> int:
     return math.lcm(*blocks)
 
 
-def _check_rows(layer: _Layer, recipe: Recipe, local: LocalTensors) -> None:
+def _check_rows(layer: _Layer, recipe: Recipe, local: DistributedTensors) -> None:
     """Raise ConfigError where rows that lie together in this rank's slice are no multiple of a recipe's blocks."""
     dim: int = local.placement.dim  # type: ignore[attr-defined]
     rows, block = local.x.shape[dim:-1].numel(), _block("M", recipe)
