@@ -7,9 +7,7 @@ the command's name, shows the traceback. Other exceptions are defects of octavo 
 ``-v`` and ``-q``, as free in their place, choose what octavo's loggers print (octavo/cli/verbosity.py).
 """
 
-import errno
 import inspect
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from typer.core import TyperGroup
 from octavo._lazy import own_version
 from octavo.cli.bench_group import bench
 from octavo.cli.calibrate import calibrate
-from octavo.cli.console import complain
+from octavo.cli.console import complain, sentence_of
 from octavo.cli.data import data
 from octavo.cli.demo import demo
 from octavo.cli.doctor import doctor
@@ -57,20 +55,6 @@ GROUPS = {  # headings of the list of commands; the first are those on the way f
     "More on models": ("generate", "qat", "sensitivity", "import"),
     "Data, formats and serving": ("data", "formats", "bench", "triton"),
 }
-
-
-def sentence_of(error: OSError) -> str:
-    """Convert an error of the operating system to one sentence."""
-    reason = (error.strerror or str(error)).lower()
-    place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
-    advice = {
-        errno.ENOSPC: "free some space or choose another disk; existing files are unchanged",
-        errno.EACCES: "choose a path you may read and write",
-        errno.EPERM: "choose a path you may read and write",
-        errno.EROFS: "choose a path you may read and write",
-    }
-    hint = advice.get(error.errno or 0)
-    return f"cannot use{place}: {reason}" + (f"; {hint}" if hint else "")
 
 
 class _Terminated(BaseException):

@@ -3,7 +3,9 @@
 stdout carries results only, so that ``octavo … --json | jq`` works; progress and errors go to stderr.
 """
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["complain", "number", "print_json", "print_lines", "print_table", "stderr", "stdout"]
+__all__ = ["complain", "number", "print_json", "print_lines", "print_table", "sentence_of", "stderr", "stdout"]
 
 PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is unknown
 
@@ -37,6 +39,20 @@ def stderr() -> Console:
 def complain(sentence: str) -> None:
     """Print an error message of one sentence."""
     stderr().print(f"[bold red]error:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def sentence_of(error: OSError) -> str:
+    """Convert an error of the operating system to one sentence."""
+    reason = (error.strerror or str(error)).lower()
+    place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
+    advice = {
+        errno.ENOSPC: "free some space or choose another disk; existing files are unchanged",
+        errno.EACCES: "choose a path you may read and write",
+        errno.EPERM: "choose a path you may read and write",
+        errno.EROFS: "choose a path you may read and write",
+    }
+    hint = advice.get(error.errno or 0)
+    return f"cannot use{place}: {reason}" + (f"; {hint}" if hint else "")
 
 
 def print_lines(*lines: str, to_stderr: bool = False) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.doctor.gated import gated_linears
+from octavo.parallel.data_parallel import whole
 
 __all__ = ["alignments", "gated_pairs", "watching_batch_norms"]
 
@@ -45,7 +46,7 @@ def gated_pairs(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     for path, module in model.named_modules():
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         shapes = {name: (child.out_features, child.in_features) for name, child in linears.items()}
-        weights = [linears[name].weight for name in gated_linears(shapes)[0]]
+        weights = [whole(linears[name].weight) for name in gated_linears(shapes)[0]]
         if weights:
             gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
             pairs[path] = (gate, up)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo.doctor.statistics import spread
 from octavo.errors import ConfigError
+from octavo.parallel.data_parallel import whole
 
 __all__ = ["OptimizerRecorder"]
 
@@ -76,7 +77,7 @@ class OptimizerRecorder:
     def norms(self) -> list[Tensor]:
         """Norm of every gradient: float64 []; NaN without a gradient."""
         gradients = [parameter.grad for parameter in self.matrices.values() if parameter.grad is not None]
-        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]))
+        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else whole(grad) for grad in gradients]))
         return [_nan(p) if p.grad is None else next(norms).double() for p in self.matrices.values()]
 
     @torch.no_grad()
@@ -116,8 +117,8 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _sample(parameter: Tensor) -> Tensor:
-    """Sampled rows of a matrix."""
-    matrix = parameter.detach().flatten(1)
+    """Sampled rows of a matrix, which all ranks take part in gathering if it is sharded."""
+    matrix = whole(parameter.detach()).flatten(1)
     return matrix[spread(matrix.shape[0], SAMPLED_ELEMENTS // max(1, matrix.shape[1]))]
 
 

@@ -1,0 +1,90 @@
+"""A run on several ranks: its layout, and what the ranks compare."""
+
+import zlib
+
+import torch
+from torch import nn
+
+from octavo._lazy import own_version
+from octavo.errors import ConfigError
+from octavo.models import Llama
+from octavo.nn import Linear
+from octavo.nn.scaling_state import read_scaling_state
+from octavo.parallel import gather_in_fp8
+from octavo.parallel.agreement import require_equal, require_equal_state
+from octavo.parallel.data_parallel import is_sharded, replicated, sharded
+from octavo.parallel.ranks import Ranks
+from octavo.text.tokens import TokenData
+from octavo.training.config import RunConfig
+from octavo.training.parallel_config import ParallelConfig
+from octavo.training.precision import resolve_device
+
+__all__ = ["check_same_run", "check_same_state", "gather_weights_in_fp8", "on_ranks"]
+
+
+def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
+    """Check that all ranks run the same octavo and torch with the same configuration on the same tokens.
+
+    Raises:
+        ConfigError: they do not, or their number does not fit the configuration, or the autopilot is on.
+    """
+    config.parallel.replicas(ranks.size)
+    config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
+    if ranks.size == 1:
+        return
+    versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
+    values = {**versions, **config.flat(), "the text's hash": data.content_hash}
+    require_equal(ranks, values, advice="start all ranks with the same installation, configuration and text")
+    if config.training.autopilot:
+        raise ConfigError(
+            f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
+            "train on one rank"
+        )
+
+
+def on_ranks(model: Llama, config: RunConfig, ranks: Ranks) -> nn.Module:
+    """Lay the model out on the ranks as ``[parallel]`` says; return the module that a training forward calls.
+
+    A rank alone keeps the model as it is: an experiment on a run need not have its layout.
+    """
+    parallel = config.parallel
+    if ranks.size == 1:
+        return model
+    if parallel.shard == 1:
+        return replicated(model)
+    device = resolve_device(config.training.device)
+    replicas = parallel.replicas(ranks.size)
+    sharded(model, model.model.layers, replicas=replicas, shards=parallel.shard, device=device)
+    gather_weights_in_fp8(model, config)
+    return model
+
+
+def gather_weights_in_fp8(model: nn.Module, config: RunConfig) -> None:
+    """Let FSDP2 gather the weights of layers whose recipe casts them as codes; again after a change of recipes."""
+    if config.parallel.shard > 1 and config.training.is_fp8 and is_sharded(model):
+        gather_in_fp8(model)
+
+
+def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *, step: int) -> None:
+    """Compare scales, recipes, generators, step and unsharded weights of the ranks, if it is due after this step.
+
+    Raises:
+        ConfigError: they differ; all ranks raise together.
+    """
+    if ranks.size == 1 or not parallel.check_interval or step % parallel.check_interval:
+        return
+    recipes = {
+        f"the recipe of layer {path!r}": f"{module.recipe.name} ({zlib.crc32(repr(module.recipe).encode()):08x})"
+        for path, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+    generator = f"state {zlib.crc32(torch.get_rng_state().numpy().tobytes()):08x}"
+    weights = {} if parallel.shard > 1 else {f"weight {name!r}": value for name, value in model.named_parameters()}
+    scales = {f"scaling state {name!r}": value for name, value in read_scaling_state(model).items()}
+    require_equal_state(
+        ranks,
+        scales | weights,
+        {"the step": step, **recipes, "torch's CPU generator": generator},
+        advice="from here on they train different models; resume from the last checkpoint, and suspect the machine of "
+        "the rank that is alone",
+    )
