@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from octavo._lazy import own_version
 from octavo.cli.bench_group import bench
 from octavo.cli.calibrate import calibrate
-from octavo.cli.console import complain, sentence_of
+from octavo.cli.console import Terminated, complain, sentence_of
 from octavo.cli.data import data
 from octavo.cli.demo import demo
 from octavo.cli.doctor import doctor
@@ -57,10 +57,6 @@ GROUPS = {  # headings of the list of commands; the first are those on the way f
 }
 
 
-class _Terminated(BaseException):
-    """SIGTERM, raised in the main thread; not an Exception, like KeyboardInterrupt."""
-
-
 @contextmanager
 def _unwinding_on_signals(received: list[int]) -> Iterator[None]:
     """Raise an exception in the block on SIGTERM or Ctrl-C, so that ``finally`` clauses remove temporary folders.
@@ -79,7 +75,7 @@ def _unwinding_on_signals(received: list[int]) -> Iterator[None]:
     def unwind(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         signal.signal(number, before[signal.Signals(number)])
-        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     for number in before:
         signal.signal(number, unwind)
@@ -125,7 +121,8 @@ class ErrorBoundary(TyperGroup):
             elif isinstance(error, KeyboardInterrupt):
                 received.append(signal.SIGINT)
             if received:
-                complain(UNHARMED)
+                if not isinstance(error, typer.Exit):  # which has been explained
+                    complain(UNHARMED)
                 raise typer.Exit(128 + received[0]) from None
             if shows_traceback or isinstance(error, BrokenPipeError) or not isinstance(error, OctavoError | OSError):
                 raise

@@ -16,7 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["complain", "number", "print_json", "print_lines", "print_table", "sentence_of", "stderr", "stdout"]
+__all__ = [
+    "Terminated",
+    "complain",
+    "number",
+    "print_json",
+    "print_lines",
+    "print_table",
+    "sentence_of",
+    "stderr",
+    "stdout",
+]
 
 PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is unknown
 
@@ -24,6 +34,10 @@ PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is un
 def _console(*, to_stderr: bool) -> Console:
     is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
     return Console(stderr=to_stderr, width=None if is_terminal else PIPE_WIDTH, highlight=False)
+
+
+class Terminated(BaseException):
+    """SIGTERM, raised in the main thread; not an Exception, like KeyboardInterrupt."""
 
 
 def stdout() -> Console:

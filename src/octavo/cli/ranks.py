@@ -12,20 +12,24 @@ import sys
 import traceback
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from torch import distributed
 
-from octavo.cli.console import complain, print_lines, sentence_of
+from octavo.cli.console import Terminated, complain, print_lines, sentence_of
 from octavo.errors import ConfigError, OctavoError
 from octavo.parallel.process_group import Launch, joined, place_of
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 __all__ = ["as_rank", "start_ranks"]
 
-BAD_INPUT, DEFECT = 2, 1
+BAD_INPUT, DEFECT, TERMINATED = 2, 1, 128 + signal.SIGTERM
+FAILURES = "failures"
 LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
 NAMES_RANKS = ("rank ", "ranks ")
 
@@ -48,6 +52,10 @@ def as_rank() -> Iterator[Launch | None]:
             _end(launch, error, code=BAD_INPUT)
         except typer.Exit:
             raise
+        except (KeyboardInterrupt, Terminated):
+            if launch.was_counted(FAILURES):  # torchrun ends the ranks that are left
+                raise typer.Exit(128 + signal.SIGTERM) from None
+            raise
         except Exception as error:  # noqa: BLE001 (printed with its traceback, by one rank)
             _end(launch, error, code=DEFECT)
 
@@ -56,7 +64,7 @@ def _end(launch: Launch, error: Exception, *, code: int) -> NoReturn:
     """Print a failure of this rank, unless it follows from another's or was printed already."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    is_first = launch.count("failures") == 1
+    is_first = launch.count(FAILURES) == 1
     text = _described(error)
     if _is_lost_connection(error):
         if is_first:
@@ -71,6 +79,19 @@ def _end(launch: Launch, error: Exception, *, code: int) -> NoReturn:
         named = any(word in text for word in NAMES_RANKS)
         complain(text if named else f"rank {launch.ranks.rank}: {text}")
     raise typer.Exit(code) from None
+
+
+def _end_launch(failures: "Mapping[int, ProcessFailure]", max_restarts: int) -> NoReturn:
+    """Exit as the rank did that failed and was not ended for it by the launcher; name a rank that was killed."""
+    by_rank = sorted(failures.items(), key=lambda each: each[1].exitcode in (TERMINATED, -signal.SIGTERM))
+    rank, failure = by_rank[0]
+    if failure.exitcode >= 0:
+        raise typer.Exit(failure.exitcode) from None
+    complain(
+        f"rank {rank} was ended by {failure.signal_name()}, and {max_restarts} restarts are used up; continue from the "
+        "last checkpoint with --resume"
+    )
+    raise typer.Exit(128 - failure.exitcode) from None
 
 
 def _described(error: Exception) -> str:
@@ -120,14 +141,7 @@ def start_ranks(count: int, *, max_restarts: int) -> NoReturn:
     try:
         elastic_launch(config, sys.executable)("-m", "octavo", *sys.argv[1:])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            complain(
-                f"rank {rank} was ended by {failure.signal_name()}, and {max_restarts} restarts are used up; continue "
-                "from the last checkpoint with --resume"
-            )
-            raise typer.Exit(128 - failure.exitcode) from None
-        raise typer.Exit(failure.exitcode) from None
+        _end_launch(error.failures, max_restarts)
     except SignalException as error:
         raise typer.Exit(128 + signal.Signals(error.sigval)) from None
     raise typer.Exit

@@ -129,6 +129,10 @@ class Launch:
         except distributed.DistError:
             return 1
 
+    def was_counted(self, key: str) -> bool:
+        """Return whether a rank has counted the key in this attempt."""
+        return bool(self._passing.check([key]))
+
     @contextmanager
     def first_goes_ahead(self, key: str) -> Iterator[None]:
         """Run the block on the first rank, then on the others, however long the first one takes.

@@ -44,7 +44,7 @@ from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_p
 from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.rank_layout import check_same_run, check_same_state, gather_weights_in_fp8, on_ranks
+from octavo.training.rank_layout import check_same_run, check_same_state, on_ranks
 from octavo.training.result import TrainResult, curves_of
 from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
@@ -316,13 +316,9 @@ class Trainer:
         if recipe == self.recipe:
             return
         self.recipe = recipe
-        self._apply_recipe(self.step + 1)
+        apply_recipe(self.model, self.training, step=self.step + 1)
         log.write("precision", self.step + 1, recipe=recipe)
         self.emit(Notice(text=f"step {self.step + 1}: the layers run {recipe} from now on"))
-
-    def _apply_recipe(self, step: int) -> None:
-        apply_recipe(self.model, self.training, step=step)
-        gather_weights_in_fp8(self.model, self.config)
 
     def _sampled(self, log: Log, *, always: bool = False) -> AbstractContextManager[StepNotes]:
         """Context in which the doctor samples the next step."""
@@ -341,7 +337,7 @@ class Trainer:
         self._capture(self.autopilot.unhealthy_layers)
         before, self.training = self.training, self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
-        self._apply_recipe(self.step)
+        apply_recipe(self.model, self.training, step=self.step)
         self.surroundings = surroundings(self.training, self.device)
         self._renew_loss_scaler(keep=before.loss_scale == self.training.loss_scale)
         return True
@@ -452,7 +448,7 @@ class Trainer:
         self.emit(Saved(step=self.step, path=self.checkpoint))
 
     def _continue_from(self, checkpoint: Path) -> Path:
-        self._apply_recipe(self.step)
+        apply_recipe(self.model, self.training, step=self.step)
         load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
         return checkpoint
 

@@ -12,14 +12,15 @@ from octavo.nn import Linear
 from octavo.nn.scaling_state import read_scaling_state
 from octavo.parallel import gather_in_fp8
 from octavo.parallel.agreement import require_equal, require_equal_state
-from octavo.parallel.data_parallel import is_sharded, replicated, sharded
+from octavo.parallel.data_parallel import replicated, sharded
 from octavo.parallel.ranks import Ranks
 from octavo.text.tokens import TokenData
-from octavo.training.config import RunConfig
+from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.parallel_config import ParallelConfig
-from octavo.training.precision import resolve_device
+from octavo.training.precision import apply_recipe, resolve_device
+from octavo.training.recipe_choice import PLAIN_RECIPES
 
-__all__ = ["check_same_run", "check_same_state", "gather_weights_in_fp8", "on_ranks"]
+__all__ = ["check_same_run", "check_same_state", "on_ranks"]
 
 
 def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
@@ -55,14 +56,17 @@ def on_ranks(model: Llama, config: RunConfig, ranks: Ranks) -> nn.Module:
     device = resolve_device(config.training.device)
     replicas = parallel.replicas(ranks.size)
     sharded(model, model.model.layers, replicas=replicas, shards=parallel.shard, device=device)
-    gather_weights_in_fp8(model, config)
+    if config.training.is_fp8:
+        _gather_in_fp8(model, config.training)
     return model
 
 
-def gather_weights_in_fp8(model: nn.Module, config: RunConfig) -> None:
-    """Let FSDP2 gather the weights of layers whose recipe casts them as codes; again after a change of recipes."""
-    if config.parallel.shard > 1 and config.training.is_fp8 and is_sharded(model):
-        gather_in_fp8(model)
+def _gather_in_fp8(model: nn.Module, training: TrainingConfig) -> None:
+    """Let FSDP2 gather weights as codes in all phases that have any: it takes no other gather once it has run."""
+    fp8_steps = (step for step in range(1, training.steps + 1) if training.recipe_at(step) not in PLAIN_RECIPES)
+    apply_recipe(model, training, step=next(fp8_steps, 1))
+    gather_in_fp8(model)
+    apply_recipe(model, training)
 
 
 def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *, step: int) -> None:
