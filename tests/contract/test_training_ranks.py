@@ -94,6 +94,17 @@ def test_clipping_by_a_norm_of_shards_is_within_its_order(folder, two):
     assert_close(folder / "clipped", folder / "delayed-2-1.0-2")
 
 
+def test_collectives_of_an_update(two):
+    """Gradients are summed once, by bucket or block; beside that, all losses have one, and all amaxes.
+
+    FSDP2 gathers the weights of a block and of the rest for each of two micro-batches' two passes. The norm of shards
+    takes one more, which DTensor hides.
+    """
+    replicas, shards = of_check(two, "collectives")[0]
+    assert replicas == {"allreduce": 2, "allgather": 1}
+    assert shards == {"allgather_base": 8, "reduce_scatter_base": 2, "allgather": 1, "allreduce": 1}
+
+
 @pytest.mark.parametrize("shard", [1, 2])
 def test_loss_scale(folder, two, shard):
     assert of_check(two, "loss_scale") == [["", ""]] * 2

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import OctavoError
 from octavo.models import Llama
 from octavo.parallel.ranks import Ranks
+from octavo.parsing import read_tensors
 from octavo.text.tokens import open_data
 from octavo.training import checkpoint, loop, rank_layout
 from octavo.training.config import ParallelConfig, RunConfig
@@ -102,6 +105,38 @@ def chain_of_four(folder: Path) -> str:
     return stopping(config_of(shard=2, data=2, **CHAIN), folder, "chain", after=6, resume=True)
 
 
+class Collectives(TorchDispatchMode):
+    """Count of the collectives in a block, by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and count an operation."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func.overloadpacket.__name__.strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(folder: Path) -> list[dict[str, int]]:
+    """Number of collectives of an update of four micro-batches by their kind; DDP regroups its buckets in the second one."""
+    counts, data = [], open_data(folder / "data")
+    for shard in (1, 2):
+        config = config_of(recipe="delayed", shard=shard, grad_accumulation=4, statistics_interval=0, check_interval=0)
+        model, converted = build_model(config, data.vocab_size)
+        options: dict[str, Any] = {"on_event": print, "converted": converted, "ranks": Ranks.current()}
+        trainer = Trainer(config, folder / f"counted {shard}", model, data=data, **options)
+        model.train()
+        for _ in range(3):
+            with Collectives() as counted:
+                trainer._gradients()
+                trainer._update()
+                trainer.step += 1
+        counts.append(dict(counted.counts))
+    return counts
+
+
 def loaded(folder: Path) -> list[bool]:
     """Whether the ranks hold, whole, what a checkpoint of one process holds; in every layout."""
     size, data, equal = distributed.get_world_size(), open_data(folder / "data"), []
@@ -115,7 +150,7 @@ def loaded(folder: Path) -> list[bool]:
         assert trainer.checkpoint is not None
         files = checkpoint._tensors_by_file(trainer.model, trainer.optimizer, trainer.ranks)
         for name, tensors in files.items():
-            stored = checkpoint.read_tensors(trainer.checkpoint / name)
+            stored = read_tensors(trainer.checkpoint / name)
             equal.append(
                 not trainer.ranks.is_first
                 or (stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in stored))
@@ -203,6 +238,7 @@ OF_TWO = (
     loss_scale,
     phases,
     interrupted,
+    collectives,
     loaded,
     nan_on_one_rank,
     altered_scale,

@@ -1,5 +1,6 @@
 """A run on several ranks: its layout, and what the ranks compare."""
 
+import platform
 import zlib
 
 import torch
@@ -36,11 +37,25 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
     versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
     values = {**versions, **config.flat(), "the text's hash": data.content_hash}
     require_equal(ranks, values, advice="start all ranks with the same installation, configuration and text")
+    _check_gpus(ranks, config)
     if config.training.autopilot:
         raise ConfigError(
             f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
             "train on one rank"
         )
+
+
+def _check_gpus(ranks: Ranks, config: RunConfig) -> None:
+    """Check that each rank has a GPU of its own, if the run uses GPUs."""
+    if resolve_device(config.training.device).type != "cuda":
+        return
+    places = ranks.gathered((platform.node(), torch.cuda.current_device()))
+    for rank, (host, gpu) in enumerate(places):
+        if (other := places.index((host, gpu))) != rank:
+            raise ConfigError(
+                f"ranks {other} and {rank} would share GPU {gpu} of {host}; start no more ranks on a machine than it "
+                "has GPUs, or use --device cpu"
+            )
 
 
 def on_ranks(model: Llama, config: RunConfig, ranks: Ranks) -> nn.Module:
@@ -82,13 +97,19 @@ def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *
         for path, module in model.named_modules()
         if isinstance(module, Linear)
     }
-    generator = f"state {zlib.crc32(torch.get_rng_state().numpy().tobytes()):08x}"
+    states = {"CPU": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["GPU"] = torch.cuda.get_rng_state()
+    generators = {
+        f"torch's {kind} generator": f"state {zlib.crc32(state.numpy().tobytes()):08x}"
+        for kind, state in states.items()
+    }
     weights = {} if parallel.shard > 1 else {f"weight {name!r}": value for name, value in model.named_parameters()}
     scales = {f"scaling state {name!r}": value for name, value in read_scaling_state(model).items()}
     require_equal_state(
         ranks,
         scales | weights,
-        {"the step": step, **recipes, "torch's CPU generator": generator},
+        {"the step": step, **recipes, **generators},
         advice="from here on they train different models; resume from the last checkpoint, and suspect the machine of "
         "the rank that is alone",
     )
