@@ -120,7 +120,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(folder: Path) -> list[dict[str, int]]:
-    """Number of collectives of an update of four micro-batches by their kind; DDP regroups its buckets in the second one."""
+    """Number of collectives of an update of four micro-batches; DDP regroups its buckets in the second update."""
     counts, data = [], open_data(folder / "data")
     for shard in (1, 2):
         config = config_of(recipe="delayed", shard=shard, grad_accumulation=4, statistics_interval=0, check_interval=0)

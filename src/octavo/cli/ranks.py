@@ -67,10 +67,11 @@ def _end(launch: Launch, error: Exception, *, code: int) -> NoReturn:
     is_first = launch.count(FAILURES) == 1
     text = _described(error)
     if _is_lost_connection(error):
+        logging.getLogger(__name__).info("rank %d: %s", launch.ranks.rank, error)
         if is_first:
             complain(
-                f"rank {launch.ranks.rank} lost its connection to another rank, which was killed or cannot be reached "
-                f"({_first_line(error)}); continue from the last checkpoint with --resume"
+                f"rank {launch.ranks.rank} lost its connection to another rank, which was killed or cannot be reached; "
+                "continue from the last checkpoint with --resume"
             )
     elif launch.count(f"failure {zlib.crc32(text.encode())}") == 1:
         get_error_handler().record_exception(error)  # for torchrun's summary
@@ -81,6 +82,13 @@ def _end(launch: Launch, error: Exception, *, code: int) -> NoReturn:
     raise typer.Exit(code) from None
 
 
+def _silence_launcher() -> None:
+    """Hide the launcher's own account of failures and signals, which the ranks explain; its loggers have own levels."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _end_launch(failures: "Mapping[int, ProcessFailure]", max_restarts: int) -> NoReturn:
     """Exit as the rank did that failed and was not ended for it by the launcher; name a rank that was killed."""
     by_rank = sorted(failures.items(), key=lambda each: each[1].exitcode in (TERMINATED, -signal.SIGTERM))
@@ -88,8 +96,8 @@ def _end_launch(failures: "Mapping[int, ProcessFailure]", max_restarts: int) -> 
     if failure.exitcode >= 0:
         raise typer.Exit(failure.exitcode) from None
     complain(
-        f"rank {rank} was ended by {failure.signal_name()}, and {max_restarts} restarts are used up; continue from the "
-        "last checkpoint with --resume"
+        f"rank {rank} was ended by {failure.signal_name()}, and no restart is left of {max_restarts} (--max-restarts); "
+        "continue from the last checkpoint with --resume"
     )
     raise typer.Exit(128 - failure.exitcode) from None
 
@@ -128,7 +136,7 @@ def start_ranks(count: int, *, max_restarts: int) -> NoReturn:
     for name, value, least in (("--nproc", count, 1), ("--max-restarts", max_restarts, 0)):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, not {value}")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it prints tracebacks of its own
+    _silence_launcher()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -102,7 +102,8 @@ def train(
         chooses_threads = threads is None and not sets_threads(config)
         result = _train(out, run_config, launch, resume=resume, chooses_threads=chooses_threads)
         if launch is None or launch.ranks.is_first:
-            _finish(result, out, hub=hub, as_json=as_json)
+            again = [*(["--hub"] if hub else []), *(["--nproc", str(launch.ranks.size)] if launch else [])]
+            _finish(result, ["octavo", "train", "--out", str(out), "--resume", *again], as_json=as_json)
     if result.stopped_by is not None:
         raise typer.Exit(128 + signal.Signals[result.stopped_by])
 
@@ -145,11 +146,11 @@ def _run(out: Path, config: RunConfig, display: Display, *, resume: bool) -> Tra
     return run_training(config, out, data=open_data(out / DATA), resume=resume, on_event=on_event)
 
 
-def _finish(result: TrainResult, out: Path, *, hub: bool, as_json: bool) -> None:
+def _finish(result: TrainResult, again: list[str], *, as_json: bool) -> None:
+    """Show the result, or the command that continues a run that was stopped."""
     if result.stopped_by is None:
         _show(result, as_json=as_json)
         return
-    again = ["octavo", "train", "--out", str(out), "--resume", *(["--hub"] if hub else [])]
     stderr().print(
         f"stopped after step {result.step}, checkpoint saved; continue with: {shlex.join(again)}",
         soft_wrap=True,
