@@ -16,7 +16,16 @@ from octavo.training.checkpoint import latest
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from tests.contract.rank_processes import of_check, results_of_ranks
-from tests.contract.training_ranks_program import CHAIN, CHAIN_STEPS, RECIPES, config_of, run, stopping
+from tests.contract.training_ranks_program import (
+    CHAIN,
+    CHAIN_STEPS,
+    LAYOUTS_OF_FOUR,
+    RECIPES,
+    STEPS,
+    config_of,
+    run,
+    stopping,
+)
 from tests.unit.training.tiny_runs import tiny_data
 
 PROGRAM = "tests.contract.training_ranks_program"
@@ -86,6 +95,20 @@ def test_ddp_and_fsdp2_train_as_one_process(folder, two, recipe):
         name = f"{recipe}-one-{clip}"
         assert run(config_of(recipe=recipe, clip_norm=clip), folder, name) == ""
         assert_same(folder / name, folder / f"{recipe}-{shard}-{clip}-2", norms=shard == 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+def test_four_ranks(folder, four, layout):
+    """Gradients of four ranks are summed in another order; until they are, everything is equal bit for bit."""
+    assert of_check(four, "four_ranks") == [[""] * 3] * 4
+    assert_close(folder / "of one", folder / f"four {layout}")
+    assert numbers(folder / "of one")[1]["loss"] == numbers(folder / f"four {layout}")[1]["loss"]
+    expected, found = tensors(folder / "of one"), tensors(folder / f"four {layout}")
+    histories = [key for key in expected if key.endswith(".amax_history")]
+    assert len(histories) == 3 * 7
+    for key in histories:
+        assert expected[key][STEPS - 1] == found[key][STEPS - 1] > 0, "the amax of the first step"
+        assert found[key] == pytest.approx(expected[key], rel=NORM_ORDER), key
 
 
 def test_clipping_by_a_norm_of_shards_is_within_its_order(folder, two):

@@ -39,6 +39,9 @@ CHAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+LAYOUTS_OF_FOUR: dict[str, dict[str, int]] = {"ddp": {}, "fsdp2": {"shard": 4}, "hsdp": {"shard": 2, "data": 2}}
+
+
 def config_of(*, shard: int = 1, data: int = 0, check_interval: int = 1, **training: Any) -> RunConfig:
     """A tiny run of two micro-batches an update, evaluated in several forward passes."""
     settings = {"grad_accumulation": 2, "steps": STEPS, "eval_tokens": 0, "statistics_interval": 2, **training}
@@ -75,6 +78,14 @@ def every_recipe(folder: Path) -> list[str]:
     return [
         run(config_of(recipe=recipe, shard=shard, clip_norm=clip), folder, f"{recipe}-{shard}-{clip}-{size}")
         for recipe, shard, clip in runs
+    ]
+
+
+def four_ranks(folder: Path) -> list[str]:
+    """A micro-batch for each rank, in three layouts."""
+    return [
+        run(config_of(recipe="delayed", grad_accumulation=4, **sizes), folder, f"four {name}")
+        for name, sizes in LAYOUTS_OF_FOUR.items()
     ]
 
 
@@ -249,7 +260,7 @@ OF_TWO = (
     refused,
     chain_of_two,
 )
-OF_FOUR = (loaded, chain_of_four)
+OF_FOUR = (loaded, four_ranks, chain_of_four)
 
 
 def main(folder: Path, rank: int, size: int) -> None:

@@ -35,8 +35,11 @@ NAMES_RANKS = ("rank ", "ranks ")
 
 
 @contextmanager
-def as_rank() -> Iterator[Launch | None]:
+def as_rank(*, shows_traceback: bool) -> Iterator[Launch | None]:
     """Join the ranks of this launch in the block, and print its failure; None outside of a launch.
+
+    Args:
+        shows_traceback: print the traceback also of an error that octavo explains.
 
     Raises:
         typer.Exit: the block failed on a rank.
@@ -49,7 +52,7 @@ def as_rank() -> Iterator[Launch | None]:
         try:
             yield launch
         except (OctavoError, OSError) as error:
-            _end(launch, error, code=BAD_INPUT)
+            _end(launch, error, code=BAD_INPUT, shows_traceback=shows_traceback)
         except typer.Exit:
             raise
         except (KeyboardInterrupt, Terminated):
@@ -57,10 +60,10 @@ def as_rank() -> Iterator[Launch | None]:
                 raise typer.Exit(128 + signal.SIGTERM) from None
             raise
         except Exception as error:  # noqa: BLE001 (printed with its traceback, by one rank)
-            _end(launch, error, code=DEFECT)
+            _end(launch, error, code=DEFECT, shows_traceback=True)
 
 
-def _end(launch: Launch, error: Exception, *, code: int) -> NoReturn:
+def _end(launch: Launch, error: Exception, *, code: int, shows_traceback: bool) -> NoReturn:
     """Print a failure of this rank, unless it follows from another's or was printed already."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -75,7 +78,7 @@ def _end(launch: Launch, error: Exception, *, code: int) -> NoReturn:
             )
     elif launch.count(f"failure {zlib.crc32(text.encode())}") == 1:
         get_error_handler().record_exception(error)  # for torchrun's summary
-        if code == DEFECT:
+        if shows_traceback:
             print_lines(*traceback.format_exc().splitlines(), to_stderr=True)
         named = any(word in text for word in NAMES_RANKS)
         complain(text if named else f"rank {launch.ranks.rank}: {text}")

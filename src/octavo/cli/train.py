@@ -35,6 +35,7 @@ BEGUN = "begun"  # noted by the launch that began the run in the folder
 
 def train(
     *,
+    invocation: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="The run's folder.")],
     recipe: Annotated[
         str | None, typer.Option(help="fp32, bf16, or a preset of octavo.recipes.names(). [default: tensorwise]")
@@ -76,7 +77,7 @@ def train(
     """Train a small language model with one recipe, on one rank or several."""
     if nproc is not None and place_of(os.environ) is None:
         start_ranks(nproc, max_restarts=max_restarts)
-    with as_rank() as launch:
+    with as_rank(shows_traceback=invocation.obj[0]) as launch:
         resume = resume or _goes_on(launch, out)
         run_config = options.configured(
             out / CONFIG if resume and config is None and (out / CONFIG).exists() else config,
