@@ -24,7 +24,6 @@ FAULTS = [
     [0, 1, "before backward", 1, "kill"],  # before there is a checkpoint
     [1, 0, "in save", 4, "kill"],  # after the checkpoint of step 2
     [2, 0, "in save", 4, "full"],
-    [3, 1, "after update", 7, "kill"],  # rank 0 may have written the line of step 7
 ]
 
 
@@ -71,7 +70,7 @@ def one(data, tmp_path_factory):
 
 
 def test_killed_ranks_lose_nothing(tmp_path, data, one):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=4"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     rank = ["-m", "tests.integration.failing_rank", *command(tmp_path, config_of(data), "--json")]
     process = start([*torchrun, *rank], FAULTS=json.dumps(FAULTS))
     stdout, stderr = process.communicate(timeout=PATIENCE)

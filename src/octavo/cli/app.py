@@ -174,7 +174,12 @@ add_command(
     short="Compare precisions on your own text and model shape.",
     example="--data my-texts/ --steps 1000 --out runs/mine",
 )
-add_command(train, "train", example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel")
+add_command(
+    train,
+    "train",
+    short="Train a small language model with one recipe.",
+    example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel",
+)
 add_command(
     evaluate,
     "eval",
