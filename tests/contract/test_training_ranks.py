@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from octavo.training.checkpoint import latest
 from octavo.training.metrics import read_metrics
@@ -162,6 +165,16 @@ def test_resumed_on_one_two_four_and_one_rank(folder, two, four):
     assert run(config_of(**CHAIN), folder, "end of chain", resume=True) == ""
     assert load_run(folder / "end of chain").step == CHAIN_STEPS
     assert_close(folder / "whole chain", folder / "end of chain")
+
+
+def test_torch_distributed_checkpoint_reads_the_weights(folder, two):
+    path = latest(folder / "delayed-2-1.0-2")
+    assert path is not None
+    expected = load_file(path / "model.safetensors")
+    found = {key: torch.zeros_like(value) for key, value in expected.items()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        distributed.checkpoint.load(found, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("shard", [1, 2])

@@ -15,16 +15,6 @@ from octavo.cli.app import main
 from octavo.training import checkpoint, loop
 from octavo.training.loop import Trainer
 
-PLACES = (
-    "before forward",
-    "before backward",
-    "after backward",
-    "before update",
-    "after update",
-    "in save",
-    "after save",
-)
-
 _faults = {
     (place, step): kind
     for attempt, rank, place, step, kind in json.loads(os.environ["FAULTS"])

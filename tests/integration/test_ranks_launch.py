@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,7 +11,6 @@ import sys
 import pytest
 import torch
 
-from octavo.training.checkpoint import latest
 from octavo.training.config import ParallelConfig, save_config
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
@@ -82,15 +82,16 @@ def test_killed_ranks_lose_nothing(tmp_path, data, one):
     assert_run_of_one(tmp_path, one)
 
 
-def test_a_refusal_is_one_sentence(tmp_path, data):
-    config = config_of(data)
-    config = config.with_training(grad_accumulation=3)
-    process = start(["-m", "octavo", *command(tmp_path, config, "--nproc", "2", "-q")])
+def test_a_launch_refuses_a_run_that_it_has_not_begun(tmp_path, data, one):
+    """One sentence an attempt; the restart must not continue what the first attempt refused."""
+    shutil.copytree(one, tmp_path / "run")
+    arguments = command(tmp_path, config_of(data), "--nproc", "2", "--max-restarts", "1", "-q")
+    process = start(["-m", "octavo", *arguments])
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert (process.returncode, stdout) == (2, "")
-    assert stderr.startswith("error: an update has 3 micro-batches (training.grad_accumulation), which 2 ranks cannot")
-    assert len(stderr.splitlines()) == 1
-    assert latest(tmp_path / "run") is None
+    refusal = f"error: rank 0: {str(tmp_path / 'run')!r} already holds a run; continue it with --resume or name another"
+    assert [line.startswith(refusal) for line in stderr.splitlines()] == [True, True]
+    assert_run_of_one(tmp_path, one)
 
 
 def test_ranks_of_slurm(tmp_path, data, one):

@@ -30,15 +30,13 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
     Raises:
         ConfigError: they do not, or their number does not fit the configuration, or the autopilot is on.
     """
-    config.parallel.replicas(ranks.size)
-    config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
-    if ranks.size == 1:
-        return
     versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
     values = {**versions, **config.flat(), "the text's hash": data.content_hash}
     require_equal(ranks, values, advice="start all ranks with the same installation, configuration and text")
+    config.parallel.replicas(ranks.size)
+    config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
     _check_gpus(ranks, config)
-    if config.training.autopilot:
+    if config.training.autopilot and ranks.size > 1:
         raise ConfigError(
             f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
             "train on one rank"
@@ -47,7 +45,7 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
 
 def _check_gpus(ranks: Ranks, config: RunConfig) -> None:
     """Check that each rank has a GPU of its own, if the run uses GPUs."""
-    if resolve_device(config.training.device).type != "cuda":
+    if ranks.size == 1 or resolve_device(config.training.device).type != "cuda":
         return
     places = ranks.gathered((platform.node(), torch.cuda.current_device()))
     for rank, (host, gpu) in enumerate(places):
