@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from safetensors.torch import load_file
-from torch import distributed
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed import checkpoint
 
 from octavo.training.checkpoint import latest
 from octavo.training.metrics import read_metrics
@@ -173,7 +171,7 @@ def test_torch_distributed_checkpoint_reads_the_weights(folder, two):
     expected = load_file(path / "model.safetensors")
     found = {key: torch.zeros_like(value) for key, value in expected.items()}
     with pytest.warns(UserWarning, match="load in a single process"):
-        distributed.checkpoint.load(found, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        checkpoint.load(found, storage_reader=checkpoint.HuggingFaceStorageReader(str(path)), no_dist=True)  # type: ignore[attr-defined]
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import signal
+from typing import Any, NoReturn
 
 import pytest
 import typer
@@ -17,14 +18,19 @@ LOST = (
     "error: rank {} lost its connection to another rank, which was killed or cannot be reached; continue from the last "
     "checkpoint with --resume"
 )
-BROKEN = (
-    "at step 3 the loss is nan; the first non-finite tensor is the output of model.norm (8 of 8 elements) on rank 1"
-)
+BROKEN = "at step 3 the loss is nan; the first non-finite tensor is the loss (1 of 1 elements) on rank 1"
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error
+
+
+def fail(launch: Launch, failure: Exception, **options: Any) -> NoReturn:
+    try:
+        raise failure
+    except Exception as error:  # noqa: BLE001 (as a command has it)
+        _end(launch, error, **options)
 
 
 def printed(capsys, *failures: tuple[int, Exception], traceback: bool = False) -> list[str]:
@@ -34,10 +40,7 @@ def printed(capsys, *failures: tuple[int, Exception], traceback: bool = False) -
         launch = Launch(Ranks(rank=rank, size=4), store, 0)
         code = BAD_INPUT if isinstance(failure, ConfigError | CheckpointError | OSError) else DEFECT
         with pytest.raises(typer.Exit) as ended:
-            try:
-                raise failure
-            except Exception as error:  # noqa: BLE001 (as a command has it)
-                _end(launch, error, code=code, shows_traceback=traceback)
+            fail(launch, failure, code=code, shows_traceback=traceback)
         assert ended.value.exit_code == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -56,11 +59,9 @@ def test_a_killed_rank_is_reported_by_one_other(capsys):
 
 def test_failures_of_several_ranks(capsys):
     full = OSError(errno.ENOSPC, "No space left on device", "tokens.bin")
-    assert printed(capsys, (3, ConfigError("no GPU")), (1, full)) == [
-        "error: rank 3: no GPU",
-        "error: rank 1: cannot use tokens.bin: no space left on device; free some space or choose another disk; existing "
-        "files are unchanged",
-    ]
+    first, second = printed(capsys, (3, ConfigError("no GPU")), (1, full))
+    assert first == "error: rank 3: no GPU"
+    assert second.startswith("error: rank 1: cannot use tokens.bin: no space left on device; free some space")
 
 
 def test_a_failure_of_all_ranks_is_printed_once(capsys):
@@ -92,7 +93,7 @@ class Failure:
 def test_exit_code_is_that_of_the_rank_that_failed_first(capsys, codes, code, line):
     failures = {rank: Failure(each) for rank, each in codes.items()}
     with pytest.raises(typer.Exit) as ended:
-        _end_launch(failures, 3)
+        _end_launch(failures, 3)  # type: ignore[arg-type]
     assert ended.value.exit_code == code
     assert capsys.readouterr().err.startswith(line)
 
