@@ -144,10 +144,11 @@ def slug(command: str) -> str:
 
 def configuration_page() -> str:
     """Tables of the keys of ``config.toml``: name, type, default and meaning."""
-    from octavo.training.config import DataConfig, ModelConfig, TrainingConfig
+    from octavo.training.config import DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 
     text = "# Configuration\n\nKeys of `config.toml`, for `octavo train --config` and `octavo study --config`.\n"
-    for section, config in (("model", ModelConfig), ("data", DataConfig), ("training", TrainingConfig)):
+    classes = (ModelConfig, DataConfig, TrainingConfig, ParallelConfig)
+    for section, config in zip(("model", "data", "training", "parallel"), classes, strict=True):
         meanings = attributes(config.__doc__ or "")
         text += f"\n## [{section}]\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
         for field in fields(config):

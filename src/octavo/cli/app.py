@@ -7,9 +7,7 @@ the command's name, shows the traceback. Other exceptions are defects of octavo 
 ``-v`` and ``-q``, as free in their place, choose what octavo's loggers print (octavo/cli/verbosity.py).
 """
 
-import errno
 import inspect
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from typer.core import TyperGroup
 from octavo._lazy import own_version
 from octavo.cli.bench_group import bench
 from octavo.cli.calibrate import calibrate
-from octavo.cli.console import complain
+from octavo.cli.console import Terminated, complain, sentence_of
 from octavo.cli.data import data
 from octavo.cli.demo import demo
 from octavo.cli.doctor import doctor
@@ -59,24 +57,6 @@ GROUPS = {  # headings of the list of commands; the first are those on the way f
 }
 
 
-def sentence_of(error: OSError) -> str:
-    """Convert an error of the operating system to one sentence."""
-    reason = (error.strerror or str(error)).lower()
-    place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
-    advice = {
-        errno.ENOSPC: "free some space or choose another disk; existing files are unchanged",
-        errno.EACCES: "choose a path you may read and write",
-        errno.EPERM: "choose a path you may read and write",
-        errno.EROFS: "choose a path you may read and write",
-    }
-    hint = advice.get(error.errno or 0)
-    return f"cannot use{place}: {reason}" + (f"; {hint}" if hint else "")
-
-
-class _Terminated(BaseException):
-    """SIGTERM, raised in the main thread; not an Exception, like KeyboardInterrupt."""
-
-
 @contextmanager
 def _unwinding_on_signals(received: list[int]) -> Iterator[None]:
     """Raise an exception in the block on SIGTERM or Ctrl-C, so that ``finally`` clauses remove temporary folders.
@@ -95,7 +75,7 @@ def _unwinding_on_signals(received: list[int]) -> Iterator[None]:
     def unwind(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         signal.signal(number, before[signal.Signals(number)])
-        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     for number in before:
         signal.signal(number, unwind)
@@ -134,7 +114,8 @@ class ErrorBoundary(TyperGroup):
             elif isinstance(error, KeyboardInterrupt):
                 received.append(signal.SIGINT)
             if received:
-                complain(UNHARMED)
+                if not isinstance(error, typer.Exit):  # which has been explained
+                    complain(UNHARMED)
                 raise typer.Exit(128 + received[0]) from None
             if shows_traceback or isinstance(error, BrokenPipeError) or not isinstance(error, OctavoError | OSError):
                 raise
@@ -197,7 +178,12 @@ add_command(
     short="Compare precisions on your own text and model shape.",
     example="--data my-texts/ --steps 1000 --out runs/mine",
 )
-add_command(train, "train", example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel")
+add_command(
+    train,
+    "train",
+    short="Train a small language model with one recipe.",
+    example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel",
+)
 add_command(
     evaluate,
     "eval",

@@ -3,7 +3,9 @@
 stdout carries results only, so that ``octavo … --json | jq`` works; progress and errors go to stderr.
 """
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["complain", "number", "print_json", "print_lines", "print_table", "stderr", "stdout"]
+__all__ = [
+    "Terminated",
+    "complain",
+    "number",
+    "print_json",
+    "print_lines",
+    "print_table",
+    "sentence_of",
+    "stderr",
+    "stdout",
+]
 
 PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is unknown
 
@@ -22,6 +34,10 @@ PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is un
 def _console(*, to_stderr: bool) -> Console:
     is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
     return Console(stderr=to_stderr, width=None if is_terminal else PIPE_WIDTH, highlight=False)
+
+
+class Terminated(BaseException):
+    """SIGTERM, raised in the main thread; not an Exception, like KeyboardInterrupt."""
 
 
 def stdout() -> Console:
@@ -37,6 +53,20 @@ def stderr() -> Console:
 def complain(sentence: str) -> None:
     """Print an error message of one sentence."""
     stderr().print(f"[bold red]error:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def sentence_of(error: OSError) -> str:
+    """Convert an error of the operating system to one sentence."""
+    reason = (error.strerror or str(error)).lower()
+    place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
+    advice = {
+        errno.ENOSPC: "free some space or choose another disk; existing files are unchanged",
+        errno.EACCES: "choose a path you may read and write",
+        errno.EPERM: "choose a path you may read and write",
+        errno.EROFS: "choose a path you may read and write",
+    }
+    hint = advice.get(error.errno or 0)
+    return f"cannot use{place}: {reason}" + (f"; {hint}" if hint else "")
 
 
 def print_lines(*lines: str, to_stderr: bool = False) -> None:

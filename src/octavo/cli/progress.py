@@ -45,10 +45,10 @@ class Display(Protocol):
 
 
 @contextmanager
-def open_display() -> Iterator[Display]:
-    """Open a live display if stderr is a terminal, otherwise one of plain lines; under ``-q`` it prints nothing."""
+def open_display(*, quiet: bool = False) -> Iterator[Display]:
+    """Open a live display if stderr is a terminal, otherwise one of plain lines; ``quiet`` or ``-q`` prints nothing."""
     console = stderr()
-    console.quiet = is_quiet()
+    console.quiet = quiet or is_quiet()
     if console.quiet or not console.is_terminal:
         display = PlainDisplay(console)
         yield display

@@ -1,6 +1,7 @@
 """``octavo train``: train one run with one recipe."""
 
 import math
+import os
 import shlex
 import signal
 from pathlib import Path
@@ -11,10 +12,13 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.ranks import as_rank, start_ranks
 from octavo.cli.thread_choice import sets_threads, threads_of
 from octavo.memory import MIB
+from octavo.parallel.process_group import Launch, place_of
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import open_data, preparing
+from octavo.training.config import RunConfig
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import train as run_training
 from octavo.training.memory import check_run_fits
@@ -26,10 +30,12 @@ from octavo.training.setup import check_data
 __all__ = ["train"]
 
 DATA = "data"
+BEGUN = "begun"  # noted by the launch that began the run in the folder
 
 
 def train(
     *,
+    invocation: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="The run's folder.")],
     recipe: Annotated[
         str | None, typer.Option(help="fp32, bf16, or a preset of octavo.recipes.names(). [default: tensorwise]")
@@ -61,51 +67,96 @@ def train(
     log: Annotated[
         str | None, typer.Option(help="Loggers, such as tensorboard,wandb,mlflow,trackio. [default: tensorboard]")
     ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks to start on this machine; see [parallel].")] = None,
+    max_restarts: Annotated[int, typer.Option(help="Restarts by --nproc after a rank has ended.")] = 0,
+    shard: Annotated[
+        int | None, typer.Option(help="Ranks that share one replica's weights by FSDP2. [default: 1]")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train a small language model with one recipe."""
-    run_config = options.configured(
-        out / CONFIG if resume and config is None and (out / CONFIG).exists() else config,
-        source=source,
-        text_column=text_column,
-        vocab_size=vocab_size,
-        recipe=recipe,
-        precision_schedule=None if schedule is None else parse_schedule(schedule),
-        autopilot=autopilot,
-        steps=steps,
-        lr=lr,
-        warmup=warmup,
-        batch_size=batch_size,
-        context=context,
-        seed=seed,
-        eval_interval=eval_interval,
-        checkpoint_interval=checkpoint_interval,
-        threads=threads,
-        device=device,
-        log=None if log is None else [name for name in log.split(",") if name],
-    )
-    if threads is None and not sets_threads(config):
-        run_config = run_config.with_training(threads=threads_of(out, goes_on=resume))
-    check_start(out, run_config, resume=resume)
-    check_run_fits(run_config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
-    with open_display() as display:
-        source, vocab_size = run_config.data.source, run_config.data.vocab_size
-        with preparing(source, out / DATA, vocab_size=vocab_size, progress=phases(display)) as tokens:
-            check_data(tokens, run_config)
-            if resume:
-                resumable_state(out, run_config, tokens)
-        data = open_data(out / DATA)
-        on_event = _watch(display, run_config.training.recipe, run_config.training.steps)
-        result = run_training(run_config, out, data=data, resume=resume, on_event=on_event)
-    if result.stopped_by is not None:
-        again = ["octavo", "train", "--out", str(out), "--resume", *(["--hub"] if hub else [])]
-        stderr().print(
-            f"stopped after step {result.step}, checkpoint saved; continue with: {shlex.join(again)}",
-            soft_wrap=True,
-            markup=False,
+    """Train a small language model with one recipe, on one rank or several."""
+    if nproc is not None and place_of(os.environ) is None:
+        start_ranks(nproc, max_restarts=max_restarts)
+    with as_rank(shows_traceback=invocation.obj[0]) as launch:
+        resume = resume or _goes_on(launch, out)
+        run_config = options.configured(
+            out / CONFIG if resume and config is None and (out / CONFIG).exists() else config,
+            source=source,
+            text_column=text_column,
+            vocab_size=vocab_size,
+            shard=shard,
+            recipe=recipe,
+            precision_schedule=None if schedule is None else parse_schedule(schedule),
+            autopilot=autopilot,
+            steps=steps,
+            lr=lr,
+            warmup=warmup,
+            batch_size=batch_size,
+            context=context,
+            seed=seed,
+            eval_interval=eval_interval,
+            checkpoint_interval=checkpoint_interval,
+            threads=threads,
+            device=device,
+            log=None if log is None else [name for name in log.split(",") if name],
         )
+        chooses_threads = threads is None and not sets_threads(config)
+        result = _train(out, run_config, launch, resume=resume, chooses_threads=chooses_threads)
+        if launch is None or launch.ranks.is_first:
+            again = [*(["--hub"] if hub else []), *(["--nproc", str(launch.ranks.size)] if launch else [])]
+            _finish(result, ["octavo", "train", "--out", str(out), "--resume", *again], as_json=as_json)
+    if result.stopped_by is not None:
         raise typer.Exit(128 + signal.Signals[result.stopped_by])
-    _show(result, as_json=as_json)
+
+
+def _goes_on(launch: Launch | None, out: Path) -> bool:
+    """Return whether the ranks were restarted, and continue the run that this launch has begun."""
+    return launch is not None and launch.attempt > 0 and launch.was_noted(BEGUN) and (out / CONFIG).exists()
+
+
+def _train(out: Path, config: RunConfig, launch: Launch | None, *, resume: bool, chooses_threads: bool) -> TrainResult:
+    if launch is None:
+        with open_display() as display:
+            config = _prepared(out, config, display, resume=resume, chooses_threads=chooses_threads)
+            return _run(out, config, display, resume=resume)
+    with open_display(quiet=not launch.ranks.is_first) as display:
+        with launch.first_goes_ahead("data"):
+            if launch.ranks.is_first:
+                config = _prepared(out, config, display, resume=resume, chooses_threads=chooses_threads)
+                launch.note(BEGUN)
+        threads = launch.ranks.gathered(config.training.threads)[0]
+        return _run(out, config.with_training(threads=threads), display, resume=resume)
+
+
+def _prepared(out: Path, config: RunConfig, display: Display, *, resume: bool, chooses_threads: bool) -> RunConfig:
+    """Check that the run can start, and prepare its text; return the configuration with the number of threads."""
+    if chooses_threads:
+        config = config.with_training(threads=threads_of(out, goes_on=resume))
+    check_start(out, config, resume=resume)
+    check_run_fits(config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
+    source, vocab_size = config.data.source, config.data.vocab_size
+    with preparing(source, out / DATA, vocab_size=vocab_size, progress=phases(display)) as tokens:
+        check_data(tokens, config)
+        if resume:
+            resumable_state(out, config, tokens)
+    return config
+
+
+def _run(out: Path, config: RunConfig, display: Display, *, resume: bool) -> TrainResult:
+    on_event = _watch(display, config.training.recipe, config.training.steps)
+    return run_training(config, out, data=open_data(out / DATA), resume=resume, on_event=on_event)
+
+
+def _finish(result: TrainResult, again: list[str], *, as_json: bool) -> None:
+    """Show the result, or the command that continues a run that was stopped."""
+    if result.stopped_by is None:
+        _show(result, as_json=as_json)
+        return
+    stderr().print(
+        f"stopped after step {result.step}, checkpoint saved; continue with: {shlex.join(again)}",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _watch(display: Display, recipe: str, steps: int) -> OnEvent:

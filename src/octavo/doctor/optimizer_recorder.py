@@ -78,7 +78,7 @@ class OptimizerRecorder:
     def norms(self) -> list[Tensor]:
         """Norm of every gradient: float64 []; NaN without a gradient."""
         gradients = [parameter.grad for parameter in self.matrices.values() if parameter.grad is not None]
-        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]))
+        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else whole(grad) for grad in gradients]))
         return [_nan(p) if p.grad is None else next(norms).double() for p in self.matrices.values()]
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ from octavo.scaling import ROLES
 from octavo.training.autopilot_journal import LIVE, Act, Journal, is_possible, training_after
 from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.events import Notice, OnEvent
-from octavo.training.metrics import MetricsLog
+from octavo.training.metrics import Log
 from octavo.training.precision import layer_recipe
 
 __all__ = ["Autopilot"]
@@ -114,7 +114,7 @@ class Autopilot:
                 stack.enter_context(shadow.watching())
             yield stack.enter_context(sample)
 
-    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> bool:
+    def act(self, step: int, log: Log, emit: OnEvent) -> bool:
         """Decide after a sample and write the decisions; return True if the run's settings changed.
 
         ``log`` must pass its lines to :meth:`see`.
@@ -127,7 +127,7 @@ class Autopilot:
             has_changed |= bool(line["changes"])
         return has_changed
 
-    def _write_trials(self, step: int, log: MetricsLog) -> None:
+    def _write_trials(self, step: int, log: Log) -> None:
         """Write a line for each layer on probation, unless the step broke and may be repeated."""
         is_finished = any(line["kind"] == "step" and line["step"] == step for line in reversed(self.lines))
         for act, shadow in self.shadows if is_finished else ():

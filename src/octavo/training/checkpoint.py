@@ -8,8 +8,9 @@
 | state.json              | step, generators, loss scale, lines of metrics.jsonl, hashes of configuration, data, the |
 |                         | other files and its own values                                                           |
 
-There is no data position: batches are a function of the step. The files are written into a hidden folder, synced, and
-the folder is renamed; a full disk or a kill leaves earlier checkpoints unchanged. No file uses pickle.
+There is no data position: batches are a function of the step. A run on several ranks has the same files: the first rank
+gathers the shards and writes them, and each rank loads its part. The files are written into a hidden folder, synced,
+and the folder is renamed; a full disk or a kill leaves earlier checkpoints unchanged. No file uses pickle.
 """
 
 import base64
@@ -30,6 +31,9 @@ from octavo.doctor.metrics_lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
 from octavo.files import disk_errors, remove_if_empty, replacing_folder
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
+from octavo.nn.tensor_parallel import whole
+from octavo.parallel.data_parallel import laid_out_as
+from octavo.parallel.ranks import ALONE, Ranks
 from octavo.parsing import read_json, read_tensors
 from octavo.training.loss_scaling import LossScaler
 
@@ -79,16 +83,21 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler | None = None,
     keep_last: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write ``checkpoints/step-…`` and remove all but the ``keep_last`` newest (0 keeps all).
+
+    All ranks call it; the first one writes, and holds the whole model and optimizer state in its CPU's memory for it.
 
     Raises:
         CheckpointError: the files cannot be written; earlier checkpoints are untouched.
     """
-    target = run_dir / FOLDER / f"step-{state.step:06d}"
+    target, files = run_dir / FOLDER / f"step-{state.step:06d}", _tensors_by_file(model, optimizer, ranks)
+    if not ranks.is_first:
+        return target
     try:
         with replacing_folder(target, is_own=Path.is_dir) as temporary:
-            _write(temporary, state, model, optimizer, scaler)
+            _write(temporary, state, files, scaler)
     except OSError as error:
         raise CheckpointError(
             f"cannot save {str(target)!r}: {error.strerror or error}; free some space or choose another disk and "
@@ -160,7 +169,7 @@ def load_model(path: Path, model: nn.Module) -> None:
     load_scaling_state(model, scaling)
     with torch.no_grad():
         for name, tensor in model_tensors.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(laid_out_as(tensor, tensors[name]))
 
 
 def load_checkpoint(
@@ -181,31 +190,42 @@ def load_checkpoint(
     load_model(path, model)
     for name, parameter in parameters.items():
         keys = [key for key in moments if key.rpartition("/")[0] == name]
-        optimizer.state[parameter] = {key.rpartition("/")[2]: moments[key].to(parameter.device) for key in keys}
+        optimizer.state[parameter] = {
+            key.rpartition("/")[2]: _as_moment(moments[key].to(parameter.device), parameter) for key in keys
+        }
     _set_generators(path, raw)
     return state
 
 
-def _write(
-    folder: Path,
-    state: CheckpointState,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler | None,
-) -> None:
+def _as_moment(moment: Tensor, parameter: Tensor) -> Tensor:
+    """Shard a moment as its parameter is; AdamW's step is a number."""
+    return laid_out_as(parameter, moment) if moment.ndim else moment
+
+
+def _tensors_by_file(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file; on several ranks whole ones on the first rank, with which the others share theirs."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {
         f"{names[parameter]}/{key}": value for parameter, own in optimizer.state.items() for key, value in own.items()
     }
-    for name, tensors in (
-        (MODEL, _unique_tensors(model)),
-        (OPTIMIZER, moments),
-        (SCALING, scaling_state(model)),
-    ):
+    files = {MODEL: _unique_tensors(model), OPTIMIZER: moments, SCALING: scaling_state(model)}
+    if ranks.size == 1:
+        return files
+    for tensors in files.values():
+        for name, tensor in tensors.items():
+            gathered = whole(tensor.detach())
+            tensors[name] = gathered.cpu() if ranks.is_first else tensor
+    return files
+
+
+def _write(
+    folder: Path, state: CheckpointState, files: dict[str, dict[str, Tensor]], scaler: LossScaler | None
+) -> None:
+    for name, tensors in files.items():
         with disk_errors(folder / name):
             save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
-    files = {name: _fingerprint(folder / name) for name in (MODEL, OPTIMIZER, SCALING)}
-    content = {"format": FORMAT_VERSION, **asdict(state), "files": files, "generators": _generators()}
+    sums = {name: _fingerprint(folder / name) for name in files}
+    content = {"format": FORMAT_VERSION, **asdict(state), "files": sums, "generators": _generators()}
     if scaler is not None:
         content["loss_scaler"] = scaler.state_dict()
     (folder / STATE).write_text(json.dumps(sealed(content), indent=1) + "\n", encoding="utf-8")

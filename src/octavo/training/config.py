@@ -1,4 +1,4 @@
-"""A run's configuration: three sections, frozen, written as TOML and read back to the same object.
+"""A run's configuration: four sections, frozen, written as TOML and read back to the same object.
 
 ```toml
 [model]
@@ -8,6 +8,8 @@ source = "builtin"
 [training]
 recipe = "tensorwise"
 steps = 400
+[parallel]
+shard = 1
 ```
 
 Every key has a default. An unknown key and a value of the wrong type or out of range raise an error with the name and
@@ -18,7 +20,7 @@ with; resuming compares hashes.
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from octavo.text.sources import BUILTIN
 from octavo.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
 from octavo.training.metric_writers import LOGGERS, TENSORBOARD
+from octavo.training.parallel_config import ParallelConfig
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8
@@ -40,6 +43,7 @@ __all__ = [
     "DataConfig",
     "Device",
     "ModelConfig",
+    "ParallelConfig",
     "Precision",
     "RunConfig",
     "TrainingConfig",
@@ -57,6 +61,9 @@ MOST = {
     "context": LARGEST["max_positions"],
     "grad_accumulation": 1 << 16,  # an update cannot be interrupted and reports no progress
 }
+
+
+_LAYOUT = tuple(f"parallel.{each.name}" for each in fields(ParallelConfig))
 
 
 class Precision(StrEnum):
@@ -137,7 +144,7 @@ class TrainingConfig:
         steps: optimizer updates.
         batch_size: sequences per micro-batch.
         context: tokens per sequence.
-        grad_accumulation: micro-batches per update.
+        grad_accumulation: micro-batches per update, of all ranks together.
         lr: peak learning rate.
         min_lr: learning rate of the last update.
         warmup: updates of linear warmup to the peak.
@@ -270,11 +277,12 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
     def free_to_change(self) -> tuple[str, ...]:
-        """Keys without effect on results: loggers, checkpoint intervals, and statistics ones without the autopilot."""
-        saving = ("training.log", "training.checkpoint_interval", "training.keep_checkpoints")
+        """Keys without effect on results: layout, loggers, and intervals (statistics' without the autopilot)."""
+        saving = ("training.log", "training.checkpoint_interval", "training.keep_checkpoints", *_LAYOUT)
         return saving if self.training.autopilot else (*saving, "training.statistics_interval")
 
     def to_dict(self) -> dict[str, Any]:
@@ -302,6 +310,7 @@ class RunConfig:
         for name in self.free_to_change:
             section, _, key = name.partition(".")
             del plain[section][key]
+        del plain["parallel"]  # empty by now
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

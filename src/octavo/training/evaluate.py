@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.curves import perplexity
+from octavo.parallel.ranks import ALONE, Ranks
 from octavo.text.corpus import Split
 from octavo.text.tokens import TokenData
 
@@ -59,6 +60,7 @@ def evaluate(
     max_tokens: int | None = None,
     batch_size: int = 16,
     surroundings: AbstractContextManager[object] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Loss of ``model`` on a split.
 
@@ -70,6 +72,7 @@ def evaluate(
         max_tokens: see :meth:`TokenData.windows`.
         batch_size: windows per forward pass.
         surroundings: a reusable context such as autocast, or None.
+        ranks: ranks that share the forward passes; all of them get the result.
 
     Raises:
         DataError: the split is shorter than the context.
@@ -78,16 +81,18 @@ def evaluate(
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    losses = []
+    losses, starts = [], range(0, len(inputs), batch_size)
     try:
-        for start in range(0, len(inputs), batch_size):
+        for first in range(0, len(starts), ranks.size):  # as many passes on each rank: a sharded model's are collective
+            start = starts[min(first + ranks.rank, len(starts) - 1)]
             rows = slice(start, start + batch_size)
             with surroundings or nullcontext():
                 logits = model(inputs[rows].to(device))
             losses.append(token_loss(logits, targets[rows].to(device), reduction="none").mean(1).cpu())
     finally:
         model.train(was_training)
-    window_means = torch.cat(losses).double()
+    rounds = zip(*ranks.gathered(losses), strict=True)
+    window_means = torch.cat([loss for losses_of_ranks in rounds for loss in losses_of_ranks][: len(starts)]).double()
     return Evaluation(nats=window_means.mean().item(), tokens=targets.numel(), window_nats=tuple(window_means.tolist()))
 
 

@@ -6,6 +6,9 @@ with the weights of the last good step. Everything a step depends on is in the c
 resumed run writes the same metrics.jsonl as an uninterrupted one, bit for bit except for the times, if it uses the same
 number of threads, on which the order of some sums depends.
 
+On several ranks each computes its part of the micro-batches, by DDP or FSDP2, and the first one writes the files. An
+update is the same function of the configuration whatever their number, except for the order of sums over ranks.
+
 With a loss scale, a step whose gradients overflow is repeated with half the scale on the same batches: no text is
 skipped, the number of updates stays, and delayed scaling discards the amaxes of the failed attempt. In FP32, only the
 scale differs from a run without overflow. A gradient norm that overflows although every element is finite stops the
@@ -13,6 +16,7 @@ run, because a smaller loss scale does not help.
 """
 
 import math
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,6 +32,9 @@ from octavo.doctor.capture import remove_captures
 from octavo.errors import NonFiniteLossError
 from octavo.models import Llama
 from octavo.nn.scaling_state import discard_step, rescale_gradient_history, update_scales
+from octavo.nn.tensor_parallel import whole
+from octavo.parallel.data_parallel import synchronizing
+from octavo.parallel.ranks import ALONE, Ranks
 from octavo.text.tokens import TokenData
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
@@ -35,9 +42,10 @@ from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Notice, OnEvent, Saved, StepDone
 from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_peak_memory
-from octavo.training.metrics import MetricsLog, lines_up_to
+from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
+from octavo.training.rank_layout import check_same_run, check_same_state, on_ranks
 from octavo.training.result import TrainResult, curves_of
 from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
@@ -51,11 +59,11 @@ __all__ = ["Trainer", "train"]
 def train(
     config: RunConfig, run_dir: str | Path, *, data: TokenData, resume: bool = False, on_event: OnEvent | None = None
 ) -> TrainResult:
-    """Train a decoder, or continue training it.
+    """Train a decoder, or continue training it; on all ranks of the default process group, if there is one.
 
     Args:
         config: what to train and how.
-        run_dir: the run's folder; must be new unless ``resume``.
+        run_dir: the run's folder, the same on all ranks; must be new unless ``resume``.
         data: the token files to train on.
         resume: continue from the newest checkpoint of the run in ``run_dir``.
         on_event: called with each :data:`octavo.training.events.Event`.
@@ -64,22 +72,25 @@ def train(
         ConfigError: a logger's library is not installed.
         ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not available; or the
             model or a micro-batch does not fit in memory. A new run without any step is removed again.
+        ConfigError: ranks have other configurations or versions, or their number does not fit the configuration.
         TrainingError: the folder cannot be written, or another process trains in it.
         DataError: a split is shorter than the context.
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
         NonFiniteLossError: the loss or a gradient became NaN or infinite.
     """
-    folder = Path(run_dir)
-    training = config.training
+    folder, ranks, training = Path(run_dir), Ranks.current(), config.training
+    check_same_run(ranks, config, data)
     check_data(data, config)
     model, converted = build_model(config, data.vocab_size)  # an error here leaves no run behind
     with (
-        claimed(folder, config, data, resume=resume),
+        claimed(folder, config, data, resume=resume) if ranks.is_first else nullcontext(),
         using_threads(training.threads),
         stopping_on_signals() as stop,
         fitting_in_memory(training),
     ):
-        trainer = Trainer(config, folder, model, data=data, on_event=on_event or (lambda _: None), converted=converted)
+        ranks.wait()  # for the folder to be claimed
+        emit = on_event or (lambda _: None)
+        trainer = Trainer(config, folder, model, data=data, on_event=emit, converted=converted, ranks=ranks)
         return trainer.run(stop)
 
 
@@ -93,13 +104,26 @@ class Trainer:
         data: the token files.
         on_event: called with each event.
         converted: number of linears converted to the FP8 recipe.
+        ranks: ranks that train together, each with a trainer.
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, model: Llama, *, data: TokenData, on_event: OnEvent, converted: int
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        model: Llama,
+        *,
+        data: TokenData,
+        on_event: OnEvent,
+        converted: int,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.config, self.run_dir, self.data = config, run_dir, data
+        self.config, self.run_dir, self.data, self.ranks = config, run_dir, data, ranks
         self.model, self.emit, self.converted = model, on_event, converted
+        self.micro_batches = config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
+        self.forward = on_ranks(model, config, ranks)
+        self.stop = StopRequest()
+        self.stopped_by: str | None = None
         resumed = resumable_state(run_dir, config, data)
         self.step = 0 if resumed is None else resumed[1].step
         self.autopilot = Autopilot(config, lines_up_to(run_dir, self.step)) if config.training.autopilot else None
@@ -110,11 +134,12 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, self.training)
         self.scaler = build_loss_scaler(self.training, self.device)
         self.checkpoint = None if resumed is None else self._continue_from(resumed[0])
-        self.watcher = build_watcher(self.training, self.model, self.optimizer, run_dir)
+        self.watcher = build_watcher(self.training, self.model, self.optimizer, run_dir if ranks.is_first else None)
         self.step_seconds: list[float] = []
 
     def run(self, stop: StopRequest) -> TrainResult:
         """Train to the last step, or to the end of the step in which ``stop`` is requested."""
+        self.stop = stop
         reset_peak_memory(self.device)
         with closing(self.open_log()) as log:
             if self.checkpoint is None:
@@ -122,15 +147,16 @@ class Trainer:
             else:
                 self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
             self.model.train()
-            while self.step < self.training.steps and not stop:
+            while self.step < self.training.steps and not self._is_stopping():
                 self.train_step(log)
                 if self._is_due(self.training.eval_interval):
                     self._evaluate(log)
-                if self._is_due(self.training.checkpoint_interval) or stop:
+                if self._is_due(self.training.checkpoint_interval) or self._is_stopping():
                     self._save(log)
-        return self._result(stop)
+        self.ranks.wait()  # for the last lines
+        return self._result()
 
-    def train_step(self, log: MetricsLog) -> None:
+    def train_step(self, log: Log) -> None:
         """Take one update and write it to ``log``, with statistics for the doctor if they are due.
 
         Raises:
@@ -142,7 +168,7 @@ class Trainer:
         if self.watcher is not None and self.watcher.is_due(self.step):
             self._let_autopilot_act(log, self.step)
 
-    def _update_sampled(self, log: MetricsLog) -> bool:
+    def _update_sampled(self, log: Log) -> bool:
         """Take one update while the doctor samples it; return False if it broke and the autopilot reacted.
 
         Raises:
@@ -158,7 +184,7 @@ class Trainer:
             raise error
         return False
 
-    def _update_once(self, log: MetricsLog) -> tuple[float, float]:
+    def _update_once(self, log: Log) -> tuple[float, float]:
         """Forward, backward, clip and optimizer step, unless the loss or the gradients' norm is not finite.
 
         Returns:
@@ -173,6 +199,7 @@ class Trainer:
             loss_scale = self._update()
             self.step += 1
             self._report_step(log, loss, lr, grad_norm, seconds=time.perf_counter() - started, loss_scale=loss_scale)
+            check_same_state(self.ranks, self.model, self.config.parallel, step=self.step)
         return loss, grad_norm
 
     def _learning_rate(self) -> float:
@@ -197,21 +224,41 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         share = 1 / self.training.grad_accumulation
         losses = []
-        for inputs, targets in self._batches():
-            with self.surroundings:
-                loss = token_loss(self.model(inputs), targets)
-            part = loss * share
-            (part if self.scaler is None else self.scaler.scale(part)).backward()
+        for index, (inputs, targets) in enumerate(self._batches()):
+            with self._synchronizing(now=index == self.micro_batches - 1):
+                with self.surroundings:
+                    loss = token_loss(self.forward(inputs), targets)
+                part = loss * share
+                (part if self.scaler is None else self.scaler.scale(part)).backward()
             losses.append(loss.detach())
         overflowed = self.scaler is not None and not self.scaler.unscale_(self.optimizer)
-        return (torch.stack(losses).sum() * share).item(), self._clip(), overflowed
+        return self._mean_loss(torch.stack(losses)), self._clip(), overflowed
+
+    def _synchronizing(self, *, now: bool) -> AbstractContextManager[object]:
+        return nullcontext() if self.ranks.size == 1 else synchronizing(self.forward, now=now)
+
+    def _mean_loss(self, losses: Tensor) -> float:
+        """Return the mean loss of all ranks' micro-batches; learn with it whether a rank was told to stop."""
+        number = signal.Signals[self.stop.signal_name].value if self.stop.signal_name else 0
+        *columns, numbers = zip(*self.ranks.gathered_numbers([*losses.tolist(), number]), strict=True)
+        if self.ranks.size > 1 and any(numbers):
+            self.stopped_by = signal.Signals(int(max(numbers))).name
+        all_losses = torch.tensor(list(zip(*columns, strict=True)))
+        return (all_losses.sum() * (1 / self.training.grad_accumulation)).item()
+
+    def _is_stopping(self) -> bool:
+        """Return whether to stop after this step; all ranks stop after the same one."""
+        if self.ranks.size == 1:
+            self.stopped_by = self.stop.signal_name
+        return self.stopped_by is not None
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches of the next update."""
+        """Yield this rank's micro-batches of the next update."""
         training = self.training
-        for index in range(training.grad_accumulation):
+        first = self.step * training.grad_accumulation + self.ranks.rank * self.micro_batches
+        for index in range(first, first + self.micro_batches):
             inputs, targets = self.data.batch(
-                self.step * training.grad_accumulation + index,
+                index,
                 batch_size=training.batch_size,
                 context=training.context,
                 seed=training.seed,
@@ -222,6 +269,8 @@ class Trainer:
         """Scale the gradients down to ``clip_norm``; return their previous norm."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if self.ranks.size > 1:
+            norm = whole(norm)
         if self.training.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.training.clip_norm, norm)
         return norm.item()
@@ -248,7 +297,7 @@ class Trainer:
         if self._loss_scale != before:
             rescale_gradient_history(self.model, self._loss_scale / before)
 
-    def _lower_loss_scale(self, log: MetricsLog) -> bool:
+    def _lower_loss_scale(self, log: Log) -> bool:
         """After an overflow, set a smaller loss scale; return False if there is none."""
         if self.scaler is None or self.scaler.value == self.scaler.floor:
             return False
@@ -262,7 +311,7 @@ class Trainer:
         )
         return True
 
-    def _enter_phase(self, log: MetricsLog) -> None:
+    def _enter_phase(self, log: Log) -> None:
         """Switch the layers to the recipe of the next step, if a phase begins with it."""
         recipe = self.training.recipe_at(self.step + 1)
         if recipe == self.recipe:
@@ -272,7 +321,7 @@ class Trainer:
         log.write("precision", self.step + 1, recipe=recipe)
         self.emit(Notice(text=f"step {self.step + 1}: the layers run {recipe} from now on"))
 
-    def _sampled(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
+    def _sampled(self, log: Log, *, always: bool = False) -> AbstractContextManager[StepNotes]:
         """Context in which the doctor samples the next step."""
         if self.watcher is None:
             return nullcontext(StepNotes())
@@ -282,7 +331,7 @@ class Trainer:
             return step
         return self.autopilot.sampling(self.model, self.step + 1, step)
 
-    def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
+    def _let_autopilot_act(self, log: Log, step: int) -> bool:
         """Let the autopilot act on the newest sample; apply and return True if it changed the settings."""
         if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
             return False
@@ -314,13 +363,14 @@ class Trainer:
             self.scaler.load_state_dict(scaler.state_dict())
         self._rescale_histories(before=scale)
 
-    def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
+    def _nonfinite(self, log: Log, loss: float, grad_norm: float) -> NonFiniteLossError:
         with self._sampled(log, always=True):
             finding = first_nonfinite(
                 self.model,
                 self._batches(),
                 surroundings=self.surroundings,
                 loss_scale=self._loss_scale / self.training.grad_accumulation,
+                ranks=self.ranks,
             )
         scale_value = {} if self.scaler is None else {"loss_scale": self.scaler.value}
         log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale_value)
@@ -335,8 +385,10 @@ class Trainer:
             )
         return f"the last good checkpoint is {str(path)!r}"
 
-    def open_log(self) -> MetricsLog:
-        """Open the log of metrics, removing lines and captures of later steps."""
+    def open_log(self) -> Log:
+        """Open the log of metrics, removing lines and captures of later steps; only the first rank writes one."""
+        if not self.ranks.is_first:
+            return NoLog()
         remove_captures(self.run_dir / CAPTURES, after_step=self.step if self.checkpoint else -1)
         return MetricsLog(
             self.run_dir,
@@ -348,7 +400,7 @@ class Trainer:
         )
 
     def _report_step(
-        self, log: MetricsLog, loss: float, lr: float, grad_norm: float, *, seconds: float, loss_scale: float | None
+        self, log: Log, loss: float, lr: float, grad_norm: float, *, seconds: float, loss_scale: float | None
     ) -> None:
         tokens = self.training.tokens_per_step
         self.step_seconds.append(seconds)
@@ -360,13 +412,14 @@ class Trainer:
     def _is_due(self, interval: int) -> bool:
         return self.step == self.training.steps or (interval > 0 and self.step % interval == 0)
 
-    def _evaluate(self, log: MetricsLog) -> None:
+    def _evaluate(self, log: Log) -> None:
         result = evaluate(
             self.model,
             self.data,
             context=self.training.context,
             max_tokens=self.training.eval_tokens or None,
             surroundings=self.surroundings,
+            ranks=self.ranks,
         )
         if not math.isfinite(result.nats):
             raise NonFiniteLossError(
@@ -376,7 +429,7 @@ class Trainer:
         log.write("evaluation", self.step, nats=result.nats, perplexity=perplexity)
         self.emit(Evaluated(step=self.step, steps=self.training.steps, nats=result.nats, perplexity=result.perplexity))
 
-    def _save(self, log: MetricsLog) -> None:
+    def _save(self, log: Log) -> None:
         state = CheckpointState(
             step=self.step,
             config_hash=self.config.config_hash(),
@@ -391,6 +444,7 @@ class Trainer:
             optimizer=self.optimizer,
             scaler=self.scaler,
             keep_last=self.training.keep_checkpoints,
+            ranks=self.ranks,
         )
         self.emit(Saved(step=self.step, path=self.checkpoint))
 
@@ -399,13 +453,13 @@ class Trainer:
         load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
         return checkpoint
 
-    def _result(self, stop: StopRequest) -> TrainResult:
+    def _result(self) -> TrainResult:
         train_curve, validation_curve = curves_of(self.run_dir)
         typical = statistics.median(self.step_seconds) if self.step_seconds else math.nan
         return TrainResult(
             run_dir=self.run_dir,
             step=self.step,
-            stopped_by=stop.signal_name if self.step < self.training.steps else None,
+            stopped_by=self.stopped_by if self.step < self.training.steps else None,
             train_curve=train_curve,
             validation_curve=validation_curve,
             tokens_per_second=self.training.tokens_per_step / typical,

@@ -41,7 +41,7 @@ from octavo.training.checkpoint import newest_lines
 from octavo.training.metric_writers import TENSORBOARD, MetricWriters
 from octavo.training.tensorboard_events import TensorBoardEvents
 
-__all__ = ["METRICS", "MetricsLog", "each_metric", "lines_up_to", "read_metrics"]
+__all__ = ["METRICS", "Log", "MetricsLog", "NoLog", "each_metric", "lines_up_to", "read_metrics"]
 
 CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity"), "overflow": ("loss_scale",)}
 
@@ -113,6 +113,25 @@ class MetricsLog:
         if self._events is not None:
             self._events.close()
         self._writers.close()
+
+
+class NoLog:
+    """Log of a rank that writes none."""
+
+    def on_disk(self) -> None:
+        """Return no record of lines."""
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Drop a line."""
+
+    def write_sample(self, sample: Sample) -> None:
+        """Drop a sample."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+Log = MetricsLog | NoLog
 
 
 def each_metric(run_dir: Path) -> Iterator[dict[str, Any]]:

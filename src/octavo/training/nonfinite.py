@@ -8,15 +8,20 @@ then the gradients in the order of backward, and returns the first tensor with a
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from octavo.parallel.data_parallel import local
+from octavo.parallel.ranks import ALONE, Ranks
 from octavo.training.evaluate import token_loss
 
 __all__ = ["NonFiniteTensor", "failure_sentence", "failure_values", "first_nonfinite"]
+
+
+_SUMMED = "gradient of parameter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +33,17 @@ class NonFiniteTensor:
             parameter …".
         bad: number of NaN or infinite elements.
         elements: number of elements.
+        rank: rank that has it; None for a run on one.
     """
 
     tensor: str
     bad: int
     elements: int
+    rank: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.tensor} ({self.bad} of {self.elements} elements)"
+        place = "" if self.rank is None else f" on rank {self.rank}"
+        return f"{self.tensor} ({self.bad} of {self.elements} elements){place}"
 
 
 def first_nonfinite(
@@ -44,20 +52,22 @@ def first_nonfinite(
     *,
     surroundings: AbstractContextManager[object],
     loss_scale: float = 1.0,
+    ranks: Ranks = ALONE,
 ) -> NonFiniteTensor | None:
     """Replay a step's micro-batches; return None if every tensor is finite.
 
     Args:
         model: the model, with the weights before the step. Its gradients are overwritten.
-        batches: inputs and targets, on the model's device.
+        batches: inputs and targets, on the model's device; as many on each rank.
         surroundings: the context of the forward pass.
         loss_scale: factor of the loss before backward.
+        ranks: ranks that replay the step together; all of them get the same answer.
     """
-    record = _FirstNonFinite()
+    record = _FirstNonFinite(ranks)
     for name, parameter in model.named_parameters():
-        record.look(f"parameter {name}", parameter)
-    if record.finding:
-        return record.finding
+        record.look(f"parameter {name}", local(parameter))
+    if record.ends_replay():
+        return record.first()
     model.zero_grad(set_to_none=True)
     handles = _add_hooks(model, record)
     try:
@@ -65,15 +75,15 @@ def first_nonfinite(
             with surroundings:
                 loss = token_loss(model(inputs), targets)
             record.look("loss", loss)
-            if not record.finding:
+            if not record.ends_replay():
                 (loss * loss_scale).backward()
-            if record.finding:
+            if record.ends_replay():
                 break
     finally:
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return record.finding
+    return record.first()
 
 
 def failure_values(loss: float, grad_norm: float, finding: NonFiniteTensor | None) -> dict[str, float | str | None]:
@@ -98,8 +108,24 @@ def failure_sentence(loss: float, grad_norm: float, finding: NonFiniteTensor | N
 class _FirstNonFinite:
     """Record of the first non-finite tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.finding: NonFiniteTensor | None = None
+
+    def ends_replay(self) -> bool:
+        """Return whether a rank has found one; sharded models run the same passes on all ranks."""
+        return any(finding is not None for finding in self.ranks.gathered(self.finding))
+
+    def first(self) -> NonFiniteTensor | None:
+        """Return the tensor of the first rank that has one, before those that are summed over the ranks."""
+        if self.ranks.size == 1:
+            return self.finding
+        findings = [
+            replace(finding, rank=rank)
+            for rank, finding in enumerate(self.ranks.gathered(self.finding))
+            if finding is not None
+        ]
+        return min(findings, key=lambda finding: finding.tensor.startswith(_SUMMED), default=None)
 
     def look(self, name: str, value: object) -> None:
         if self.finding or not isinstance(value, Tensor) or not value.is_floating_point():
@@ -129,4 +155,4 @@ def _output_hook(record: _FirstNonFinite, name: str) -> Callable[[nn.Module, obj
 
 
 def _parameter_hook(record: _FirstNonFinite, name: str) -> Callable[[Tensor], None]:
-    return lambda parameter: record.look(f"gradient of parameter {name}", parameter.grad)
+    return lambda parameter: record.look(f"{_SUMMED} {name}", None if parameter.grad is None else local(parameter.grad))

@@ -66,12 +66,15 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
 
 
 def build_watcher(
-    training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
+    training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path | None
 ) -> Watcher | None:
-    """Watcher of the FP8 layers every ``statistics_interval`` updates; None for a run without either."""
+    """Watcher of the FP8 layers every ``statistics_interval`` updates; None for a run without either.
+
+    Captures go to ``run_dir``; with None there are none.
+    """
     if not training.is_fp8 or not training.statistics_interval:
         return None
-    return watch(model, optimizer, interval=training.statistics_interval, captures=run_dir / CAPTURES)
+    return watch(model, optimizer, interval=training.statistics_interval, captures=run_dir and run_dir / CAPTURES)
 
 
 def build_loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler | None:

@@ -193,7 +193,7 @@ def _comparable_values(config: RunConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.flat().items()
-        if name.rpartition(".")[2] not in OF_PRECISION | OF_THE_MACHINE
+        if name.rpartition(".")[2] not in OF_PRECISION | OF_THE_MACHINE and not name.startswith("parallel.")
     }
 
 

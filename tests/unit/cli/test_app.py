@@ -13,7 +13,8 @@ from importlib.metadata import entry_points, version
 import pytest
 import typer
 
-from octavo.cli.app import _Terminated, app
+from octavo.cli.app import app
+from octavo.cli.console import Terminated
 from octavo.errors import ConfigError
 from octavo.files import claimed_folder, replacing_folder
 
@@ -170,7 +171,7 @@ def test_signal_converted_by_a_library_keeps_its_exit_code(octavo, monkeypatch, 
     def told_to_end():
         try:
             os.kill(os.getpid(), number)
-        except (KeyboardInterrupt, _Terminated):
+        except (KeyboardInterrupt, Terminated):
             raise ImportError(
                 "cannot import name 'a' from partially initialized module 'b' (circular import)"
             ) from None

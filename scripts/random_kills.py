@@ -1,0 +1,101 @@
+"""Kill ranks of a run at random moments, and compare it with a run of one process: ``python -m scripts.random_kills``.
+
+torchrun starts two ranks of a tiny run. One of them is killed by SIGKILL, at any moment from the start of Python on,
+until there were as many kills as asked for; then the run may end. Its losses, evaluations and weights must be those of
+a run that nothing has interrupted, to the last bit.
+"""
+
+import argparse
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from octavo.training.config import ParallelConfig, RunConfig, save_config
+from octavo.training.loop import train
+from octavo.training.metrics import read_metrics
+from octavo.training.run_folder import load_run
+from tests.unit.training.tiny_runs import tiny_config, tiny_data
+
+LONGEST_SECONDS = 20.0  # of an attempt: Python and torch take some of them to start
+
+
+def config_of(source: Path, steps: int, shard: int) -> RunConfig:
+    """The run: delayed scaling, whose state must survive, and a checkpoint every third step."""
+    config = tiny_config(recipe="delayed", grad_accumulation=2, steps=steps, checkpoint_interval=3, clip_norm=0.0)
+    data = dataclasses.replace(config.data, source=str(source))
+    return dataclasses.replace(config, data=data, parallel=ParallelConfig(shard=shard, check_interval=1))
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_at_random(launcher: "subprocess.Popen[str]", run: Path, kills: int, seed: int) -> None:
+    """Kill one of the ranks ``kills`` times."""
+    generator, killed = random.Random(seed), set[int]()
+    for number in range(1, kills + 1):
+        while (
+            launcher.poll() is None
+            and len(ranks := [each for each in children(launcher.pid) if each not in killed]) < 2
+        ):
+            time.sleep(0.05)
+        time.sleep(generator.uniform(0, LONGEST_SECONDS))
+        if launcher.poll() is not None:
+            raise SystemExit(f"the run ended before kill {number}; give it more --steps")
+        killed.update(ranks)
+        victim = generator.randrange(2)
+        os.kill(ranks[victim], signal.SIGKILL)
+        saved = sorted(path.name for path in (run / "checkpoints").glob("step-*")) or ["none"]
+        print(f"kill {number}: rank {victim}; newest checkpoint {saved[-1]}", flush=True)
+
+
+def lines_of(run: Path) -> list[dict[str, object]]:
+    """Steps and evaluations of a run, without times; norms of gradients depend on shards."""
+    kept = [line for line in read_metrics(run) if line["kind"] in ("step", "evaluation")]
+    return [
+        {key: value for key, value in line.items() if key not in ("seconds", "sha256", "grad_norm")} for line in kept
+    ]
+
+
+def main() -> None:
+    """Run the kills, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--shard", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = tiny_data(folder)
+        config = config_of(folder / "text.txt", options.steps, options.shard)
+        train(dataclasses.replace(config, parallel=ParallelConfig()), folder / "one", data=data)
+        save_config(config, folder / "config.toml")
+        rank = ["-m", "octavo", "train", "--config", str(folder / "config.toml"), "--out", str(folder / "run"), "-q"]
+        elastic = ["--standalone", "--nproc-per-node=2", f"--max-restarts={options.kills}"]
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *elastic, *rank], stderr=subprocess.DEVNULL, text=True
+        )
+        kill_at_random(launcher, folder / "run", options.kills, options.seed)
+        if launcher.wait():
+            raise SystemExit(f"the run ended with exit code {launcher.returncode}")
+        same = lines_of(folder / "run") == lines_of(folder / "one")
+        ends = [load_run(folder / each).model.state_dict() for each in ("run", "one")]
+        same &= all(torch.equal(ends[0][key], ends[1][key]) for key in ends[1])
+        print(
+            f"{options.kills} kills, {options.steps} steps: {'equal' if same else 'NOT equal'} to the uninterrupted run"
+        )
+        raise SystemExit(not same)
+
+
+if __name__ == "__main__":
+    main()

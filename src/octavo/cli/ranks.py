@@ -1,0 +1,158 @@
+"""A command on several ranks: start them, join them, and print what ends them.
+
+The first rank prints results and progress. A failure of any rank is printed by that rank, in one sentence with its
+number; the same sentence of several ranks once. What follows from it on the other ranks, whose collectives break, is
+not printed: a rank notes its failure at the launch's store before its connections close.
+"""
+
+import logging
+import os
+import signal
+import sys
+import traceback
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from torch import distributed
+
+from octavo.cli.console import Terminated, complain, print_lines, sentence_of
+from octavo.errors import ConfigError, OctavoError
+from octavo.parallel.process_group import Launch, joined, place_of
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+__all__ = ["as_rank", "start_ranks"]
+
+BAD_INPUT, DEFECT, TERMINATED = 2, 1, 128 + signal.SIGTERM
+FAILURES = "failures"
+LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
+NAMES_RANKS = ("rank ", "ranks ")
+
+
+@contextmanager
+def as_rank(*, shows_traceback: bool) -> Iterator[Launch | None]:
+    """Join the ranks of this launch in the block, and print its failure; None outside of a launch.
+
+    Args:
+        shows_traceback: print the traceback also of an error that octavo explains.
+
+    Raises:
+        typer.Exit: the block failed on a rank.
+    """
+    place = place_of(os.environ)
+    if place is None:
+        yield None
+        return
+    with joined(place) as launch:
+        try:
+            yield launch
+        except (OctavoError, OSError) as error:
+            _end(launch, error, code=BAD_INPUT, shows_traceback=shows_traceback)
+        except typer.Exit:
+            raise
+        except (KeyboardInterrupt, Terminated):
+            if launch.was_counted(FAILURES):  # torchrun ends the ranks that are left
+                raise typer.Exit(128 + signal.SIGTERM) from None
+            raise
+        except Exception as error:  # noqa: BLE001 (printed with its traceback, by one rank)
+            _end(launch, error, code=DEFECT, shows_traceback=True)
+
+
+def _end(launch: Launch, error: Exception, *, code: int, shows_traceback: bool) -> NoReturn:
+    """Print a failure of this rank, unless it follows from another's or was printed already."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    is_first = launch.count(FAILURES) == 1
+    text = _described(error)
+    if _is_lost_connection(error):
+        logging.getLogger(__name__).info("rank %d: %s", launch.ranks.rank, error)
+        if is_first:
+            complain(
+                f"rank {launch.ranks.rank} lost its connection to another rank, which was killed or cannot be reached; "
+                "continue from the last checkpoint with --resume"
+            )
+    elif launch.count(f"failure {zlib.crc32(text.encode())}") == 1:
+        get_error_handler().record_exception(error)  # for torchrun's summary
+        if shows_traceback:
+            print_lines(*traceback.format_exc().splitlines(), to_stderr=True)
+        named = any(word in text for word in NAMES_RANKS)
+        complain(text if named else f"rank {launch.ranks.rank}: {text}")
+    raise typer.Exit(code) from None
+
+
+def _silence_launcher() -> None:
+    """Hide the launcher's own account of failures and signals, which the ranks explain; its loggers have own levels."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _end_launch(failures: "Mapping[int, ProcessFailure]", max_restarts: int) -> NoReturn:
+    """Exit as the rank did that failed and was not ended for it by the launcher; name a rank that was killed."""
+    by_rank = sorted(failures.items(), key=lambda each: each[1].exitcode in (TERMINATED, -signal.SIGTERM))
+    rank, failure = by_rank[0]
+    if failure.exitcode >= 0:
+        raise typer.Exit(failure.exitcode) from None
+    complain(
+        f"rank {rank} was ended by {failure.signal_name()}, and no restart is left of {max_restarts} (--max-restarts); "
+        "continue from the last checkpoint with --resume"
+    )
+    raise typer.Exit(128 - failure.exitcode) from None
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return sentence_of(error)
+    return str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Return whether a collective failed, by torch's error or one that was raised from it."""
+    while error is not None and not isinstance(error, RuntimeError):
+        error = error.__cause__
+    return isinstance(error, distributed.DistError) or any(word in str(error) for word in LOST)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def start_ranks(count: int, *, max_restarts: int) -> NoReturn:
+    """Run this process's own command on ``count`` ranks of this machine, by torch's elastic launcher.
+
+    Args:
+        count: number of ranks.
+        max_restarts: how often the ranks are started again, from the last checkpoint, after one of them ended.
+
+    Raises:
+        typer.Exit: always, with the exit code of the first rank that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name, value, least in (("--nproc", count, 1), ("--max-restarts", max_restarts, 0)):
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, not {value}")
+    _silence_launcher()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "octavo", *sys.argv[1:])
+    except ChildFailedError as error:
+        _end_launch(error.failures, max_restarts)
+    except SignalException as error:
+        raise typer.Exit(128 + signal.Signals(error.sigval)) from None
+    raise typer.Exit

@@ -1,0 +1,89 @@
+"""A model on several ranks: replicas by DDP, shards by FSDP2, or replicas of shards (HSDP).
+
+Gradients are summed over the ranks and not averaged: each rank scales its losses as one process with all micro-batches
+does. So every number of a micro-batch, and every code and scale of it, is that of one process, and only the order of
+the gradients' sum depends on the number of ranks.
+"""
+
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from octavo.kernels.tracing import is_distributed
+
+__all__ = ["is_sharded", "laid_out_as", "local", "replicated", "sharded", "synchronizing"]
+
+
+def replicated(model: nn.Module) -> DistributedDataParallel:
+    """Wrap a model whose weights are equal on all ranks, to sum gradients over them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the argument, to a name that 2.11 lacks
+        replica = DistributedDataParallel(model, broadcast_buffers=False)
+    replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
+    return replica
+
+
+def sharded(model: nn.Module, blocks: Iterable[nn.Module], *, replicas: int, shards: int, device: torch.device) -> None:
+    """Shard a model in place by FSDP2, gathered block by block.
+
+    Args:
+        model: the model, with equal weights on all ranks.
+        blocks: its modules that are gathered one after the other; the rest is gathered with ``model``.
+        replicas: number of replicas of the shards.
+        shards: number of ranks that share each weight; ``replicas · shards`` ranks take part.
+        device: device of the model.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # Nothing writes to the result in place; a linear's result of three dimensions is a view.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    names, sizes = ("data", "shard"), (replicas, shards)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    for module in (*blocks, model):
+        part: Any = fully_shard(module, mesh=mesh if replicas > 1 else mesh["shard"], reshard_after_forward=True)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        part.set_gradient_divide_factor(1.0)
+
+
+def synchronizing(model: nn.Module, *, now: bool) -> AbstractContextManager[object]:
+    """Context of a micro-batch's forward and backward pass, whose gradients are summed over the ranks if ``now``."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if now else model.no_sync()
+    if is_sharded(model):
+        model.set_requires_gradient_sync(now)  # type: ignore[operator]
+    return nullcontext()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor; another tensor as it is."""
+    return tensor.to_local() if is_distributed(tensor) else tensor
+
+
+def laid_out_as(layout: Tensor, values: Tensor) -> Tensor:
+    """Return this rank's part of ``values``, which are the same on all ranks, sharded as ``layout`` is."""
+    if not is_distributed(layout):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    values = values.to(layout.device)
+    return distribute_tensor(values, layout.device_mesh, layout.placements, src_data_rank=None)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether :func:`sharded` was called with ``model``."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def _summed(bucket: Any) -> "torch.futures.Future[Tensor]":
+    """Sum of the ranks' gradients; DDP's own reduction divides by the number of ranks."""
+    work = distributed.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[list[Tensor]] = work.get_future()
+    return future.then(lambda reduced: reduced.value()[0])

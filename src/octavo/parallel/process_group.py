@@ -1,0 +1,167 @@
+"""Joining the process group of a launch: torchrun's and Kubernetes' variables, or Slurm's.
+
+| launcher                              | variables                                                                |
+|---------------------------------------|--------------------------------------------------------------------------|
+| torchrun, ``octavo train --nproc``    | RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT                   |
+| Kubernetes' training operators        | the same, perhaps without LOCAL_RANK                                     |
+| ``srun``                              | SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST,  |
+|                                       | SLURM_JOB_ID                                                             |
+
+The ranks meet at a store (torch.distributed.TCPStore). torchrun keeps one for as long as it runs, over restarts of the
+ranks; elsewhere the first rank has it. A :class:`Launch` notes there what outlives a restart.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from octavo.errors import ConfigError
+from octavo.parallel.ranks import Ranks
+
+__all__ = ["Launch", "Place", "joined", "place_of"]
+
+FIRST_HOST = re.compile(r"([^,\[]+)(?:\[(\d+))?")
+LONGEST_WAIT = timedelta(days=7)  # of a rank for the first one, which may prepare a large text
+FAILED = "failed"
+LOWEST_PORT, PORTS = 20_000, 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A process's place in a launch.
+
+    Attributes:
+        rank: its number.
+        size: number of ranks.
+        local_rank: its number on its machine.
+        host: where the store is.
+        port: of the store.
+        attempt: restarts of the ranks before this one.
+        has_store: whether the launcher has the store.
+    """
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    host: str = "localhost"
+    port: int = 29500
+    attempt: int = 0
+    has_store: bool = False
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """Return this process's place by its variables; None outside of a launch.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+
+    Example:
+        >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "71", "SLURM_LOCALID": "3"}
+        >>> place_of({**slurm, "SLURM_STEP_NODELIST": "gpu[04-05,9]"})
+        Place(rank=3, size=8, local_rank=3, host='gpu04', port=20071, attempt=0, has_store=False)
+    """
+    try:
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            return Place(
+                rank=int(environment["RANK"]),
+                size=int(environment["WORLD_SIZE"]),
+                local_rank=int(environment.get("LOCAL_RANK", 0)),
+                host=environment["MASTER_ADDR"],
+                port=int(environment["MASTER_PORT"]),
+                attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            )
+        if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # of srun; a batch script has SLURM_NTASKS alone
+            return Place(
+                rank=int(environment["SLURM_PROCID"]),
+                size=int(environment["SLURM_STEP_NUM_TASKS"]),
+                local_rank=int(environment["SLURM_LOCALID"]),
+                host=environment.get("MASTER_ADDR") or _first_host(environment["SLURM_STEP_NODELIST"]),
+                port=int(environment.get("MASTER_PORT") or LOWEST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),
+            )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"the launcher's variables cannot be read: {error}; start the ranks by octavo train --nproc, torchrun or "
+            "srun, or unset RANK and WORLD_SIZE"
+        ) from error
+    return None
+
+
+def _first_host(nodes: str) -> str:
+    """First of Slurm's list of nodes, such as gpu[04-05,9],cpu1."""
+    match = FIRST_HOST.match(nodes)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}")
+    return match[1] + (match[2] or "")
+
+
+class Launch:
+    """The ranks of one launch, and what they note at its store.
+
+    Attributes:
+        ranks: the ranks.
+        attempt: restarts before this one.
+    """
+
+    def __init__(self, ranks: Ranks, store: Store, attempt: int) -> None:
+        self.ranks, self.attempt = ranks, attempt
+        self._lasting = PrefixStore("octavo", store)
+        self._passing = PrefixStore(f"octavo/{attempt}", store)
+
+    def note(self, key: str) -> None:
+        """Note a key for all ranks and all later attempts."""
+        self._lasting.set(key, "")
+
+    def was_noted(self, key: str) -> bool:
+        """Return whether a rank has noted the key, in this attempt or an earlier one."""
+        return bool(self._lasting.check([key]))
+
+    def count(self, key: str) -> int:
+        """Return how many ranks have counted this key in this attempt, with this one; 1 if the store has ended."""
+        try:
+            return int(self._passing.add(key, 1))
+        except distributed.DistError:
+            return 1
+
+    def was_counted(self, key: str) -> bool:
+        """Return whether a rank has counted the key in this attempt."""
+        return bool(self._passing.check([key]))
+
+    @contextmanager
+    def first_goes_ahead(self, key: str) -> Iterator[None]:
+        """Run the block on the first rank, then on the others, however long the first one takes.
+
+        Raises:
+            DistError: it failed there.
+        """
+        if not self.ranks.is_first:
+            self._passing.wait([key], LONGEST_WAIT)
+            if self._passing.get(key) == FAILED.encode():
+                raise distributed.DistError("the first rank has failed")
+            yield
+            return
+        try:
+            yield
+        except BaseException:
+            self._passing.set(key, FAILED)
+            raise
+        self._passing.set(key, "done")
+
+
+@contextmanager
+def joined(place: Place) -> Iterator[Launch]:
+    """Join the other processes of a launch as the default process group: gloo on CPUs, NCCL on GPUs."""
+    is_master = place.rank == 0 and not place.has_store
+    store = TCPStore(place.host, place.port, is_master=is_master, wait_for_workers=False)
+    if place.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(place.local_rank)
+    group_store = PrefixStore(f"group/{place.attempt}", store)
+    distributed.init_process_group(store=group_store, rank=place.rank, world_size=place.size)
+    yield Launch(Ranks(rank=place.rank, size=place.size), store, place.attempt)
+    distributed.destroy_process_group()  # after an error it might wait for other ranks

@@ -1,0 +1,113 @@
+"""A run on several ranks: its layout, and what the ranks compare."""
+
+import platform
+import zlib
+
+import torch
+from torch import nn
+
+from octavo._lazy import own_version
+from octavo.errors import ConfigError
+from octavo.models import Llama
+from octavo.nn import Linear
+from octavo.nn.scaling_state import read_scaling_state
+from octavo.parallel import gather_in_fp8
+from octavo.parallel.agreement import require_equal, require_equal_state
+from octavo.parallel.data_parallel import replicated, sharded
+from octavo.parallel.ranks import Ranks
+from octavo.text.tokens import TokenData
+from octavo.training.config import RunConfig, TrainingConfig
+from octavo.training.parallel_config import ParallelConfig
+from octavo.training.precision import apply_recipe, resolve_device
+from octavo.training.recipe_choice import PLAIN_RECIPES
+
+__all__ = ["check_same_run", "check_same_state", "on_ranks"]
+
+
+def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
+    """Check that all ranks run the same octavo and torch with the same configuration on the same tokens.
+
+    Raises:
+        ConfigError: they do not, or their number does not fit the configuration, or the autopilot is on.
+    """
+    versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
+    values = {**versions, **config.flat(), "the text's hash": data.content_hash}
+    require_equal(ranks, values, advice="start all ranks with the same installation, configuration and text")
+    config.parallel.replicas(ranks.size)
+    config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
+    _check_gpus(ranks, config)
+    if config.training.autopilot and ranks.size > 1:
+        raise ConfigError(
+            f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
+            "train on one rank"
+        )
+
+
+def _check_gpus(ranks: Ranks, config: RunConfig) -> None:
+    """Check that each rank has a GPU of its own, if the run uses GPUs."""
+    if ranks.size == 1 or resolve_device(config.training.device).type != "cuda":
+        return
+    places = ranks.gathered((platform.node(), torch.cuda.current_device()))
+    for rank, (host, gpu) in enumerate(places):
+        if (other := places.index((host, gpu))) != rank:
+            raise ConfigError(
+                f"ranks {other} and {rank} would share GPU {gpu} of {host}; start no more ranks on a machine than it "
+                "has GPUs, or use --device cpu"
+            )
+
+
+def on_ranks(model: Llama, config: RunConfig, ranks: Ranks) -> nn.Module:
+    """Lay the model out on the ranks as ``[parallel]`` says; return the module that a training forward calls.
+
+    A rank alone keeps the model as it is: an experiment on a run need not have its layout.
+    """
+    parallel = config.parallel
+    if ranks.size == 1:
+        return model
+    if parallel.shard == 1:
+        return replicated(model)
+    device = resolve_device(config.training.device)
+    replicas = parallel.replicas(ranks.size)
+    sharded(model, model.model.layers, replicas=replicas, shards=parallel.shard, device=device)
+    if config.training.is_fp8:
+        _gather_in_fp8(model, config.training)
+    return model
+
+
+def _gather_in_fp8(model: nn.Module, training: TrainingConfig) -> None:
+    """Let FSDP2 gather weights as codes in all phases that have any: it takes no other gather once it has run."""
+    fp8_steps = (step for step in range(1, training.steps + 1) if training.recipe_at(step) not in PLAIN_RECIPES)
+    apply_recipe(model, training, step=next(fp8_steps, 1))
+    gather_in_fp8(model)
+    apply_recipe(model, training)
+
+
+def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *, step: int) -> None:
+    """Compare scales, recipes, generators, step and unsharded weights of the ranks, if it is due after this step.
+
+    Raises:
+        ConfigError: they differ; all ranks raise together.
+    """
+    if ranks.size == 1 or not parallel.check_interval or step % parallel.check_interval:
+        return
+    recipes = {
+        f"the recipe of layer {path!r}": f"{module.recipe.name} ({zlib.crc32(repr(module.recipe).encode()):08x})"
+        for path, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+    states = {"CPU": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["GPU"] = torch.cuda.get_rng_state()
+    generators = {
+        f"torch's {kind} generator": f"state {zlib.crc32(state.numpy().tobytes()):08x}"
+        for kind, state in states.items()
+    }
+    weights = {} if parallel.shard > 1 else {f"weight {name!r}": value for name, value in model.named_parameters()}
+    scales = {f"scaling state {name!r}": value for name, value in read_scaling_state(model).items()}
+    require_equal_state(
+        ranks,
+        scales | weights,
+        {"the step": step, **recipes, **generators},
+        advice="from here on they train different models; resume from the last checkpoint, and suspect the machine of "
+        "the rank that is alone",
+    )

@@ -1,0 +1,209 @@
+"""``octavo train``'s loop on two and four ranks: the run of one process, cut anywhere and resumed on any number.
+
+An update's micro-batches are shared by the ranks, so that one process computes each of them as its rank does. With two,
+whose sum has one order, everything is compared bit for bit. FSDP2 sums the gradients' norm by shards; where it clips by
+that norm, numbers differ by the order of that sum.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import checkpoint
+
+from octavo.training.checkpoint import latest
+from octavo.training.metrics import read_metrics
+from octavo.training.run_folder import load_run
+from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.training_ranks_program import (
+    CHAIN,
+    CHAIN_STEPS,
+    LAYOUTS_OF_FOUR,
+    RECIPES,
+    STEPS,
+    config_of,
+    run,
+    stopping,
+)
+from tests.unit.training.tiny_runs import tiny_data
+
+PROGRAM = "tests.contract.training_ranks_program"
+NORM_ORDER = 1e-6  # relative, of losses after clipping by a norm that shards have summed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs of one process to compare with, and the first piece of the run that the ranks continue."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_data(folder)
+    assert stopping(config_of(**CHAIN), folder, "chain", after=2, resume=False) == ""
+    assert run(config_of(**CHAIN), folder, "whole chain") == ""
+    assert run(config_of(recipe="delayed", grad_accumulation=4), folder, "of one") == ""
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return results_of_ranks(PROGRAM, folder, 2, "2")
+
+
+@pytest.fixture(scope="module")
+def four(folder, two):
+    return results_of_ranks(PROGRAM, folder, 4, "4")
+
+
+def numbers(folder: Path) -> list[dict]:
+    """What both runs write: losses and norms; the doctor samples the first rank's micro-batches."""
+    keys = ("kind", "step", "loss", "lr", "grad_norm", "tokens", "nats", "perplexity", "loss_scale", "recipe")
+    lines = [line for line in read_metrics(folder) if line["kind"] not in ("watched", "statistics")]
+    return [{key: line[key] for key in keys if key in line} for line in lines]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights, moments and scaling state of the newest checkpoint."""
+    path = latest(folder)
+    assert path is not None
+    return {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def assert_same(one: Path, other: Path, *, norms: bool = True) -> None:
+    left, right = (
+        [{key: value for key, value in line.items() if norms or key != "grad_norm"} for line in numbers(each)]
+        for each in (one, other)
+    )
+    assert left == right
+    expected, found = tensors(one), tensors(other)
+    assert expected.keys() == found.keys()
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
+def assert_close(one: Path, other: Path) -> None:
+    """The same lines, with numbers that differ by the order of a sum."""
+    left, right = numbers(one), numbers(other)
+    assert [list(line) for line in left] == [list(line) for line in right]
+    for expected, found in zip(left, right, strict=True):
+        values = {key: value for key, value in expected.items() if isinstance(value, float)}
+        assert {key: found[key] for key in values} == pytest.approx(values, rel=NORM_ORDER)
+        assert {**found, **values} == expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ddp_and_fsdp2_train_as_one_process(folder, two, recipe):
+    assert of_check(two, "every_recipe") == [[""] * 15] * 2
+    for clip, shard in ((1.0, 1), (0.0, 2)):
+        name = f"{recipe}-one-{clip}"
+        assert run(config_of(recipe=recipe, clip_norm=clip), folder, name) == ""
+        assert_same(folder / name, folder / f"{recipe}-{shard}-{clip}-2", norms=shard == 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+def test_four_ranks(folder, four, layout):
+    """Gradients of four ranks are summed in another order; until they are, everything is equal bit for bit."""
+    assert of_check(four, "four_ranks") == [[""] * 3] * 4
+    assert_close(folder / "of one", folder / f"four {layout}")
+    assert numbers(folder / "of one")[1]["loss"] == numbers(folder / f"four {layout}")[1]["loss"]
+    expected, found = tensors(folder / "of one"), tensors(folder / f"four {layout}")
+    histories = [key for key in expected if key.endswith(".amax_history")]
+    assert len(histories) == 3 * 7
+    for key in histories:
+        assert expected[key][STEPS - 1] == found[key][STEPS - 1] > 0, "the amax of the first step"
+        assert found[key] == pytest.approx(expected[key], rel=NORM_ORDER), key
+
+
+def test_clipping_by_a_norm_of_shards_is_within_its_order(folder, two):
+    assert run(config_of(recipe="delayed"), folder, "clipped") == ""
+    assert tensors(folder / "clipped").keys() == tensors(folder / "delayed-2-1.0-2").keys()
+    assert_close(folder / "clipped", folder / "delayed-2-1.0-2")
+
+
+def test_collectives_of_an_update(two):
+    """Gradients are summed once, by bucket or block; beside that, all losses have one, and all amaxes.
+
+    FSDP2 gathers the weights of a block and of the rest for each of two micro-batches' two passes. The norm of shards
+    takes one more, which DTensor hides.
+    """
+    replicas, shards = of_check(two, "collectives")[0]
+    assert replicas == {"allreduce": 2, "allgather": 1}
+    assert shards == {"allgather_base": 8, "reduce_scatter_base": 2, "allgather": 1, "allreduce": 1}
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_loss_scale(folder, two, shard):
+    assert of_check(two, "loss_scale") == [["", ""]] * 2
+    assert run(config_of(recipe="rowwise", precision="fp16", clip_norm=0.0), folder, f"scaled-{shard}") == ""
+    assert_same(folder / f"scaled-{shard}", folder / f"fp16-{shard}", norms=shard == 1)
+
+
+def test_phases(folder, two):
+    assert of_check(two, "phases") == [""] * 2
+    schedule = (("bf16", 0.0), ("fp8", 0.5))
+    config = config_of(recipe="delayed", precision_schedule=schedule, clip_norm=0.0)
+    assert run(config, folder, "phases of one") == ""
+    assert_same(folder / "phases of one", folder / "phases", norms=False)
+
+
+@pytest.mark.parametrize(("shard", "whole"), [(1, "delayed-1-1.0-2"), (2, "delayed-2-1.0-2")])
+def test_resumed_in_the_same_layout(folder, two, shard, whole):
+    """Bit for bit; a signal to one rank stops all after the same step."""
+    assert of_check(two, "interrupted") == [[""] * 4] * 2
+    assert_same(folder / whole, folder / f"cut-{shard}")
+
+
+def test_state_of_one_process_on_ranks(two, four):
+    assert of_check(two, "loaded") == [[True] * 6] * 2
+    assert of_check(four, "loaded") == [[True] * 6] * 4
+
+
+def test_resumed_on_one_two_four_and_one_rank(folder, two, four):
+    """One process, two shards, two replicas of two shards, one process: the curve of one process."""
+    assert (of_check(two, "chain_of_two"), of_check(four, "chain_of_four")) == ([""] * 2, [""] * 4)
+    shutil.copytree(folder / "chain", folder / "end of chain")
+    assert run(config_of(**CHAIN), folder, "end of chain", resume=True) == ""
+    assert load_run(folder / "end of chain").step == CHAIN_STEPS
+    assert_close(folder / "whole chain", folder / "end of chain")
+
+
+def test_torch_distributed_checkpoint_reads_the_weights(folder, two):
+    path = latest(folder / "delayed-2-1.0-2")
+    assert path is not None
+    expected = load_file(path / "model.safetensors")
+    found = {key: torch.zeros_like(value) for key, value in expected.items()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        checkpoint.load(found, storage_reader=checkpoint.HuggingFaceStorageReader(str(path)), no_dist=True)  # type: ignore[attr-defined]
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_nan_on_one_rank_names_it(folder, two, shard):
+    sentences = [each[shard - 1] for each in of_check(two, "nan_on_one_rank")]
+    assert sentences[0] == sentences[1]
+    assert sentences[0].startswith("at step 3 the loss is nan; the first non-finite tensor is the output of")
+    assert "model.layers.0.mlp (512 of 512 elements) on rank 1;" in sentences[0]
+    assert read_metrics(folder / f"nan-{shard}")[-1]["kind"] == "failure"
+
+
+@pytest.mark.parametrize(
+    ("check", "begins"),
+    [
+        ("altered_scale", "the ranks differ: scaling state 'model.layers.0.mlp.up_proj.input.amax', element 0 is"),
+        ("altered_weight", "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', element 32 is"),
+        ("other_generator", "the ranks differ: torch's CPU generator is 'state "),
+        ("other_recipe", "the ranks differ: training.recipe is 'rowwise' on rank 0 and 'delayed' on rank 1; start"),
+        ("other_version", "the ranks differ: octavo's version is '9.0' on rank 0 and '9.1' on rank 1; start"),
+    ],
+)
+def test_ranks_that_differ_are_named(two, check, begins):
+    first, second = of_check(two, check)
+    assert first == second
+    assert first.startswith(begins)
+    assert " on rank 0 and " in first
+    assert " on rank 1; " in first
+
+
+def test_settings_that_do_not_fit_the_ranks(two):
+    batches, shards, autopilot = of_check(two, "refused")[0]
+    assert batches.startswith("an update has 3 micro-batches (training.grad_accumulation), which 2 ranks cannot share")
+    assert shards.startswith("[parallel] shard = 4 needs a multiple of 4 ranks, and 2 are running;")
+    assert autopilot.startswith("training.autopilot acts on one rank's statistics")

@@ -1,0 +1,65 @@
+"""A rank of ``octavo`` that ends where it is told: ``torchrun … -m tests.integration.failing_rank train …``.
+
+``FAULTS`` is JSON: a list of attempt, rank, place, step and kind. A place is a point of an update or of a save; a kind
+is "kill", for SIGKILL, or "full", for a disk without space.
+"""
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from octavo.cli.app import main
+from octavo.training import checkpoint, loop
+from octavo.training.loop import Trainer
+
+_faults = {
+    (place, step): kind
+    for attempt, rank, place, step, kind in json.loads(os.environ["FAULTS"])
+    if (attempt, rank) == (int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]))
+}
+_step = 0
+
+
+def reach(place: str) -> None:
+    """End here if that is the fault."""
+    kind = _faults.get((place, _step))
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def around(owner: Any, name: str, *, before: str = "", after: str = "") -> None:
+    """Reach a place before or after each call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def reaching(*arguments: Any, **options: Any) -> Any:
+        reach(before)
+        result = original(*arguments, **options)
+        reach(after)
+        return result
+
+    setattr(owner, name, reaching)
+
+
+def counting(trainer: Trainer) -> Any:
+    """Note the step that begins."""
+    global _step  # noqa: PLW0603
+    _step = trainer.step + 1
+    return gradients(trainer)
+
+
+gradients = Trainer._gradients
+Trainer._gradients = counting  # type: ignore[assignment,method-assign]
+around(Trainer, "_batches", before="before forward")
+around(loop, "token_loss", after="before backward")
+around(Trainer, "_mean_loss", before="after backward")
+around(Trainer, "_update", before="before update", after="after update")
+around(checkpoint, "_write", after="in save")
+around(Trainer, "_save", after="after save")
+
+if __name__ == "__main__":
+    main()

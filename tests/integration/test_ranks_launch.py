@@ -1,0 +1,108 @@
+"""``octavo train`` as ranks of torchrun, of ``--nproc`` and of Slurm: ranks that are killed, and what users read."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from octavo.training.config import ParallelConfig, save_config
+from octavo.training.loop import train
+from octavo.training.metrics import read_metrics
+from octavo.training.run_folder import load_run
+from tests.policy.source_tree import ROOT
+from tests.unit.training.tiny_runs import comparable, tiny_config
+
+STEPS = 8
+PATIENCE = 300
+FAULTS = [
+    [0, 1, "before backward", 1, "kill"],  # before there is a checkpoint
+    [1, 0, "in save", 4, "kill"],  # after the checkpoint of step 2
+    [2, 0, "in save", 4, "full"],
+]
+
+
+def config_of(data, **training):
+    config = tiny_config(recipe="delayed", grad_accumulation=2, steps=STEPS, checkpoint_interval=2, **training)
+    source = dataclasses.replace(config.data, source=str(data.folder.parent / "text.txt"))
+    return dataclasses.replace(config, data=source, parallel=ParallelConfig(check_interval=1))
+
+
+def command(folder, config, *options):
+    save_config(config, folder / "config.toml")
+    return ["train", "--config", str(folder / "config.toml"), "--out", str(folder / "run"), *options]
+
+
+def start(arguments, **variables):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"} | variables
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_run_of_one(folder, one):
+    """The run's lines and weights are those of one process, to the last bit."""
+    lines, expected = (
+        [line for line in comparable(read_metrics(each)) if line["kind"] in ("step", "evaluation")]
+        for each in (folder / "run", one)
+    )
+    assert [{**line, "sha256": ""} for line in lines] == [{**line, "sha256": ""} for line in expected]
+    weights, same = load_run(folder / "run").model.state_dict(), load_run(one).model.state_dict()
+    assert all(torch.equal(weights[name], same[name]) for name in same)
+
+
+@pytest.fixture(scope="module")
+def one(data, tmp_path_factory):
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(config_of(data), folder, data=data)
+    return folder
+
+
+def test_killed_ranks_lose_nothing(tmp_path, data, one):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    rank = ["-m", "tests.integration.failing_rank", *command(tmp_path, config_of(data), "--json")]
+    process = start([*torchrun, *rank], FAULTS=json.dumps(FAULTS))
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    assert json.loads(stdout)["steps"] == STEPS, "one rank prints the result, once"
+    assert stderr.count("rank 0: cannot save ") == 1
+    assert "No space left on device" in stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")] == []
+    assert_run_of_one(tmp_path, one)
+
+
+def test_a_launch_refuses_a_run_that_it_has_not_begun(tmp_path, data, one):
+    """One sentence an attempt; the restart must not continue what the first attempt refused."""
+    shutil.copytree(one, tmp_path / "run")
+    arguments = command(tmp_path, config_of(data), "--nproc", "2", "--max-restarts", "1", "-q")
+    process = start(["-m", "octavo", *arguments])
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stdout) == (2, "")
+    refusal = f"error: rank 0: {str(tmp_path / 'run')!r} already holds a run; continue it with --resume or name another"
+    assert [line.startswith(refusal) for line in stderr.splitlines()] == [True, True]
+    assert_run_of_one(tmp_path, one)
+
+
+def test_ranks_of_slurm(tmp_path, data, one):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "SLURM_JOB_ID": "7"}
+    arguments = ["-m", "octavo", *command(tmp_path, config_of(data), "--json")]
+    ranks = [start(arguments, **shared, SLURM_PROCID=number, SLURM_LOCALID=number) for number in "01"]
+    outputs = [process.communicate(timeout=PATIENCE) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert json.loads(outputs[0][0])["steps"] == STEPS
+    assert outputs[1] == ("", "")
+    assert_run_of_one(tmp_path, one)

@@ -1,0 +1,104 @@
+"""What users read when ranks fail: each failure once, with its rank, and nothing of what follows from it."""
+
+import errno
+import signal
+from typing import Any, NoReturn
+
+import pytest
+import typer
+from torch.distributed import DistBackendError, HashStore  # type: ignore[attr-defined]
+
+from octavo.cli.ranks import BAD_INPUT, DEFECT, _end, _end_launch, start_ranks
+from octavo.errors import CheckpointError, ConfigError, NonFiniteLossError
+from octavo.parallel.process_group import Launch
+from octavo.parallel.ranks import Ranks
+
+GLOO = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:21408: Connection reset by peer")
+LOST = (
+    "error: rank {} lost its connection to another rank, which was killed or cannot be reached; continue from the last "
+    "checkpoint with --resume"
+)
+BROKEN = "at step 3 the loss is nan; the first non-finite tensor is the loss (1 of 1 elements) on rank 1"
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def fail(launch: Launch, failure: Exception, **options: Any) -> NoReturn:
+    try:
+        raise failure
+    except Exception as error:  # noqa: BLE001 (as a command has it)
+        _end(launch, error, **options)
+
+
+def printed(capsys, *failures: tuple[int, Exception], traceback: bool = False) -> list[str]:
+    """What the ranks print to stderr that fail one after the other."""
+    store = HashStore()
+    for rank, failure in failures:
+        launch = Launch(Ranks(rank=rank, size=4), store, 0)
+        code = BAD_INPUT if isinstance(failure, ConfigError | CheckpointError | OSError) else DEFECT
+        with pytest.raises(typer.Exit) as ended:
+            fail(launch, failure, code=code, shows_traceback=traceback)
+        assert ended.value.exit_code == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def test_what_follows_from_a_failure_is_not_printed(capsys):
+    amaxes = caused(ConfigError("rank 0 could not reduce its amaxes"), GLOO)
+    lines = printed(capsys, (1, CheckpointError("disk")), (0, GLOO), (2, amaxes), (3, DistBackendError("NCCL")))
+    assert lines == ["error: rank 1: disk"]
+
+
+def test_a_killed_rank_is_reported_by_one_other(capsys):
+    assert printed(capsys, (2, GLOO), (0, caused(ConfigError("amaxes"), GLOO)), (3, GLOO)) == [LOST.format(2)]
+
+
+def test_failures_of_several_ranks(capsys):
+    full = OSError(errno.ENOSPC, "No space left on device", "tokens.bin")
+    first, second = printed(capsys, (3, ConfigError("no GPU")), (1, full))
+    assert first == "error: rank 3: no GPU"
+    assert second.startswith("error: rank 1: cannot use tokens.bin: no space left on device; free some space")
+
+
+def test_a_failure_of_all_ranks_is_printed_once(capsys):
+    assert printed(capsys, *((rank, NonFiniteLossError(BROKEN)) for rank in (2, 0, 1))) == [f"error: {BROKEN}"]
+
+
+def test_a_defect_has_one_traceback(capsys):
+    lines = printed(capsys, (1, TypeError("mine")), (0, TypeError("mine")), traceback=True)
+    assert [line for line in lines if line.startswith("Traceback")] == ["Traceback (most recent call last):"]
+    assert [line for line in lines if line.startswith("error")] == ["error: rank 1: TypeError: mine"]
+
+
+class Failure:
+    def __init__(self, code: int) -> None:
+        self.exitcode = code
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "line"),
+    [
+        ({0: 143, 1: 2}, 2, ""),
+        ({0: -signal.SIGTERM, 1: 1}, 1, ""),
+        ({0: 143, 1: -signal.SIGKILL}, 137, "error: rank 1 was ended by SIGKILL, and no restart is left of 3 "),
+    ],
+)
+def test_exit_code_is_that_of_the_rank_that_failed_first(capsys, codes, code, line):
+    failures = {rank: Failure(each) for rank, each in codes.items()}
+    with pytest.raises(typer.Exit) as ended:
+        _end_launch(failures, 3)  # type: ignore[arg-type]
+    assert ended.value.exit_code == code
+    assert capsys.readouterr().err.startswith(line)
+
+
+@pytest.mark.parametrize(("count", "restarts", "name"), [(0, 0, "--nproc"), (2, -1, "--max-restarts")])
+def test_numbers_of_ranks_and_restarts(count, restarts, name):
+    with pytest.raises(ConfigError, match=f"^{name} must be at least"):
+        start_ranks(count, max_restarts=restarts)

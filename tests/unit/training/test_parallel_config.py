@@ -1,0 +1,47 @@
+"""``[parallel]``: sizes that fit a number of ranks, and that no result depends on."""
+
+import dataclasses
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.training.config import ParallelConfig, RunConfig, config_from_dict, load_config, save_config
+
+HASH_WITHOUT_LAYOUT = (
+    "9b6a4d76e397dbd15facd909ca6e99a9"  # of the defaults, before there was a [parallel]: older runs resume
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "replicas"),
+    [({}, 1, 1), ({}, 6, 6), ({"shard": 4}, 4, 1), ({"shard": 2}, 6, 3), ({"data": 2, "shard": 2}, 4, 2)],
+)
+def test_replicas(sizes, ranks, replicas):
+    assert ParallelConfig(**sizes).replicas(ranks) == replicas
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "begins"),
+    [
+        ({"shard": 4}, 6, "[parallel] shard = 4 needs a multiple of 4 ranks, and 6 are running;"),
+        ({"shard": 2}, 1, "[parallel] shard = 2 needs a multiple of 2 ranks, and 1 is running;"),
+        ({"data": 2, "shard": 2}, 8, "[parallel] data = 2 and shard = 2 needs 4 ranks, and 8 are running;"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes, ranks, begins):
+    with pytest.raises(ConfigError) as error:
+        ParallelConfig(**sizes).replicas(ranks)
+    assert str(error.value).startswith(begins)
+
+
+@pytest.mark.parametrize("key", ["data", "shard", "check_interval"])
+def test_negative_sizes_are_refused(key):
+    with pytest.raises(ConfigError, match=f"parallel.{key} must be at least"):
+        config_from_dict({"parallel": {key: -1}})
+
+
+def test_layout_is_written_and_changes_no_result(tmp_path):
+    config = dataclasses.replace(RunConfig(), parallel=ParallelConfig(data=2, shard=4, check_interval=3))
+    save_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+    assert config.config_hash() == RunConfig().config_hash() == HASH_WITHOUT_LAYOUT
