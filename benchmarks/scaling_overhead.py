@@ -1,4 +1,4 @@
-"""What FP8's collectives cost: measured on a few ranks, simulated on many.
+"""Cost of FP8's collectives: measured on a few ranks, simulated on many.
 
     python -m benchmarks.scaling_overhead [--rounds 9] [--no-write]
 
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def measured_on(ranks: int, rounds: int) -> dict[str, Any]:
-    """What rank 0 of ``ranks`` processes measured."""
+    """Measurements of rank 0 of ``ranks`` processes."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (ranks, rounds, folder), nprocs=ranks)
         found: dict[str, Any] = torch.load(Path(folder) / "measured.pt")

@@ -102,7 +102,7 @@ class GradientReduction:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def statistics(self) -> dict[str, float]:
-        """What was lost since the last call, of this rank's gradients and averages; empty if nothing was measured.
+        """Losses by rounding since the last call, of this rank's gradients and averages; empty if nothing was measured.
 
         Returns:
             "gradient_error": root of the mean square error, relative to what was to be sent.
