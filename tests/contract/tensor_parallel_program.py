@@ -25,7 +25,15 @@ CHECKS: dict[str, list[Callable[[int, Path], Any]]] = {
     "models 2": [models.training, models.codes],
     "models 4": [models.sharded, models.codes, models.gathered_as_codes],
     "use 2": [
-        *(use.converted_later, use.checkpointed, use.cached, use.saved, use.restored, use.half_precision),
+        *(
+            use.converted_later,
+            use.checkpointed,
+            use.cached,
+            use.shared_inputs,
+            use.saved,
+            use.restored,
+            use.half_precision,
+        ),
         *(use.kept_for_backward, use.rows, use.compiled, use.watched, use.not_done),
     ],
 }
@@ -44,6 +52,7 @@ def main(folder: Path, rank: int, ranks: int, theme: str) -> None:
         except Exception:  # noqa: BLE001 (the test of this check shows it)
             found[check.__name__] = traceback.format_exc()
     torch.save(found, folder / f"rank{rank}.pt")
+    distributed.barrier()  # no rank leaves while another still talks to it
     distributed.destroy_process_group()
 
 

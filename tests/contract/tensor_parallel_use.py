@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 import octavo.doctor
+import octavo.nn.shared_input
+from octavo.functional import cast_input
 from tests.contract.gathered_weights_program import message
 from tests.contract.gathered_weights_training import counting
 from tests.contract.rank_processes import kept_bytes
@@ -93,6 +96,21 @@ def checkpointed(_rank: int, _: Path) -> Any:
         other["grads"] = {name.replace("inner.", ""): each for name, each in other["grads"].items()}
         other["state"] = {name.replace("inner.", ""): each for name, each in other["state"].items()}
         found[recipe] = unequal(one, other)
+    return found
+
+
+def shared_inputs(_rank: int, _: Path) -> Any:
+    """Differences where each layer casts for itself, and casts of inputs that layers share, of a forward pass."""
+    found = {}
+    for recipe in ("tensorwise", "rowwise", "mxfp8"):
+        sharing, alone = (shared(recipe, mesh(), sequence=True, loss=True) for _ in range(2))
+        for layer in alone.modules():
+            if isinstance(layer, octavo.nn.Linear):
+                layer.shared_input = None
+        casts = mock.Mock(side_effect=cast_input)
+        with mock.patch.object(octavo.nn.shared_input, "cast_input", casts):
+            results = train(sharing), train(alone)
+        found[recipe] = unequal(*results), casts.call_count
     return found
 
 

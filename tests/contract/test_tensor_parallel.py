@@ -106,6 +106,12 @@ def test_cached_weights_are_cast_once_a_step_by_all_ranks(found):
         }
 
 
+def test_layers_that_are_given_the_same_input_cast_it_once(found):
+    """q, k and v; gate and up: of two blocks in three steps."""
+    for results in found("use", "shared_inputs"):
+        assert results == {"tensorwise": ([], 12), "rowwise": ([], 12), "mxfp8": ([], 12)}
+
+
 def test_checkpoints_are_those_of_parallelized_linear_layers(found):
     """A checkpoint of two ranks is read by the ranks and by one process, scaling state too."""
     assert found("use", "saved") == [{"alike": True, "ranks": True, "one process": True}] * 2

@@ -156,21 +156,24 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.forward_cast(recipe, partial(self._with_shared_operands, input, x, recipe))
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 (a graph traces no reduction of amaxes)
-    def _forward_slices(self, x: Tensor, recipe: Recipe) -> Tensor:
+    def _forward_slices(self, source: Tensor, recipe: Recipe) -> Tensor:
         """:meth:`forward` of a layer that several ranks share; see :mod:`octavo.nn.tensor_parallel`."""
-        local = local_tensors(self, x, recipe)
+        local = local_tensors(self, source, recipe)
         x = _autocast(local.x)
         if recipe.is_high_precision and self.codes_layout is None:
             return local.output(fp8_linear(x, local.weight.to(x.dtype), local.bias, recipe))
-        return local.output(self.forward_cast(recipe, lambda _: (x, None), local))
+        is_whole = local.slices[INPUT] is None
+        shared = partial(self._with_shared_operands, source, x, recipe, memory=local.x)
+        return local.output(self.forward_cast(recipe, shared if is_whole else lambda _: (x, None), local))
 
     def _with_shared_operands(
-        self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling
+        self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling, memory: Tensor | None = None
     ) -> tuple[Tensor, InputOperands | None]:
         """``x`` (``source`` in autocast's dtype), and its operands if the model's layers share their casts."""
         if self.shared_input is None or self.watch is not None or torch.compiler.is_compiling():
             return x, None
-        return x, self.shared_input.operands(source, x, recipe, scaling, learning=self.stored_weight.requires_grad)
+        learning = self.stored_weight.requires_grad
+        return x, self.shared_input.operands(source, x, recipe, scaling, learning=learning, memory=memory)
 
     def forward_cast(
         self,

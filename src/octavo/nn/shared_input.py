@@ -56,7 +56,14 @@ class SharedInput:
         self._last: _SharedCast | None = None
 
     def operands(
-        self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling, *, learning: bool
+        self,
+        source: Tensor,
+        x: Tensor,
+        recipe: Recipe,
+        scaling: OperandScaling,
+        *,
+        learning: bool,
+        memory: Tensor | None = None,
     ) -> InputOperands | None:
         """The operands of ``x``, cast now or for the layer before; None if this layer casts for itself.
 
@@ -66,12 +73,14 @@ class SharedInput:
             recipe: the casts.
             scaling: counts non-finite elements.
             learning: whether the weight takes a gradient.
+            memory: of a DTensor ``source``, the plain tensor of its values; None where ``source`` is plain itself.
         """
-        if not _is_shared(source, recipe):
+        memory = source if memory is None else memory
+        if not _is_shared(source, memory, recipe):
             return None
         rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
         rows = rows.float() if rows.dtype is torch.float64 else rows
-        key = (*_state(source), x.dtype, recipe.output.a, recipe.grad_weight.b)
+        key = (*_state(memory), x.dtype, recipe.output.a, recipe.grad_weight.b)
         last = self._last
         if last is None or last.source() is not source or last.key != key or (learning and not last.learning):
             last = self._last = self._cast(source, rows, recipe, key, learning=learning)
@@ -102,7 +111,7 @@ class SharedInput:
         return SharedInput, ()
 
 
-def _is_shared(source: Tensor, recipe: Recipe) -> bool:
+def _is_shared(source: Tensor, memory: Tensor, recipe: Recipe) -> bool:
     """Return whether layers of this recipe may share an input's cast."""
     spec, transposed_spec = recipe.output.a, recipe.grad_weight.b
     if (
@@ -111,7 +120,7 @@ def _is_shared(source: Tensor, recipe: Recipe) -> bool:
         or any(each.scaling != Scaling.DYNAMIC for each in (spec, transposed_spec or spec))
     ):
         return False
-    if source.is_leaf or not (torch.is_grad_enabled() and source.requires_grad) or is_traced(source):
+    if source.is_leaf or not (torch.is_grad_enabled() and source.requires_grad) or is_traced(memory):
         return False
     return not (source.is_cuda and torch.cuda.is_current_stream_capturing())  # a replay must cast anew
 
