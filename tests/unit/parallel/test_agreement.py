@@ -12,6 +12,7 @@ class Others(Ranks):
     """Ranks of which the others' values are given."""
 
     __slots__ = ("values",)
+    values: tuple[dict[str, object], ...]
 
     def gathered(self, value):
         return [value, *self.values]
