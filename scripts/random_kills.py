@@ -20,11 +20,12 @@ import torch
 
 from octavo.training.config import ParallelConfig, RunConfig, save_config
 from octavo.training.loop import train
-from octavo.training.metrics import read_metrics
+from octavo.training.metrics import METRICS, read_metrics
 from octavo.training.run_folder import load_run
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
-LONGEST_SECONDS = 20.0  # of an attempt: Python and torch take some of them to start
+LONGEST_SECONDS = 3.0  # from an attempt's start, or from its first step
+WHILE_TRAINING = 0.75  # share of the kills that wait for the first step
 
 
 def config_of(source: Path, steps: int, shard: int) -> RunConfig:
@@ -39,6 +40,13 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def wait_for_step(launcher: "subprocess.Popen[str]", run: Path) -> None:
+    """Wait until the ranks have written a line."""
+    began = time.time()
+    while launcher.poll() is None and not ((log := run / METRICS).exists() and log.stat().st_mtime > began):
+        time.sleep(0.05)
+
+
 def kill_at_random(launcher: "subprocess.Popen[str]", run: Path, kills: int, seed: int) -> None:
     """Kill one of the ranks ``kills`` times."""
     generator, killed = random.Random(seed), set[int]()
@@ -48,6 +56,8 @@ def kill_at_random(launcher: "subprocess.Popen[str]", run: Path, kills: int, see
             and len(ranks := [each for each in children(launcher.pid) if each not in killed]) < 2
         ):
             time.sleep(0.05)
+        if generator.random() < WHILE_TRAINING:
+            wait_for_step(launcher, run)
         time.sleep(generator.uniform(0, LONGEST_SECONDS))
         if launcher.poll() is not None:
             raise SystemExit(f"the run ended before kill {number}; give it more --steps")

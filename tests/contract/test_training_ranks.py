@@ -24,6 +24,7 @@ from tests.contract.training_ranks_program import (
     RECIPES,
     STEPS,
     config_of,
+    overflowing,
     run,
     stopping,
 )
@@ -130,10 +131,12 @@ def test_collectives_of_an_update(two):
 
 
 @pytest.mark.parametrize("shard", [1, 2])
-def test_loss_scale(folder, two, shard):
+def test_loss_scale_after_the_same_overflows(folder, two, shard):
     assert of_check(two, "loss_scale") == [["", ""]] * 2
-    assert run(config_of(recipe="rowwise", precision="fp16", clip_norm=0.0), folder, f"scaled-{shard}") == ""
-    assert_same(folder / f"scaled-{shard}", folder / f"fp16-{shard}", norms=shard == 1)
+    one, several = folder / f"scaled-{shard}", folder / f"fp16-{shard}"
+    assert overflowing(folder, one.name) == ""
+    assert sum(line["kind"] == "overflow" for line in numbers(one)) > 5
+    assert_same(one, several, norms=shard == 1)
 
 
 def test_phases(folder, two):

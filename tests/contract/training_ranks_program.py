@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +25,11 @@ from octavo.models import Llama
 from octavo.parallel.ranks import Ranks
 from octavo.parsing import read_tensors
 from octavo.text.tokens import open_data
-from octavo.training import checkpoint, loop, rank_layout
+from octavo.training import checkpoint, loop, rank_layout, setup
 from octavo.training.config import ParallelConfig, RunConfig
 from octavo.training.events import StepDone
 from octavo.training.loop import Trainer, train
+from octavo.training.loss_scaling import LossScaler
 from octavo.training.setup import build_model
 from tests.unit.training.tiny_runs import tiny_config
 
@@ -89,9 +91,15 @@ def four_ranks(folder: Path) -> list[str]:
     ]
 
 
+def overflowing(folder: Path, name: str, *, shard: int = 1) -> str:
+    """Train in FP16 with a loss scale that overflows until it has been halved often enough."""
+    config = config_of(recipe="rowwise", precision="fp16", clip_norm=0.0, shard=shard)
+    with mock.patch.object(setup, "LossScaler", partial(LossScaler, initial=2.0**40)):
+        return run(config, folder, name)
+
+
 def loss_scale(folder: Path) -> list[str]:
-    options: dict[str, Any] = {"recipe": "rowwise", "precision": "fp16", "clip_norm": 0.0}
-    return [run(config_of(shard=shard, **options), folder, f"fp16-{shard}") for shard in (1, 2)]
+    return [overflowing(folder, f"fp16-{shard}", shard=shard) for shard in (1, 2)]
 
 
 def phases(folder: Path) -> str:

@@ -19,11 +19,14 @@ def sets_threads(config: Path | None) -> bool:
     return config is not None and "threads" in read_toml(config).get("training", {})
 
 
-def threads_of(out: Path, *, goes_on: bool) -> int:
-    """Threads of the run or study in ``out`` if it continues (``goes_on``), otherwise ``choose_threads()``."""
+def threads_of(out: Path, *, goes_on: bool, ranks: int = 1) -> int:
+    """Threads of the run or study in ``out`` if it continues (``goes_on``), otherwise ``choose_threads()``.
+
+    ``ranks`` on this machine share them.
+    """
     if goes_on and (out / CONFIG).exists():
         return load_config(out / CONFIG).training.threads
-    return choose_threads()
+    return max(1, choose_threads() // ranks)
 
 
 def choose_threads() -> int:

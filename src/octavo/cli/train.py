@@ -117,21 +117,24 @@ def _goes_on(launch: Launch | None, out: Path) -> bool:
 def _train(out: Path, config: RunConfig, launch: Launch | None, *, resume: bool, chooses_threads: bool) -> TrainResult:
     if launch is None:
         with open_display() as display:
-            config = _prepared(out, config, display, resume=resume, chooses_threads=chooses_threads)
+            if chooses_threads:
+                config = config.with_training(threads=threads_of(out, goes_on=resume))
+            _prepare(out, config, display, resume=resume)
             return _run(out, config, display, resume=resume)
     with open_display(quiet=not launch.ranks.is_first) as display:
         with launch.first_goes_ahead("data"):
             if launch.ranks.is_first:
-                config = _prepared(out, config, display, resume=resume, chooses_threads=chooses_threads)
+                if chooses_threads:
+                    threads = threads_of(out, goes_on=resume, ranks=launch.local_size)
+                    config = config.with_training(threads=threads)
+                _prepare(out, config, display, resume=resume)
                 launch.note(BEGUN)
         threads = launch.ranks.gathered(config.training.threads)[0]
         return _run(out, config.with_training(threads=threads), display, resume=resume)
 
 
-def _prepared(out: Path, config: RunConfig, display: Display, *, resume: bool, chooses_threads: bool) -> RunConfig:
-    """Check that the run can start, and prepare its text; return the configuration with the number of threads."""
-    if chooses_threads:
-        config = config.with_training(threads=threads_of(out, goes_on=resume))
+def _prepare(out: Path, config: RunConfig, display: Display, *, resume: bool) -> None:
+    """Check that the run can start, and prepare its text."""
     check_start(out, config, resume=resume)
     check_run_fits(config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
     source, vocab_size = config.data.source, config.data.vocab_size
@@ -139,7 +142,6 @@ def _prepared(out: Path, config: RunConfig, display: Display, *, resume: bool, c
         check_data(tokens, config)
         if resume:
             resumable_state(out, config, tokens)
-    return config
 
 
 def _run(out: Path, config: RunConfig, display: Display, *, resume: bool) -> TrainResult:

@@ -42,6 +42,7 @@ class Place:
         local_rank: its number on its machine.
         host: where the store is.
         port: of the store.
+        local_size: number of ranks on its machine that share the cores it may use.
         attempt: restarts of the ranks before this one.
         has_store: whether the launcher has the store.
     """
@@ -51,6 +52,7 @@ class Place:
     local_rank: int = 0
     host: str = "localhost"
     port: int = 29500
+    local_size: int = 1
     attempt: int = 0
     has_store: bool = False
 
@@ -64,7 +66,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     Example:
         >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "71", "SLURM_LOCALID": "3"}
         >>> place_of({**slurm, "SLURM_STEP_NODELIST": "gpu[04-05,9]"})
-        Place(rank=3, size=8, local_rank=3, host='gpu04', port=20071, attempt=0, has_store=False)
+        Place(rank=3, size=8, local_rank=3, host='gpu04', port=20071, local_size=1, attempt=0, has_store=False)
     """
     try:
         if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -74,6 +76,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
                 local_rank=int(environment.get("LOCAL_RANK", 0)),
                 host=environment["MASTER_ADDR"],
                 port=int(environment["MASTER_PORT"]),
+                local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
                 attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
                 has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
@@ -107,10 +110,11 @@ class Launch:
     Attributes:
         ranks: the ranks.
         attempt: restarts before this one.
+        local_size: see :class:`Place`.
     """
 
-    def __init__(self, ranks: Ranks, store: Store, attempt: int) -> None:
-        self.ranks, self.attempt = ranks, attempt
+    def __init__(self, ranks: Ranks, store: Store, attempt: int, *, local_size: int = 1) -> None:
+        self.ranks, self.attempt, self.local_size = ranks, attempt, local_size
         self._lasting = PrefixStore("octavo", store)
         self._passing = PrefixStore(f"octavo/{attempt}", store)
 
@@ -163,5 +167,5 @@ def joined(place: Place) -> Iterator[Launch]:
         torch.cuda.set_device(place.local_rank)
     group_store = PrefixStore(f"group/{place.attempt}", store)
     distributed.init_process_group(store=group_store, rank=place.rank, world_size=place.size)
-    yield Launch(Ranks(rank=place.rank, size=place.size), store, place.attempt)
+    yield Launch(Ranks(rank=place.rank, size=place.size), store, place.attempt, local_size=place.local_size)
     distributed.destroy_process_group()  # after an error it might wait for other ranks

@@ -10,7 +10,7 @@ from octavo.parallel.ranks import Ranks
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
-    "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
 STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "40019"}
 
@@ -20,7 +20,10 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", 
     [
         ({}, None),
         ({"RANK": "0"}, None),
-        (TORCHRUN, Place(rank=5, size=8, local_rank=1, host="node0", port=29400, attempt=2, has_store=True)),
+        (
+            TORCHRUN,
+            Place(rank=5, size=8, local_rank=1, host="node0", port=29400, local_size=4, attempt=2, has_store=True),
+        ),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"},
             Place(rank=1, size=2, host="job-0", port=23456),
