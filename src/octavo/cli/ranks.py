@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["as_rank", "start_ranks"]
 
 BAD_INPUT, DEFECT, TERMINATED = 2, 1, 128 + signal.SIGTERM
-FAILURES = "failures"
 LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
 NAMES_RANKS = ("rank ", "ranks ")
 
@@ -56,8 +55,8 @@ def as_rank(*, shows_traceback: bool) -> Iterator[Launch | None]:
         except typer.Exit:
             raise
         except (KeyboardInterrupt, Terminated):
-            if launch.was_counted(FAILURES):  # torchrun ends the ranks that are left
-                raise typer.Exit(128 + signal.SIGTERM) from None
+            if launch.has_failed():  # torchrun ends the ranks that are left
+                raise typer.Exit(TERMINATED) from None
             raise
         except Exception as error:  # noqa: BLE001 (printed with its traceback, by one rank)
             _end(launch, error, code=DEFECT, shows_traceback=True)
@@ -67,15 +66,16 @@ def _end(launch: Launch, error: Exception, *, code: int, shows_traceback: bool) 
     """Print a failure of this rank, unless it follows from another's or was printed already."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    is_first = launch.count(FAILURES) == 1
+    is_first = launch.note_failure()
     text = _described(error)
     if _is_lost_connection(error):
         logging.getLogger(__name__).info("rank %d: %s", launch.ranks.rank, error)
-        if is_first:
-            complain(
-                f"rank {launch.ranks.rank} lost its connection to another rank, which was killed or cannot be reached; "
-                "continue from the last checkpoint with --resume"
-            )
+        if not is_first:
+            raise typer.Exit(TERMINATED) from None
+        complain(
+            f"rank {launch.ranks.rank} lost its connection to another rank, which was killed or cannot be reached; "
+            "continue from the last checkpoint with --resume"
+        )
     elif launch.count(f"failure {zlib.crc32(text.encode())}") == 1:
         get_error_handler().record_exception(error)  # for torchrun's summary
         if shows_traceback:

@@ -28,7 +28,7 @@ __all__ = ["Launch", "Place", "joined", "place_of"]
 
 FIRST_HOST = re.compile(r"([^,\[]+)(?:\[(\d+))?")
 LONGEST_WAIT = timedelta(days=7)  # of a rank for the first one, which may prepare a large text
-FAILED = "failed"
+FAILURES, FAILED = "failures", "failed"
 LOWEST_PORT, PORTS = 20_000, 20_000
 
 
@@ -133,9 +133,13 @@ class Launch:
         except distributed.DistError:
             return 1
 
-    def was_counted(self, key: str) -> bool:
-        """Return whether a rank has counted the key in this attempt."""
-        return bool(self._passing.check([key]))
+    def note_failure(self) -> bool:
+        """Note that this rank has failed; return whether it is the first one of this attempt."""
+        return self.count(FAILURES) == 1
+
+    def has_failed(self) -> bool:
+        """Return whether a rank has failed in this attempt."""
+        return bool(self._passing.check([FAILURES]))
 
     @contextmanager
     def first_goes_ahead(self, key: str) -> Iterator[None]:
@@ -153,6 +157,7 @@ class Launch:
         try:
             yield
         except BaseException:
+            self.note_failure()  # before the others learn of it, and fail too
             self._passing.set(key, FAILED)
             raise
         self._passing.set(key, "done")

@@ -8,7 +8,7 @@ import pytest
 import typer
 from torch.distributed import DistBackendError, HashStore  # type: ignore[attr-defined]
 
-from octavo.cli.ranks import BAD_INPUT, DEFECT, _end, _end_launch, start_ranks
+from octavo.cli.ranks import BAD_INPUT, DEFECT, TERMINATED, _end, _end_launch, start_ranks
 from octavo.errors import CheckpointError, ConfigError, NonFiniteLossError
 from octavo.parallel.process_group import Launch
 from octavo.parallel.ranks import Ranks
@@ -26,6 +26,10 @@ def caused(error: Exception, cause: Exception) -> Exception:
     return error
 
 
+def follows(failure: Exception) -> bool:
+    return isinstance(failure, RuntimeError) or failure.__cause__ is GLOO
+
+
 def fail(launch: Launch, failure: Exception, **options: Any) -> NoReturn:
     try:
         raise failure
@@ -39,9 +43,10 @@ def printed(capsys, *failures: tuple[int, Exception], traceback: bool = False) -
     for rank, failure in failures:
         launch = Launch(Ranks(rank=rank, size=4), store, 0)
         code = BAD_INPUT if isinstance(failure, ConfigError | CheckpointError | OSError) else DEFECT
+        ended_code = TERMINATED if follows(failure) and launch.has_failed() else code
         with pytest.raises(typer.Exit) as ended:
             fail(launch, failure, code=code, shows_traceback=traceback)
-        assert ended.value.exit_code == code
+        assert ended.value.exit_code == ended_code
     out, err = capsys.readouterr()
     assert out == ""
     return err.splitlines()

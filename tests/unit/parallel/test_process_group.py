@@ -59,10 +59,15 @@ def test_notes_outlive_a_restart_and_counts_do_not():
     first, second = launches(0, store)
     assert not second.was_noted("begun")
     first.note("begun")
-    assert [first.count("failures"), second.count("failures"), second.was_counted("failures")] == [1, 2, True]
+    assert [first.has_failed(), first.note_failure(), second.note_failure(), second.has_failed()] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     again, _ = launches(1, store)
     assert again.was_noted("begun")
-    assert not again.was_counted("failures")
+    assert not again.has_failed()
 
 
 def test_others_follow_the_first_rank_and_learn_of_its_failure():
@@ -75,5 +80,6 @@ def test_others_follow_the_first_rank_and_learn_of_its_failure():
     assert order == [0, 1]
     with pytest.raises(ValueError, match="mine"), first.first_goes_ahead("more"):
         raise ValueError("mine")
+    assert second.has_failed()
     with pytest.raises(distributed.DistError, match="the first rank has failed"), second.first_goes_ahead("more"):
         pass
