@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -33,7 +34,7 @@ ARGUMENTS = {
 def test_arguments_that_triton_specializes_on_have_distinct_keys() -> None:
     for one, other in itertools.combinations(ARGUMENTS, 2):
         theirs = [native_specialize_impl(CUDABackend, ARGUMENTS[name], False, True, True) for name in (one, other)]
-        ours = [launching._traits(None, (ARGUMENTS[name],)) for name in (one, other)]
+        ours = [launching._traits((ARGUMENTS[name],)) for name in (one, other)]
         if theirs[0] != theirs[1]:
             assert ours[0] != ours[1], f"{one} and {other}"
 
@@ -46,6 +47,7 @@ class Kernel:
     def __init__(self) -> None:
         self.bound: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.seen_by_hooks: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def bind(*arguments: object, **constants: object) -> object:
@@ -59,15 +61,25 @@ class Kernel:
         kernel = self
 
         class Compiled(SimpleNamespace):
+            function, packed_metadata = "function", "metadata"
+
             def __getitem__(self, grid: tuple[int, ...]) -> Any:
-                return lambda *arguments: kernel.launched.append((grid, *arguments))
+                return lambda *arguments: kernel.seen_by_hooks.append((grid, *arguments))
+
+            def run(self, *given: Any) -> None:
+                assert given[3:9] == (STREAM, "function", "metadata", None, None, None)
+                kernel.launched.append((given[:3], *given[9:]))
 
         return Compiled()
+
+
+STREAM = 7
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {-1: STREAM}.get, raising=False)  # -1: a CPU
     return Kernel()
 
 
@@ -79,8 +91,22 @@ def test_the_first_launch_is_tritons_and_the_next_give_all_arguments_in_order(ke
         ((32,), 32, {"SIZE": 4, "num_warps": 8})
     ]
     ((grid, given, n, size),) = kernel.launched
-    assert (grid[:3], n, size) == ((48, 1, 1), 48, 4)
+    assert (grid, n, size) == ((48, 1, 1), 48, 4)
     assert given is x
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_a_profiler_see_the_launch(kernel: Kernel, hook: str) -> None:
+    """By Triton's own way, which describes the launch to them."""
+    x, chain = torch.empty(8), getattr(triton.knobs.runtime, hook)
+    chain.add(print)
+    try:
+        for n in (32, 48):
+            launching.launch(kernel, (n,), x, n, SIZE=4)
+    finally:
+        chain.remove(print)
+    assert [(grid[:3], n) for grid, _, n, _ in kernel.seen_by_hooks] == [((48, 1, 1), 48)]
+    assert not kernel.launched
 
 
 @pytest.mark.parametrize("change", ["x", "n", "SIZE", "num_warps", "kernel"])

@@ -24,3 +24,11 @@ def test_outputs_gradients_histories_and_counts_are_those_of_the_uncompiled_laye
         bound = 0 if line["layer"] == "linear" else SUMS
         worst = max(line["distances"], key=line["distances"].get)
         assert line["distances"][worst] <= bound, f"{worst} of {line['layer']}, {line['recipe']}"
+
+
+def test_a_tensor_with_a_scale_of_its_own_is_measured_once_a_step(lines: list[dict]) -> None:
+    """Input, weight and gradient; backward casts the weight again, by the amax that forward found."""
+    for line in lines:
+        if (line["layer"], line["recipe"]) == ("linear", "tensorwise"):
+            kernels = line["launched"]
+            assert (kernels.count("measure_tensor_kernel"), kernels.count("cast_tensor_kernel")) == (3, 4)

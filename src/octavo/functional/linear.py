@@ -18,7 +18,6 @@ Only then octavo/kernels/dispatch.py chooses which backend computes an FP8 produ
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -168,7 +167,7 @@ class _ScaledLinear(torch.autograd.Function):
         if scaling.watch is not None:
             scaling.watch.forward(recipe, x, weight, (inputs.output, right), (_watched(saved[0]), _watched(saved[1])))
         save_operands(ctx, saved, scaling.amaxes)
-        ctx.recipe, ctx.scaling = recipe, replace(scaling, amaxes=None)
+        ctx.recipe, ctx.scaling = recipe, scaling.with_amaxes(None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return unaliased(y)
 
@@ -178,7 +177,7 @@ class _ScaledLinear(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         (weight_t, input_t), amaxes = load_operands(ctx)
-        scaling = replace(ctx.scaling, amaxes=amaxes).of(GRAD_OUTPUT)
+        scaling = ctx.scaling.with_amaxes(amaxes).of(GRAD_OUTPUT)
         emulate = recipe.emulate_tensor_cores
         grad_input = grad_weight = grad_bias = to_input = to_weight = None
         left, left_t = cast_grad_output(

@@ -78,10 +78,15 @@ class _RecomputeTranspose:
     spec: CastSpec
 
     def compute(self, *tensors: Tensor | None) -> Operand:
-        """Compute the operand from the matrix and the amax of its scale; None measures the matrix again."""
+        """Compute the operand from the matrix and the amax of its scale; None measures the matrix again.
+
+        A delayed amax of 0 means that there is none yet; a dynamic one was measured in this matrix.
+        """
         matrix, amax = tensors
         assert matrix is not None
-        return cast(matrix.t(), self.spec, amax=amax, measure_if_zero=True, record=AmaxRecord()).output
+        delayed = self.spec.scaling == Scaling.DELAYED
+        nothing = AmaxRecord(None, None, None)  # its defaults would become a guard that calls Python for every call
+        return cast(matrix.t(), self.spec, amax=amax, measure_if_zero=delayed, record=nothing).output
 
 
 def operand_of(saved: SavedOperand) -> Operand:

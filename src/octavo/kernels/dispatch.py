@@ -77,8 +77,7 @@ class Selection(Generic[_Problem]):
 
 
 _cast_choices: dict[tuple[object, ...], tuple[CastBackend, Selection[CastProblem]]] = {}
-_gemm_choices: dict[MatmulProblem, tuple[Backend, Selection[MatmulProblem]]] = {}
-_checked_calls: dict[tuple[object, ...], MatmulProblem] = {}
+_gemm_choices: dict[tuple[object, ...], tuple[Backend, Selection[MatmulProblem]]] = {}
 
 
 def cast(
@@ -238,18 +237,20 @@ def scaled_mm(
     """
     if backend != "auto" or is_tracing():
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-        selected = _select(problem) if backend == "auto" else _named(backend, problem)
+        selected = _first_able(problem, BACKENDS)[0] if backend == "auto" else _named(backend, problem)
         return selected.scaled_mm(a, b, bias, problem)
     call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation, torch.is_grad_enabled())
     try:
-        checked = _checked_calls.get(call)
+        entry = _gemm_choices.get(call)
     except TypeError:  # an unhashable argument is invalid; _describe raises for it
-        checked = None
-    if checked is None:
-        checked = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-        if len(_checked_calls) < _MOST_CHOICES:
-            _checked_calls[call] = checked
-    return _select(checked).scaled_mm(a, b, bias, checked)
+        entry = None
+    if entry is None:
+        problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+        entry = _first_able(problem, BACKENDS)
+        if len(_gemm_choices) < _MOST_CHOICES:
+            _gemm_choices[call] = entry
+    selected, selection = entry
+    return selected.scaled_mm(a, b, bias, selection.problem)
 
 
 def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
@@ -290,8 +291,8 @@ def _first_able(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Bac
 
 
 def selections() -> tuple[Selection[MatmulProblem], ...]:
-    """The choices of "auto" in this process, oldest first; the first 1024 different problems."""
-    return tuple(selection for _, selection in _gemm_choices.values())
+    """The choices of "auto" in this process, oldest first; those of the first 1024 different calls."""
+    return tuple(dict.fromkeys(selection for _, selection in _gemm_choices.values()))
 
 
 def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -309,17 +310,6 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtyp
     if out_dtype not in _OUT_DTYPES:
         raise ConfigError(f"out_dtype must be bfloat16, float16 or float32, not {out_dtype}")
     return out_dtype
-
-
-def _select(problem: MatmulProblem) -> Backend:
-    if is_tracing():
-        return _first_able(problem, BACKENDS)[0]
-    entry = _gemm_choices.get(problem)
-    if entry is None:
-        entry = _first_able(problem, BACKENDS)
-        if len(_gemm_choices) < _MOST_CHOICES:
-            _gemm_choices[problem] = entry
-    return entry[0]
 
 
 def _named(name: str, problem: MatmulProblem) -> Backend:

@@ -95,7 +95,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     """
     if is_tracing():
         return True
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if torch._C._is_tracing():  # noqa: SLF001 (torch.jit.is_tracing is two Python frames more)
         raise BackendError(
             "torch.jit.trace, which TensorBoard's add_graph calls, cannot record octavo's FP8 kernels; record the "
             "model with torch.export.export, or inside octavo.autocast(enabled=False), which runs it in high precision"

@@ -276,14 +276,17 @@ def _kernels(
     fresh: bool = False,
 ) -> "tuple[OrientedCast | None, OrientedCast | None, Tensor | None]":
     """The matrix, its transpose, and the numbers of saturated and underflowed elements, int64 [2] if counted."""
-    from octavo.kernels.triton import blocks, casts, rows
-
     if isinstance(spec.granularity, PerTensor):
-        return casts.cast_tensor(
+        from octavo.kernels.triton.casts import cast_tensor
+
+        return cast_tensor(
             matrix, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero,
             direct=direct, transposed=transposed, counting=counting, values=values, record=record, fresh=fresh,
         )  # fmt: skip
-    cast_groups = blocks.cast_blocks if isinstance(spec.granularity, PerBlock) else rows.cast_rows
+    from octavo.kernels.triton.blocks import cast_blocks
+    from octavo.kernels.triton.rows import cast_rows
+
+    cast_groups = cast_blocks if isinstance(spec.granularity, PerBlock) else cast_rows
     return *cast_groups(matrix, spec, direct=direct, transposed=transposed, values=values, record=record), None
 
 

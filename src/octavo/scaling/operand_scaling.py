@@ -122,6 +122,18 @@ class LayerScaling:
     slices: tuple[Slices | None, ...] = (None,) * len(ROLES)
     weight_is_parameter: bool = False
 
+    def with_amaxes(self, amaxes: Tensor | None) -> "LayerScaling":
+        """Return a copy with other amaxes; written out, since each field of dataclasses.replace would guard a graph."""
+        return LayerScaling(
+            amaxes,
+            self.input_scale,
+            self.pending,
+            self.overflowed,
+            self.nonfinite,
+            self.watch,
+            self.records_weight,
+        )
+
     def of(self, role: int) -> OperandScaling:
         """Return the scaling of one role."""
         records = role != WEIGHT or self.records_weight

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
 
 import octavo
@@ -145,3 +146,14 @@ def test_finished_codes_are_held_untouched():
     torch.testing.assert_close(layer(x), x @ codes.dequantize().T + layer.bias)
     with pytest.raises(ConfigError, match=r"is \[16, 8\], and these codes are \[8, 16\]"):
         store_codes(octavo.nn.Linear(8, 16), codes)
+
+
+def test_guards_of_a_compiled_layer_do_not_ask_for_fields_of_dataclasses():
+    """Every call of a compiled layer checks its guards; torch 2.11 reads such fields by Python."""
+    torch.compiler.reset()
+    layer = Linear(32, 16, recipe="rowwise")  # whose backward casts the weight again
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.randn(4, 32)).sum().backward()
+    (entry,) = _debug_get_cache_entry_list(Linear.forward.__code__)
+    guards = str(entry.guard_manager)
+    assert "recipe" in guards
+    assert "dataclass_fields" not in guards

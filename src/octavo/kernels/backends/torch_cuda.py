@@ -50,12 +50,14 @@ class CudaBackend:
         """See :class:`octavo.kernels.backend.Backend`."""
         if block_widths(problem):
             return _by_blocks(a, b, bias, problem)
-        left, right = _pad_to_16(a.data, rows=False), _pad_to_16(b.data, rows=True)
+        traced = is_traced(a.data, b.data)
+        left, right = _pad_to_16(a.data, rows=False, traced=traced), _pad_to_16(b.data, rows=True, traced=traced)
         extra = right.shape[0] - problem.n
         a_scale, b_scale = a.fp32_scale, b.fp32_scale
         if _is_per_row(problem):
-            a_scale = _aligned(rows_of_scales(a).expand(problem.m, 1).contiguous())
-            b_scale = _aligned(_extended(rows_of_scales(b).expand(problem.n, 1).contiguous().view(-1), extra))[None, :]
+            a_scale = _aligned(rows_of_scales(a).expand(problem.m, 1).contiguous(), traced=traced)
+            columns = rows_of_scales(b).expand(problem.n, 1).contiguous().view(-1)
+            b_scale = _aligned(_extended(columns, extra), traced=traced)[None, :]
         added_there = bias is not None and _takes_bias(bias, problem)
         product = torch._scaled_mm(
             left,
@@ -83,25 +85,26 @@ def _block_mm(  # noqa: PLR0917 (an operator's schema)
     a: Tensor, a_scale: Tensor, a_squares: bool, b: Tensor, b_scale: Tensor, b_squares: bool, out_dtype: torch.dtype
 ) -> Tensor:
     """The product of matrices with block scales, of 128x128 where ``squares`` says so, else of 1x128."""
+    traced = is_traced(a, b)
     return torch._scaled_mm(
-        _pad_to_16(a, rows=False),
-        _pad_to_16(b, rows=False).t(),
-        scale_a=_block_scales(a_scale, squares=a_squares),
-        scale_b=_block_scales(b_scale, squares=b_squares).t(),
+        _pad_to_16(a, rows=False, traced=traced),
+        _pad_to_16(b, rows=False, traced=traced).t(),
+        scale_a=_block_scales(a_scale, squares=a_squares, traced=traced),
+        scale_b=_block_scales(b_scale, squares=b_squares, traced=traced).t(),
         bias=None,
         out_dtype=out_dtype,
         use_fast_accum=False,
     )
 
 
-def _block_scales(scale: Tensor, *, squares: bool) -> Tensor:
+def _block_scales(scale: Tensor, *, squares: bool, traced: bool) -> Tensor:
     """Scales [R, blocks of K], row after row, those of 1x128 column after column."""
-    return _aligned(scale.contiguous() if squares else scale.t().contiguous().t())
+    return _aligned(scale.contiguous() if squares else scale.t().contiguous().t(), traced=traced)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _aligned(x: Tensor, *, traced: bool) -> Tensor:
     """Align a tensor to 16 bytes: copy it if it begins elsewhere; in a traced graph the address is unknown."""
-    return x if is_traced(x) or x.data_ptr() % _MULTIPLE == 0 else x.clone()
+    return x if traced or x.data_ptr() % _MULTIPLE == 0 else x.clone()
 
 
 def _finished(product: Tensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
@@ -156,7 +159,7 @@ def _unsupported_block_reasons(problem: MatmulProblem, capability: tuple[int, in
 
 
 def _is_per_row(problem: MatmulProblem) -> bool:
-    return PerRow() in (problem.a_granularity, problem.b_granularity)
+    return isinstance(problem.a_granularity, PerRow) or isinstance(problem.b_granularity, PerRow)
 
 
 def _needed_dtype(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
@@ -178,7 +181,7 @@ def _takes_bias(bias: Tensor, problem: MatmulProblem) -> bool:
     return bias.dtype is problem.out_dtype is _gemm_dtype(problem, sums=False)
 
 
-def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:
+def _pad_to_16(codes: Tensor, *, rows: bool, traced: bool) -> Tensor:
     """Codes [R, K] row after row from an aligned byte, zeros added to K and, if asked, to R, up to multiples of 16."""
     row_padding = -codes.shape[0] % _MULTIPLE if rows else 0
     column_padding = -codes.shape[1] % _MULTIPLE
@@ -187,7 +190,7 @@ def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:
         return padded.view(codes.dtype)
     if codes.stride() != (codes.shape[1], 1):
         codes = codes.contiguous().flatten().view(codes.shape)  # a single row's stride, which may be anything, too
-    return _aligned(codes)
+    return _aligned(codes, traced=traced)
 
 
 def _extended(vector: Tensor, extra: int) -> Tensor:

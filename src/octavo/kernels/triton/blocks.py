@@ -63,6 +63,7 @@ def _tile_in(codes, memory, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 @triton.jit
 def cast_blocks_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
+    # Of an order that is not written, codes, scales and amaxes are None.
     out,  # codes, or values in x's dtype: [rows, columns] row-major, `out_stride` from row to row; may be x itself
     transposed,  # codes of the transpose: [columns, rows] row-major, without gaps
     scales, amaxes,  # float32 [⌈rows / ROWS⌉, ⌈columns / COLUMNS⌉] row-major
@@ -151,21 +152,24 @@ def cast_blocks(
     assert isinstance(spec.granularity, PerBlock)
     block = (spec.granularity.rows, spec.granularity.columns)
     device, (rows, columns) = matrix.device, matrix.shape
-    out = casts.empty_codes(rows, columns, spec.format, device, wanted=direct) if values is None else values
-    transposed_codes = casts.empty_codes(columns, rows, spec.format, device, wanted=transposed)
-    scales, amaxes = _groups(rows, columns, block, device)
-    transposed_scales, transposed_amaxes = _groups(columns, rows, block, device)
+    codes = spec.format.torch_dtype
+    out = torch.empty(rows, columns, dtype=codes, device=device) if direct and values is None else values
+    transposed_codes = torch.empty(columns, rows, dtype=codes, device=device) if transposed else None
+    scales, amaxes = _groups(rows, columns, block, device) if direct else (None, None)
+    transposed_scales, transposed_amaxes = _groups(columns, rows, block, device) if transposed else (None, None)
     down, across, warps = _tile(block, one_way=direct and not transposed)
     launching.launch(
         cast_blocks_kernel, (launching.ceil_div(rows, down) * launching.ceil_div(columns, across),),
         matrix, casts.as_kernel_output(out), casts.as_kernel_output(transposed_codes),
         scales, amaxes, transposed_scales, transposed_amaxes, *casts.nonfinite_buffers(record),
-        rows, columns, matrix.stride(0), out.stride(0),
+        rows, columns, matrix.stride(0), columns if out is None else out.stride(0),
         DIRECT=direct, TRANSPOSED=transposed, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
         **casts.constants(spec, device), DOWN=down, ACROSS=across, num_warps=warps,
     )  # fmt: skip
-    cast_matrix = OrientedCast(out, scales, amaxes) if direct else None
-    return cast_matrix, OrientedCast(transposed_codes, transposed_scales, transposed_amaxes) if transposed else None
+    cast_matrix = None if out is None or scales is None else OrientedCast(out, scales, amaxes)
+    if transposed_codes is None or transposed_scales is None:
+        return cast_matrix, None
+    return cast_matrix, OrientedCast(transposed_codes, transposed_scales, transposed_amaxes)
 
 
 def _tile(block: tuple[int, int], *, one_way: bool) -> tuple[int, int, int]:

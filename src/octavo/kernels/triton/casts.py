@@ -18,6 +18,7 @@ updates the layer's :class:`octavo.numerics.AmaxRecord` atomically. The host rea
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.formats import Format
 from octavo.kernels.triton import launching
 from octavo.kernels.triton.codes import (
     INTERPRETED,
@@ -51,7 +51,6 @@ __all__ = [
     "ceil_div",
     "codes_of",
     "constants",
-    "empty_codes",
     "first_of_tile",
     "is_nonfinite",
     "max_magnitude",
@@ -80,8 +79,9 @@ class OrientedCast:
     amax: Tensor | None
 
 
+@cache  # every cast asks
 def constants(spec: CastSpec, device: torch.device) -> dict[str, Any]:
-    """Compile-time arguments of a kernel that measures and casts."""
+    """Compile-time arguments of a kernel that measures and casts; not to be changed."""
     return format_constants(spec.format) | {
         "ROUNDING": str(spec.scale_rounding),
         "FLOOR": float(spec.amax_floor),
@@ -91,17 +91,13 @@ def constants(spec: CastSpec, device: torch.device) -> dict[str, Any]:
     }
 
 
-def empty_codes(rows: int, columns: int, fmt: Format, device: torch.device, *, wanted: bool) -> Tensor:
-    """Uninitialized memory for codes; a single element where they are not wanted, since a kernel takes some pointer."""
-    return torch.empty((rows, columns) if wanted else (1, 1), dtype=fmt.torch_dtype, device=device)
-
-
-def as_kernel_output(out: Tensor) -> Tensor:
+def as_kernel_output(out: Tensor | None) -> Tensor | None:
     """Codes or values as a kernel's argument: codes in their own dtype where the device has it, as bytes elsewhere.
 
-    If a kernel wrote bytes that are viewed as codes later, inductor's GEMM templates would see the bytes.
+    If a kernel wrote bytes that are viewed as codes later, inductor's GEMM templates would see the bytes. None stands
+    for an order that is not written.
     """
-    return out if out.itemsize > 1 or has_hardware_casts(out.device) else out.view(torch.uint8)
+    return out if out is None or out.itemsize > 1 or has_hardware_casts(out.device) else out.view(torch.uint8)
 
 
 @triton.jit
@@ -289,7 +285,7 @@ def _record_all(
 def cast_tensor_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
     out,  # codes, or values in x's dtype: [rows, columns] row-major, `out_stride` from row to row; may be x itself
-    transposed,  # codes of the transpose: [columns, rows] row-major, without gaps
+    transposed,  # codes of the transpose: [columns, rows] row-major, without gaps; of both, None if not written
     given,  # float32, one element: amax or scale, by SOURCE
     partials,  # int32 [2, PROGRAMS] of measure_tensor_kernel, of which the first `measured_by` columns count
     scale,  # float32, one element, the decode scale: written
@@ -414,10 +410,11 @@ def cast_tensor(
     amax_record = None if record is None or record.amax is None else record.amax.view(torch.int32)
     overflowed, nonfinite = nonfinite_buffers(record)
     used = launching.allocate(matrix, (), torch.float32)
-    out = empty_codes(rows, columns, spec.format, device, wanted=direct) if values is None else values
-    transposed_codes = empty_codes(columns, rows, spec.format, device, wanted=transposed)
-    shape, stride, out_stride = (rows, columns), matrix.stride(0), out.stride(0)
-    if not transposed:
+    codes = spec.format.torch_dtype
+    out = torch.empty(rows, columns, dtype=codes, device=device) if direct and values is None else values
+    transposed_codes = torch.empty(columns, rows, dtype=codes, device=device) if transposed else None
+    shape, stride, out_stride = (rows, columns), matrix.stride(0), columns
+    if out is not None and not transposed:
         shape, stride, out_stride = _flat(matrix, out)
     block_rows, block_columns = TILE if transposed else _flat_tile(*shape)
     tiles = launching.ceil_div(shape[0], block_rows) * launching.ceil_div(shape[1], block_columns)
@@ -432,8 +429,8 @@ def cast_tensor(
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=_WARPS,
     )  # fmt: skip
     return (
-        OrientedCast(out, used, None) if direct else None,
-        OrientedCast(transposed_codes, used, None) if transposed else None,
+        None if out is None else OrientedCast(out, used, None),
+        None if transposed_codes is None else OrientedCast(transposed_codes, used, None),
         saturation,
     )
 

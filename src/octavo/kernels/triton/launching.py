@@ -2,7 +2,8 @@
 
 Triton binds and describes a kernel's arguments anew for every launch, in Python: 30 µs, of which the launch itself is
 three. A kernel that is compiled already is launched here without that, so that an eager FP8 step does not wait for
-Python. Compiled kernels are found by a key that distinguishes at least what Triton compiles anew for.
+Python. Compiled kernels are found by a key that distinguishes at least what Triton compiles anew for, and run as code
+that inductor generates runs them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -30,10 +31,11 @@ __all__ = [
 _ALIGNMENT = 16  # bytes: where an address is a multiple of it, a thread may load as many at once
 _INT32 = range(-(2**31), 2**31)
 _KEPT_BY_INDUCTOR = {"num_warps", "num_stages"}  # of Triton's options; it drops others silently
+# What a tracer holds in a tensor's place. A mode that only observes has tensors with memory.
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _HERE = nullcontext()
-# By key: the compiled kernel, and its compile-time arguments, which Triton's launcher expects again.
-_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+# By key: the compiled kernel, its compile-time arguments, which Triton's launcher expects again, and Triton's settings.
+_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...], Any]] = {}
 
 
 def _why_absent() -> str | None:
@@ -51,41 +53,60 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
     Args:
         kernel: what ``triton.jit`` made.
         grid: one to three numbers of programs.
-        arguments: the parameters that are not ``tl.constexpr``, a tensor first; they stand before all others in the
-            kernel's signature.
+        arguments: the parameters that are not ``tl.constexpr``, a tensor or a descriptor of one first; they stand
+            before all others in the kernel's signature. All tensors are on one device, the current one.
         constants: the others, and Triton's options; every launch of a kernel names them in the same order, since the
             key holds their values alone.
     """
-    if _is_stand_in(arguments[0]):  # a graph is made, and the launch becomes part of it
+    first: Any = arguments[0]
+    if isinstance(first, _STAND_INS):  # a graph is made, and the launch becomes part of it
         lost = constants.keys() - set(kernel.arg_names) - _KEPT_BY_INDUCTOR
         assert not lost, f"inductor drops {lost} without a word"
         wrap_triton(kernel)[grid](*arguments, **constants)
         return
-    key = (*_traits(kernel, arguments), *constants.values())
+    device = (first if isinstance(first, Tensor) else first.base).get_device()
+    key = (id(kernel), device, *_traits(arguments), *constants.values())
     known = _compiled.get(key)
-    if known is not None:
-        compiled, constexprs = known
-        compiled[(*grid, 1, 1)](*arguments, *constexprs)  # of a grid three numbers are read
+    if known is None:
+        _compile(key, kernel, grid, arguments, constants)
         return
+    compiled, constexprs, settings = known
+    grid = (*grid, 1, 1)
+    if settings.launch_enter_hook.calls or settings.launch_exit_hook.calls:  # a profiler's
+        compiled[grid](*arguments, *constexprs)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 (Triton's own way to it is four calls)
+    compiled.run(
+        *grid[:3], stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *constexprs
+    )
+
+
+def _compile(
+    key: tuple[object, ...], kernel: Any, grid: tuple[int, ...], arguments: tuple[object, ...], constants: Any
+) -> None:
+    """Launch by Triton, and keep what it has compiled."""
     compiled = kernel[grid](*arguments, **constants)
     if compiled is not None:  # the interpreter compiles nothing
+        from triton import knobs
+
         names = kernel.arg_names[len(arguments) :]
-        _compiled[key] = compiled, tuple(constants[name] for name in names)
+        _compiled[key] = compiled, tuple(constants[name] for name in names), knobs.runtime
 
 
-def _traits(kernel: object, arguments: tuple[Any, ...]) -> list[object]:
+def _traits(arguments: tuple[Any, ...]) -> list[object]:
     """The properties of arguments on which a kernel's machine code depends: Triton compiles anew where they differ."""
-    traits: list[object] = [id(kernel)]
+    traits: list[object] = []
     for argument in arguments:
-        if type(argument) is int:
+        kind = type(argument)
+        if kind is int:
             # 1 becomes a constant; a multiple of 16 lets loads be vectors; larger numbers are passed as int64.
             traits.append((argument == 1, argument % _ALIGNMENT == 0, argument in _INT32))
+        elif argument is None or kind is float:
+            traits.append(kind)
         elif isinstance(argument, Tensor):
-            traits += (argument.get_device(), argument.dtype, argument.data_ptr() % _ALIGNMENT == 0)
-        elif argument is None or type(argument) is float:
-            traits.append(type(argument))
+            traits += (argument.dtype, argument.data_ptr() % _ALIGNMENT == 0)
         else:  # a tensor descriptor
-            traits += (argument.base.get_device(), argument.base.dtype, *argument.block_shape)
+            traits += (argument.base.dtype, *argument.block_shape)
     return traits
 
 
@@ -96,7 +117,7 @@ def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
         >>> allocate(torch.ones(2), (), torch.int64).shape
         torch.Size([])
     """
-    if len(shape) or not _is_stand_in(like):
+    if len(shape) or not isinstance(like, _STAND_INS):
         return like.new_empty(shape, dtype=dtype)
     return like.new_empty(1, dtype=dtype).view(())
 
@@ -106,13 +127,8 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
     A graph launches on its tensors' device by itself.
     """
-    elsewhere = x.is_cuda and not _is_stand_in(x) and x.get_device() != torch.cuda.current_device()
+    elsewhere = x.is_cuda and not isinstance(x, _STAND_INS) and x.get_device() != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else _HERE
-
-
-def _is_stand_in(x: object) -> bool:
-    """Whether a tracer holds this in a tensor's place. A mode that only observes has tensors with memory."""
-    return isinstance(x, _STAND_INS)
 
 
 @cache

@@ -116,7 +116,7 @@ def measure_rows_and_columns_kernel(
 @triton.jit
 def cast_rows_and_columns_kernel(
     x,  # [rows, columns] row-major, `stride` elements from row to row
-    out, transposed,  # codes: [rows, columns] and, of the transpose, [columns, rows], row-major without gaps
+    out, transposed,  # codes, or None: [rows, columns] and, of the transpose, [columns, rows], row-major without gaps
     amaxes,  # int32 [first_column + columns], see measure_rows_and_columns_kernel
     row_scales, column_scales,  # float32 [rows, 1] and [columns, 1]: written
     rows, columns, stride, first_column,
@@ -176,7 +176,7 @@ def cast_rows(
     if transposed or matrix.shape[1] > _LONGEST:
         return _cast_rows_and_columns(matrix, spec, record, direct=direct, transposed=transposed)
     device, (rows, columns) = matrix.device, matrix.shape
-    out = casts.empty_codes(rows, columns, spec.format, device, wanted=values is None) if values is None else values
+    out = torch.empty(rows, columns, dtype=spec.format.torch_dtype, device=device) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
     block_columns = launching.next_power_of_2(columns)
     least = _WARPS * LEAST_PER_WARP // block_columns
@@ -199,8 +199,9 @@ def _cast_rows_and_columns(
     row_scales, column_scales = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (rows, columns))
     first_column = launching.ceil_div(rows, 4) * 4  # of 16 bytes; one launch clears rows' and columns' amaxes
     amaxes = torch.zeros(first_column + columns, dtype=torch.int32, device=device)
-    out = casts.empty_codes(rows, columns, spec.format, device, wanted=direct)
-    transposed_codes = casts.empty_codes(columns, rows, spec.format, device, wanted=transposed)
+    codes = spec.format.torch_dtype
+    out = torch.empty(rows, columns, dtype=codes, device=device) if direct else None
+    transposed_codes = torch.empty(columns, rows, dtype=codes, device=device) if transposed else None
     grid = (launching.ceil_div(rows, casts.TILE[0]) * launching.ceil_div(columns, casts.TILE[1]),)
     sizes = (rows, columns, matrix.stride(0), first_column)
     options = {
@@ -220,5 +221,7 @@ def _cast_rows_and_columns(
     )  # fmt: skip
     parts = (amaxes.narrow(0, 0, rows), amaxes.narrow(0, first_column, columns))
     row_amaxes, column_amaxes = (part.view(torch.float32).unsqueeze(1) for part in parts)
-    cast_rows = OrientedCast(out, row_scales, row_amaxes) if direct else None
-    return cast_rows, OrientedCast(transposed_codes, column_scales, column_amaxes) if transposed else None
+    return (
+        None if out is None else OrientedCast(out, row_scales, row_amaxes),
+        None if transposed_codes is None else OrientedCast(transposed_codes, column_scales, column_amaxes),
+    )

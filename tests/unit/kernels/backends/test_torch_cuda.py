@@ -30,23 +30,23 @@ def device_is(monkeypatch, capability: tuple[int, int], cuda: tuple[int, int] = 
 
 def test_padding_adds_zero_codes_up_to_multiples_of_16():
     codes = octavo.quantize(torch.randn(5, 18), octavo.E5M2).data
-    padded = _pad_to_16(codes, rows=True)
+    padded = _pad_to_16(codes, rows=True, traced=False)
     assert padded.shape == (16, 32)
     assert padded.is_contiguous()
     bits = padded.view(torch.uint8)
     assert torch.equal(bits[:5, :18], codes.view(torch.uint8))
     assert int(bits[5:].sum()) == int(bits[:, 18:].sum()) == 0
-    assert _pad_to_16(codes, rows=False).shape == (5, 32)
-    assert _pad_to_16(codes[:, :16], rows=True).shape == (16, 16)
+    assert _pad_to_16(codes, rows=False, traced=False).shape == (5, 32)
+    assert _pad_to_16(codes[:, :16], rows=True, traced=False).shape == (16, 16)
     whole = octavo.quantize(torch.randn(16, 16), octavo.E4M3).data
-    assert _pad_to_16(whole.t(), rows=True).is_contiguous()
-    assert torch.equal(_pad_to_16(whole.t(), rows=True).view(torch.uint8), whole.t().view(torch.uint8))
+    assert _pad_to_16(whole.t(), rows=True, traced=False).is_contiguous()
+    assert torch.equal(_pad_to_16(whole.t(), rows=True, traced=False).view(torch.uint8), whole.t().view(torch.uint8))
     row = octavo.quantize(torch.randn(32, 1), octavo.E4M3).data.t()
     assert row.is_contiguous()
-    assert _pad_to_16(row, rows=False).stride() == (32, 1)
-    assert _pad_to_16(whole, rows=True) is whole
+    assert _pad_to_16(row, rows=False, traced=False).stride() == (32, 1)
+    assert _pad_to_16(whole, rows=True, traced=False) is whole
     for crooked in (_unaligned(whole), _unaligned(row)):
-        straight = _pad_to_16(crooked, rows=False)
+        straight = _pad_to_16(crooked, rows=False, traced=False)
         assert straight.data_ptr() % 16 == 0
         assert straight.stride() == (crooked.shape[1], 1)
         assert torch.equal(straight.view(torch.uint8), crooked.view(torch.uint8))
@@ -198,10 +198,10 @@ def _unaligned(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(5, 1), (1, 1), (4, 3)], ids=str)
 def test_scales_begin_at_a_multiple_of_16_bytes(shape):
     whole = torch.randn(shape)
-    assert _aligned(whole) is whole
+    assert _aligned(whole, traced=False) is whole
     for crooked in (_unaligned(whole), _unaligned(whole.t()).t()):
         assert crooked.data_ptr() % 16 == 4
-        found = _aligned(crooked)
+        found = _aligned(crooked, traced=False)
         assert found.data_ptr() % 16 == 0
         assert torch.equal(found, crooked)
         assert found.stride() == crooked.stride()
