@@ -31,7 +31,7 @@ __all__ = [
 _ALIGNMENT = 16  # bytes: where an address is a multiple of it, a thread may load as many at once
 _INT32 = range(-(2**31), 2**31)
 _KEPT_BY_INDUCTOR = {"num_warps", "num_stages"}  # of Triton's options; it drops others silently
-# What a tracer holds in a tensor's place. A mode that only observes has tensors with memory.
+# Tensors of a tracer, which have no memory; those of a mode that only observes have it.
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _HERE = nullcontext()
 # By key: the compiled kernel, its compile-time arguments, which Triton's launcher expects again, and Triton's settings.
