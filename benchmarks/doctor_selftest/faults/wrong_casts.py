@@ -33,6 +33,9 @@ class _WrongTap(LayerScaling):
     change: Callable[[Tensor], Tensor] | None = None
     requantizes: bool = False
 
+    def with_amaxes(self, amaxes: Tensor | None) -> LayerScaling:
+        return replace(self, amaxes=amaxes)
+
     def of(self, role: int) -> OperandScaling:
         tap = LayerScaling.of(self, role)
         if role != self.role:
@@ -72,8 +75,10 @@ def _wrong(layer: Linear, **wrong: Any) -> Iterator[None]:
 
 
 def _cast(genuine: Callable[..., Operand]) -> Callable[..., Operand]:
-    def cast(x: Tensor, spec: CastSpec | None, tap: OperandScaling | None = None) -> Operand:
-        return genuine(x, _misled(x, spec, tap), tap)
+    def cast(
+        x: Tensor, spec: CastSpec | None, tap: OperandScaling | None = None, *, transposed: bool = False
+    ) -> Operand:
+        return genuine(x, _misled(x, spec, tap), tap, transposed=transposed)
 
     return cast
 
@@ -82,7 +87,7 @@ def _cast_both_ways(genuine: Callable[..., tuple[Operand, Operand]]) -> Callable
     def cast(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: OperandScaling) -> tuple[Operand, Operand]:
         made, transposed = genuine(x, _misled(x, spec, tap), _misled(x, wanted, tap), tap)
         if isinstance(tap, _WrongRole) and tap.requantizes and isinstance(made, QuantizedTensor):
-            transposed = saved_operands.cast_operand(made.dequantize().t(), wanted)
+            transposed = saved_operands.cast_operand(made.dequantize(), wanted, transposed=True)
         return made, transposed
 
     return cast

@@ -132,6 +132,8 @@ class LayerScaling:
             self.nonfinite,
             self.watch,
             self.records_weight,
+            self.slices,
+            self.weight_is_parameter,
         )
 
     def of(self, role: int) -> OperandScaling:
