@@ -95,6 +95,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     watch: LayerWatch | None = None  # set for the steps that the doctor inspects
     shared_input: SharedInput | None = None  # of a converted model's layers
     weight_gather: OperandSource | None = None  # of a weight that FSDP2 gathers as codes
+    sliced_recipe: Recipe | None = None  # the last that check_slices has found to fit, of a layer that ranks share
     records_weight: bool = True  # False for a step's later micro-batches, where the model marks them
 
     def __init__(
@@ -129,9 +130,8 @@ class Linear(StatefulModule, torch.nn.Linear):
             self.codes_layout, self.weight_cache, self.shared_input = None, None, None
             self.last_recipe, self.trained_recipe = None, None
             probe_cpu()
-        weight: Tensor = self.stored_weight
-        if is_distributed(weight):
-            check_slices(self, weight, recipe)
+            if is_distributed(self.weight):
+                check_slices(self, self.weight, recipe)
         history = getattr(self, "amax_history", None)
         if history is None or history.spec != recipe.history:
             self.keep_history(None)

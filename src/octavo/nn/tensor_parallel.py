@@ -39,6 +39,7 @@ _SIZES = {"N": "out_features", "K": "in_features"}
 
 class _Layer(Protocol):
     recipe: Recipe
+    sliced_recipe: Recipe | None
     codes_layout: Any
     in_features: int
     out_features: int
@@ -136,8 +137,9 @@ def local_tensors(layer: _Layer, x: Tensor, recipe: Recipe) -> DistributedTensor
             f"the weight of {layer.called} is a DTensor and its input is not; parallelize it with torch's "
             "ColwiseParallel or RowwiseParallel, or give it a DTensor"
         )
-    if recipe is not layer.recipe:
+    if recipe is not layer.sliced_recipe:
         check_slices(layer, weight, recipe)
+        layer.sliced_recipe = recipe
     last, divided = x.ndim - 1, _divided(layer, weight)
     given = x.placements[0]
     wanted = _input_placement(given, divided, last)

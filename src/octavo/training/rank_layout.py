@@ -30,9 +30,10 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
     Raises:
         ConfigError: they do not, or their number does not fit the configuration, or the autopilot is on.
     """
-    versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
-    values = {**versions, **config.flat(), "the text's hash": data.content_hash}
-    require_equal(ranks, values, advice="start all ranks with the same installation, configuration and text")
+    if ranks.size > 1:
+        versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
+        values = {**versions, **config.flat(), "the text's hash": data.content_hash}
+        require_equal(ranks, values, advice="start all ranks with the same installation, configuration and text")
     config.parallel.replicas(ranks.size)
     config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
     _check_gpus(ranks, config)
