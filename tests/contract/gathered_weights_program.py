@@ -1,14 +1,10 @@
 """One of several ranks whose weights FSDP2 gathers as codes: ``python -m tests.contract.gathered_weights_program``.
 
-Arguments: FOLDER RANK RANKS. Runs the checks for this number of ranks and saves what each returned, or its traceback,
-to ``FOLDER/rank<RANK>.pt``. Training is compared with the same training under FSDP2 alone, which gathers weights in
+Arguments: FOLDER RANKS. Training is compared with the same training under FSDP2 alone, which gathers weights in
 high precision and equals one process (tests/contract/test_ranks.py).
 """
 
-import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +36,7 @@ from tests.contract.gathered_weights_training import (
     train,
     whole,
 )
+from tests.contract.rank_processes import Checks, named, run_ranks
 
 SIZES = ((1, 5), (3, 40), (33, 24), (130, 200), (300, 136))  # [N, K] of weights
 WIDTH = 256
@@ -214,33 +211,17 @@ def differing_models(rank: int, _: Path) -> Any:
     return difference(train(shard(build("rowwise")), rank), train(shard(build("tensorwise")), rank))
 
 
-def checks(ranks: int) -> list[Callable[[int, Path], Any]]:
+def checks(ranks: int) -> Checks:
     from tests.contract import gathered_weights_use as use
 
     if ranks == 4:
-        return [codes, training_on_four, hybrid]
-    return [
+        return named(codes, training_on_four, hybrid)
+    return named(
         *(codes, training, gathered_once, mixed_precision, optimizers, traffic, modules, refused, differing_models),
         *(use.switched_recipes, use.micro_batches, use.checkpointed, use.frozen, use.loaded, use.offloaded),
         *(use.prefetched, use.unseen_writes, use.compiled, use.kept_for_backward, use.watched),
-    ]
-
-
-def main(folder: Path, rank: int, ranks: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    found: dict[str, Any] = {}
-    for check in checks(ranks):
-        try:
-            found[check.__name__] = check(rank, folder)
-        except Exception:  # noqa: BLE001 (the test of this check shows it)
-            found[check.__name__] = traceback.format_exc()
-    torch.save(found, folder / f"rank{rank}.pt")
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_ranks(checks)

@@ -1,15 +1,12 @@
-"""One of three ranks that send gradients as codes: ``python -m tests.contract.gradients_program FOLDER RANK``.
+"""One of three ranks that send gradients as codes: ``python -m tests.contract.gradients_program FOLDER RANKS``.
 
-Saves what each check returned, or its traceback, to ``FOLDER/rank<RANK>.pt``. Every rank knows all ranks' inputs, and
+Every rank knows all ranks' inputs, and
 so computes alone, with ``octavo.quantize``, what the ranks must agree on.
 """
 
 import copy
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +22,7 @@ from octavo.errors import ConfigError
 from octavo.formats import Format
 from octavo.numerics import PerBlock
 from octavo.parallel import reduce_gradients_in_fp8
+from tests.contract.rank_processes import named, run_ranks
 
 RANKS = 3
 WIDTH, ROWS = 40, (33, 31, 1)  # 31 rows leave the last rank one less; of 1 row two ranks have none
@@ -59,7 +57,7 @@ def expected(gradients: list[Tensor], rows: int, fmt: Format) -> Tensor:
     return torch.stack([rounded(each, fmt) for each in flat]).sum(0)
 
 
-def replicated(_: int) -> Any:
+def replicated(_rank: int, _folder: Path) -> Any:
     """Numbers of rows whose gradients under DDP are not the average of the codes' values, bit for bit."""
     wrong = []
     for rows in ROWS:
@@ -78,7 +76,7 @@ def replicated(_: int) -> Any:
     return wrong
 
 
-def sharded(rank: int) -> Any:
+def sharded(rank: int, _folder: Path) -> Any:
     """Numbers of rows whose shards of gradients under FSDP2 are not the average of the codes' values, bit for bit."""
     wrong = []
     for rows in ROWS:
@@ -115,7 +113,7 @@ def counting() -> Iterator[list[int]]:
         yield sent
 
 
-def traffic(rank: int) -> Any:
+def traffic(rank: int, _folder: Path) -> Any:
     """Bytes sent for the gradients of 48 x 256 weights, over those of bfloat16's ring: DDP's, and FSDP2's."""
     ratios = []
     for halves in (2, 1):
@@ -131,7 +129,7 @@ def traffic(rank: int) -> Any:
     return ratios
 
 
-def many_layers(rank: int) -> Any:
+def many_layers(rank: int, _folder: Path) -> Any:
     """Largest relative error of a parameter's gradient where DDP has several buckets, which it builds anew."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -147,7 +145,7 @@ def many_layers(rank: int) -> Any:
     return worst
 
 
-def feedback(rank: int) -> Any:
+def feedback(rank: int, _folder: Path) -> Any:
     """Error of the sum of 16 steps' gradients, which are all the same, over that of one step: without and with it."""
     found = []
     for error_feedback in (False, True):
@@ -165,7 +163,7 @@ def feedback(rank: int) -> Any:
     return found
 
 
-def overflow(rank: int) -> Any:
+def overflow(rank: int, _folder: Path) -> Any:
     """Non-finite elements of the gradient when one rank's input is infinite, and a step later."""
     layer = layer_of(33)
     model = DistributedDataParallel(layer)
@@ -181,7 +179,7 @@ def overflow(rank: int) -> Any:
     return counts
 
 
-def measured(rank: int) -> Any:
+def measured(rank: int, _folder: Path) -> Any:
     """What one rank's statistics say after a step, and what its gradients and the averages say; then nothing."""
     layer = layer_of(33)
     gradients = torch.stack([gradient(layer, each).flatten() for each in range(RANKS)]).view(RANKS, RANKS, -1)
@@ -199,7 +197,7 @@ def measured(rank: int) -> Any:
     return reduction.statistics(), error, zeros, reduction.statistics()
 
 
-def refusals(_: int) -> Any:
+def refusals(_rank: int, _folder: Path) -> Any:
     layer = nn.Linear(4, 4)
     said = []
     fully_shard(sharded_layer := nn.Linear(4, 4), mesh=init_device_mesh("cpu", (RANKS,)))
@@ -218,21 +216,5 @@ def refusals(_: int) -> Any:
 CHECKS = (replicated, sharded, traffic, many_layers, feedback, overflow, measured, refusals)
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-    )
-    results: dict[str, Any] = {}
-    for check in CHECKS:
-        try:
-            results[check.__name__] = check(rank)
-        except Exception:  # noqa: BLE001
-            results[check.__name__] = traceback.format_exc()
-    torch.save(results, folder / f"rank{rank}.pt")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    run_ranks(lambda _: named(*CHECKS))

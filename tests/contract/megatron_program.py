@@ -1,13 +1,11 @@
-"""One of two ranks with Megatron-Core's parallel layers: ``python -m tests.contract.megatron_program FOLDER RANK``.
+"""One of two ranks with Megatron-Core's parallel layers: ``python -m tests.contract.megatron_program FOLDER RANKS``.
 
-Saves what each check returned, or its traceback, to ``FOLDER/rank<RANK>.pt``. Megatron allocates some buffers on the
+Megatron allocates some buffers on the
 current CUDA device, which is the CPU here, and draws its dropout from a CUDA generator, which is left out.
 """
 
-import sys
-import traceback
-from contextlib import nullcontext
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +18,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 import octavo
 from octavo.compat import megatron
 from octavo.errors import ConfigError
+from tests.contract.rank_processes import named, run_ranks
 
 RANKS, STEPS = 2, 3
 WIDTH, INNER = 128, 256  # a rank's slices are blocks of 128
@@ -112,15 +111,15 @@ def compared(rank: int, *, sequence_parallel: bool) -> Any:
     return errors
 
 
-def replicated(rank: int) -> Any:
+def replicated(rank: int, _folder: Path) -> Any:
     return compared(rank, sequence_parallel=False)
 
 
-def sequence(rank: int) -> Any:
+def sequence(rank: int, _folder: Path) -> Any:
     return compared(rank, sequence_parallel=True)
 
 
-def restored(rank: int) -> Any:
+def restored(rank: int, _folder: Path) -> Any:
     """Whether conversion and restoring leave the state_dict's names and the classes as they were."""
     model = parallel(rank)
     names, printed = list(model.state_dict()), repr(model[1])
@@ -135,7 +134,7 @@ def restored(rank: int) -> Any:
 CLASSES = (ColumnParallelLinear, RowParallelLinear)
 
 
-def refusals(rank: int) -> Any:
+def refusals(rank: int, _folder: Path) -> Any:
     said = []
     fused, odd = parallel(rank), nn.ModuleList([parallel(rank)[0]])
     fused[0].gradient_accumulation_fusion = True
@@ -148,7 +147,7 @@ def refusals(rank: int) -> Any:
     return said
 
 
-def language_model(_: int) -> Any:
+def language_model(_rank: int, _folder: Path) -> Any:
     """Converted paths, losses in high precision and in FP8, and the scaling state, of a GPTModel of two layers."""
     config = TransformerConfig(
         num_layers=2,
@@ -184,24 +183,16 @@ def language_model(_: int) -> Any:
 CHECKS = (replicated, sequence, restored, refusals, language_model)
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=1))
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """Megatron's groups, its buffers on the CPU, and no generator of a GPU."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
-    results: dict[str, Any] = {}
     with (
         mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
         mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nullcontext()),
     ):
-        for check in CHECKS:
-            try:
-                results[check.__name__] = check(rank)
-            except Exception:  # noqa: BLE001 (the test of this check shows it)
-                results[check.__name__] = traceback.format_exc()
-    torch.save(results, folder / f"rank{rank}.pt")
-    distributed.destroy_process_group()
+        yield
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    run_ranks(lambda _: named(*CHECKS), around=without_gpu)

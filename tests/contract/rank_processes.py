@@ -1,38 +1,95 @@
-"""Programs of several ranks, each a process: what their checks returned, and what a layer keeps for backward there."""
+"""Programs of several ranks, each a process: what their checks returned, and what a layer keeps for backward there.
+
+A program calls :func:`run_ranks`. Its ranks are forks of one process, which has imported torch and octavo once.
+"""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from tests.policy.source_tree import ROOT
 
+Checks = Mapping[str, Callable[[int, Path], Any]]  # each is given the rank and the folder
 
-def results_of_ranks(program: str, folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
-    """What each rank of ``python -m PROGRAM FOLDER RANK [ARGUMENTS]`` saved as ``rank<RANK>.pt``, by check."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", program, str(folder), str(rank), *arguments],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+
+def results_of_ranks(program: str, folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """What each rank of ``python -m PROGRAM FOLDER RANKS`` saved as ``rank<RANK>.pt``, by check."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", program, str(folder), str(ranks)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        told = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(told)
+        told = process.communicate(timeout=300)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert not process.returncode, told
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def run_ranks(
+    checks: Callable[[int], Checks], *, around: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> None:
+    """Run the checks on ranks with gloo between them; the command line is FOLDER RANKS.
+
+    Args:
+        checks: returns those for a number of ranks.
+        around: context of them all, in the process group.
+    """
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                _run_rank(folder, rank, ranks, checks(ranks), around)
+                status = 0
+            except BaseException:  # noqa: BLE001 (printed; the fork must not go on as its parent)
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(f"the ranks ended with {statuses}" if any(statuses) else 0)
+
+
+def _run_rank(
+    folder: Path, rank: int, ranks: int, checks: Checks, around: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """Save what each check returned, or its traceback, to ``FOLDER/rank<RANK>.pt``."""
+    store = f"file://{folder}/store{ranks}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=1))
+    found: dict[str, Any] = {}
+    with around():
+        for name, check in checks.items():
+            try:
+                found[name] = check(rank, folder)
+            except Exception:  # noqa: BLE001 (the test of this check shows it)
+                found[name] = traceback.format_exc()
+    torch.save(found, folder / f"rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def named(*checks: Callable[[int, Path], Any]) -> dict[str, Callable[[int, Path], Any]]:
+    """Checks by their functions' names."""
+    return {check.__name__: check for check in checks}
 
 
 def of_check(results: list[dict[str, Any]], check: str) -> list[Any]:

@@ -1,13 +1,7 @@
-"""One of two ranks, whose data differ 64-fold: ``python -m tests.contract.ranks_program FOLDER RANK``.
+"""One of two ranks, whose data differ 64-fold: ``python -m tests.contract.ranks_program FOLDER RANKS``."""
 
-Runs every check below, in their order, and saves what each one returned, or its traceback, to ``FOLDER/rank<RANK>.pt``.
-"""
-
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo.training.loop import Trainer
 from octavo.training.setup import build_model
 from tests.contract.overflowing_ranks import overflow_state
-from tests.contract.rank_processes import kept_bytes
+from tests.contract.rank_processes import kept_bytes, named, run_ranks
 from tests.contract.ranks_between_steps import nonfinite_of_one_rank, read_before_the_reduction, zero_redundancy
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
@@ -467,19 +461,5 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
 )
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    found: dict[str, Any] = {}
-    for check in CHECKS:
-        try:
-            found[check.__name__] = check(rank, folder)
-        except Exception:  # noqa: BLE001 (the test that looks at this check shows it)
-            found[check.__name__] = traceback.format_exc()
-    torch.save(found, folder / f"rank{rank}.pt")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    run_ranks(lambda _: named(*CHECKS))

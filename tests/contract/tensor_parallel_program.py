@@ -1,22 +1,19 @@
 """One of several ranks that share layers by tensor parallelism: ``python -m tests.contract.tensor_parallel_program``.
 
-Arguments: FOLDER RANK RANKS. Runs the checks for this number of ranks and saves what each returned, or its traceback,
-to ``FOLDER/rank<RANK>.pt``. The truth is the same layer or model in one process, which every rank runs by itself.
+Arguments: FOLDER RANKS. The truth is the same layer or model in one process, which every rank runs by itself.
 """
 
-import sys
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 
 from tests.contract import tensor_parallel_layers as layers
 from tests.contract import tensor_parallel_models as models
 from tests.contract import tensor_parallel_use as use
+from tests.contract.rank_processes import Checks, run_ranks
 
 CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     2: {
@@ -34,23 +31,16 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
 }
 
 
-def main(folder: Path, rank: int, ranks: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    found: dict[str, Any] = {}
-    for theme, checks in CHECKS[ranks].items():
-        for check in checks:
-            try:
-                found[f"{theme} {check.__name__}"] = check(rank, folder)
-            except Exception:  # noqa: BLE001 (the test of this check shows it)
-                found[f"{theme} {check.__name__}"] = traceback.format_exc()
-    torch.save(found, folder / f"rank{rank}.pt")
-    distributed.barrier()  # no rank leaves while another still talks to it
-    distributed.destroy_process_group()
+def checks(ranks: int) -> Checks:
+    return {f"{theme} {check.__name__}": check for theme, themes in CHECKS[ranks].items() for check in themes}
+
+
+@contextmanager
+def leaving_together() -> Iterator[None]:
+    """No rank leaves while another still talks to it."""
+    yield
+    distributed.barrier()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_ranks(checks, around=leaving_together)

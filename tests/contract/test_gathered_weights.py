@@ -17,10 +17,7 @@ from tests.contract.rank_processes import of_check, results_of_ranks
 def found(tmp_path_factory) -> dict[int, list[dict[str, Any]]]:
     """What each rank returned, by check; by number of ranks."""
     program = "tests.contract.gathered_weights_program"
-    return {
-        ranks: results_of_ranks(program, tmp_path_factory.mktemp(f"ranks{ranks}"), ranks, str(ranks))
-        for ranks in (2, 4)
-    }
+    return {ranks: results_of_ranks(program, tmp_path_factory.mktemp(f"ranks{ranks}"), ranks) for ranks in (2, 4)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

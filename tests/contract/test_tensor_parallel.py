@@ -19,7 +19,7 @@ def found(tmp_path_factory) -> Callable[..., list[Any]]:
     @cache
     def results(ranks: int) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        return results_of_ranks("tests.contract.tensor_parallel_program", folder, ranks, str(ranks))
+        return results_of_ranks("tests.contract.tensor_parallel_program", folder, ranks)
 
     return lambda theme, check, ranks=2: of_check(results(ranks), f"{theme} {check}")
 

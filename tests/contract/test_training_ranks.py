@@ -47,12 +47,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return results_of_ranks(PROGRAM, folder, 2, "2")
+    return results_of_ranks(PROGRAM, folder, 2)
 
 
 @pytest.fixture(scope="module")
 def four(folder, two):
-    return results_of_ranks(PROGRAM, folder, 4, "4")
+    return results_of_ranks(PROGRAM, folder, 4)
 
 
 def numbers(folder: Path) -> list[dict]:

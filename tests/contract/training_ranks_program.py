@@ -1,13 +1,11 @@
-"""One of several ranks that train runs: ``python -m tests.contract.training_ranks_program FOLDER RANK RANKS``.
+"""One of several ranks that train runs: ``python -m tests.contract.training_ranks_program FOLDER RANKS``.
 
-Runs the checks for this number of ranks, in their order, and saves what each one returned, or its traceback.
+A check is given the folder of the runs.
 """
 
 import dataclasses
 import os
 import signal
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +15,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import OctavoError
@@ -31,6 +28,7 @@ from octavo.training.events import StepDone
 from octavo.training.loop import Trainer, train
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.setup import build_model
+from tests.contract.rank_processes import Checks, run_ranks
 from tests.unit.training.tiny_runs import tiny_config
 
 RECIPES = ("fp32", "bf16", "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
@@ -271,18 +269,13 @@ OF_TWO = (
 OF_FOUR = (loaded, four_ranks, chain_of_four)
 
 
-def main(folder: Path, rank: int, size: int) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(store=FileStore(str(folder / f"store{size}"), size), rank=rank, world_size=size)
-    results: dict[str, Any] = {}
-    for check in OF_TWO if size == 2 else OF_FOUR:
-        try:
-            results[check.__name__] = check(folder)
-        except Exception:  # noqa: BLE001 (the test shows it)
-            results[check.__name__] = traceback.format_exc()
-    torch.save(results, folder / f"rank{rank}.pt")
-    distributed.destroy_process_group()
+def checks(ranks: int) -> Checks:
+    return {check.__name__: partial(_in_folder, check) for check in (OF_TWO if ranks == 2 else OF_FOUR)}
+
+
+def _in_folder(check: Callable[[Path], Any], _rank: int, folder: Path) -> Any:
+    return check(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_ranks(checks)
