@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -81,7 +81,7 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, 2 * WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block()])
         self.norm = nn.LayerNorm(2 * WIDTH)
         self.head = nn.Linear(2 * WIDTH, TOKENS, bias=False)
 
@@ -266,25 +266,24 @@ def is_divided(slices: Any, name: str) -> bool:
     return slices[role] is not None and slices[role].dim == dim
 
 
-def codes(_rank: int, _: Path) -> Any:
-    """Layers whose codes or scales are not those of one process that sees the same tensors, in the fourth step.
+def unlike_codes(model: Any) -> dict[str, list[str]]:
+    """Operands of a further step that are not those of one process which sees the same tensors, by layer."""
+    with seen_layers(model) as seen:
+        loss_of(model, *next(batches(2)))
+    assert len(seen) == 7
+    return {path: wrong for path, each in seen.items() for call in each.calls if (wrong := repeated(call))}
 
-    By recipe; on four ranks of some recipes, under FSDP2 too.
-    """
-    ranks, found = distributed.get_world_size(), {}
-    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
-    for recipe in RECIPES[:-1] if ranks == 2 else FEW:
-        model = shared(recipe, mesh["tensor"], sequence=True, loss=True) if ranks == 2 else over_fsdp(recipe, mesh)
-        train(model)
-        with seen_layers(model) as seen:
-            loss_of(model, *next(batches(2)))
-        assert len(seen) == 14
-        found[recipe] = {path: wrong for path, each in seen.items() for call in each.calls if (wrong := repeated(call))}
-    return found
+
+class Trained(NamedTuple):
+    """Whether a few steps are those of one process, and a further step's codes."""
+
+    unlike: dict[str, float]
+    equal_on_ranks: bool
+    unlike_codes: dict[str, list[str]]
 
 
 def training(_rank: int, _: Path) -> Any:
-    """Differences of training, and whether all ranks have the same scaling state, by recipe and plan."""
+    """Differences of training, by recipe and plan."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     found = {}
     for recipe in RECIPES:
@@ -292,7 +291,8 @@ def training(_rank: int, _: Path) -> Any:
         for sequence in (False, True) if recipe == "tensorwise" else (True,):
             model = shared(recipe, mesh, sequence=sequence, loss=sequence)
             trained = train(model)
-            found[f"{recipe} {sequence}"] = unlike(trained, truth), equal_on_ranks(trained["state"])
+            wrong = {} if recipe == "bf16" else unlike_codes(model)
+            found[f"{recipe} {sequence}"] = Trained(unlike(trained, truth), equal_on_ranks(trained["state"]), wrong)
     return found
 
 
@@ -328,7 +328,7 @@ def sharded(rank: int, _: Path) -> Any:
         trained = train(model, seed=1 + rank // 2)
         if rank >= 2:
             trained["losses"] = truth["losses"]  # of the other batches
-        found[recipe] = unlike(trained, truth), equal_on_ranks(trained["state"])
+        found[recipe] = Trained(unlike(trained, truth), equal_on_ranks(trained["state"]), unlike_codes(model))
     return found
 
 

@@ -18,7 +18,7 @@ from tests.contract.rank_processes import Checks, run_ranks
 CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     2: {
         "layers": [layers.codes, layers.reductions, layers.refused],
-        "models": [models.training, models.codes],
+        "models": [models.training],
         "use": [
             *(use.converted_later, use.checkpointed, use.cached, use.shared_inputs, use.saved, use.restored),
             *(use.half_precision, use.kept_for_backward, use.rows, use.compiled, use.watched, use.not_done),
@@ -26,7 +26,7 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     },
     4: {
         "layers": [layers.codes, layers.uneven],
-        "models": [models.sharded, models.codes, models.gathered_as_codes],
+        "models": [models.sharded, models.gathered_as_codes],
     },
 }
 
