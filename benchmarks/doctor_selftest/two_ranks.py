@@ -30,13 +30,14 @@ def run_on_ranks(case: SelftestCase, setting: Setting, data: TokenData, start: S
     Raises:
         TrainingError: a process failed.
     """
-    spawning = multiprocessing.get_context("spawn")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])  # imports torch once for all ranks of all runs
     with tempfile.TemporaryDirectory(prefix="octavo-") as name:
         folder = Path(name)
         torch.save({"step": start.step, "weights": start.weights, "optimizer": start.optimizer}, folder / "start.pt")
         room = (setting, str(data.folder), str(folder))
-        ours, theirs = spawning.Pipe(duplex=False)
-        processes = [spawning.Process(target=_rank, args=(rank, theirs, case, room)) for rank in range(RANKS)]
+        ours, theirs = server.Pipe(duplex=False)
+        processes = [server.Process(target=_rank, args=(rank, theirs, case, room)) for rank in range(RANKS)]
         for process in processes:
             process.start()
         theirs.close()

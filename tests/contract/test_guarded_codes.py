@@ -334,7 +334,8 @@ def _sharded_over(world: int, rank: int, folder: Path) -> None:
 
 
 def test_sharded_codes_cast_by_mixed_precision_compute_the_same(tmp_path: Path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     ranks = [context.Process(target=_sharded, args=(rank, tmp_path)) for rank in range(max(WORLDS))]
     for process in ranks:
         process.start()

@@ -2,7 +2,7 @@
 
 import torch
 from torch import distributed, multiprocessing
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from octavo.experiments.preflight.probe import Probe
 from octavo.experiments.preflight.ranks import ranks_check
@@ -28,9 +28,10 @@ def test_one_process_has_nothing_to_compare(origin):
 
 
 def test_two_ranks_are_equal_until_a_weight_of_one_differs(origin, tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     results = context.Queue()
-    spawn(compare, (str(tmp_path), origin, results), nprocs=2)
+    start_processes(compare, (str(tmp_path), origin, results), nprocs=2, start_method="forkserver")
     for equal, different in (results.get(), results.get()):
         assert equal.findings == ()
         assert equal.said == "2 ranks have the same 12 parameters and the same loss"
