@@ -15,13 +15,13 @@ from octavo.errors import CheckpointError
 from octavo.models import Llama
 from octavo.training.checkpoint import (
     CheckpointState,
-    _fingerprint,
     latest,
     load_checkpoint,
     load_model,
     read_state,
     save_checkpoint,
 )
+from octavo.training.checkpoint_files import fingerprint
 from octavo.training.config import ModelConfig, TrainingConfig
 from octavo.training.evaluate import token_loss
 from octavo.training.precision import apply_recipe
@@ -210,7 +210,7 @@ def test_file_without_a_tensor_is_refused(saved):
     del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors")
     raw = unsealed(json.loads((path / "state.json").read_text()))
-    raw["files"]["model.safetensors"] = _fingerprint(path / "model.safetensors")
+    raw["files"]["model.safetensors"] = fingerprint(path / "model.safetensors")
     (path / "state.json").write_text(json.dumps(sealed(raw)))
     with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head.weight'"):
         load_model(path, build()[0])
