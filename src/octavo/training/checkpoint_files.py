@@ -42,6 +42,7 @@ STATE = "state.json"
 PART = re.compile(r"(model|optimizer|scaling)-\d{5}-of-\d{5}(\.safetensors)")
 WRITING = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # torch's name, until the file is complete
 PLACES, PLACE = "DCP_SHARDING_INFO", "saved_offsets"
+MOST = 1 << 48  # of an index
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -137,26 +138,29 @@ def _check_unchanged(file: Path, expected: Any, advice: str) -> None:
 
 
 def _places(file: Path) -> Any:
-    """What a rank's file says about its pieces, by tensor; None in a file of whole tensors."""
+    """Metadata of a rank's file about its pieces, by tensor; None in a file of whole tensors."""
     with library_errors(), safe_open(file, framework="pt") as opened:
         metadata = opened.metadata() or {}
-    return parse_json(metadata[PLACES]) if PLACES in metadata else None
+    return parse_json(metadata[PLACES], largest=MOST) if PLACES in metadata else None
 
 
 def _place(places: Any, name: str, dims: int) -> list[int]:
-    place = places[name][PLACE]
-    if len(place) != dims or not all(isinstance(each, int) and each >= 0 for each in place):
-        raise DataError(f"the piece of {name!r} begins at {place}")
-    return list(place)
+    entry = places.get(name) if isinstance(places, dict) else None
+    place = entry.get(PLACE) if isinstance(entry, dict) else None
+    if not isinstance(place, list) or len(place) != dims or not all(type(each) is int and each >= 0 for each in place):
+        raise DataError(f"its metadata say that the piece of {name!r} begins at {place!r}")
+    return place
 
 
 def _whole_shape(name: str, pieces: Sequence[tuple[list[int], Tensor]]) -> torch.Size:
     ends = [[start + size for start, size in zip(place, piece.shape, strict=True)] for place, piece in pieces]
-    shape = torch.Size(map(max, *ends)) if len(ends) > 1 else torch.Size(ends[0])
+    if len(set(map(len, ends))) > 1:
+        raise DataError(f"the pieces of {name!r} have different numbers of dimensions")
+    shape = [max(column) for column in zip(*ends, strict=True)]
     elements = sum(piece.numel() for _, piece in pieces)
-    if elements != math.prod(shape) or any(piece.ndim != len(shape) for _, piece in pieces):
+    if elements != math.prod(shape):
         raise DataError(f"the pieces of {name!r} have {elements} of {math.prod(shape)} elements")
-    return shape
+    return torch.Size(shape)
 
 
 def _slices(place: Sequence[int], piece: Tensor) -> tuple[slice, ...]:
