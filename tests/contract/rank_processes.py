@@ -99,6 +99,7 @@ def regrouped(folder: Path, name: str, rank: int, ranks: int, **options: timedel
     Yields whether this rank is one of them.
     """
     if distributed.is_initialized():
+        distributed.barrier()  # a rank may still be joining it
         distributed.destroy_process_group()
     if rank < ranks:
         _start_group(folder / f"store {name}", rank, ranks, **options)

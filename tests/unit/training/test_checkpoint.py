@@ -292,7 +292,8 @@ def test_saved_while_training_goes_on(tmp_path, monkeypatch):
     """The thread writes what the weights were; the next save waits for it, and reports what went wrong."""
     model, optimizer = build("delayed")
     train_a_little(model, optimizer)
-    expected, may_write, events = everything(model, optimizer), threading.Event(), []
+    expected, may_write = everything(model, optimizer), threading.Event()
+    events: list[object] = []
 
     def write(*arguments, **options):
         assert may_write.wait(60)
@@ -305,6 +306,7 @@ def test_saved_while_training_goes_on(tmp_path, monkeypatch):
         assert latest(tmp_path) is None
         assert not events
         may_write.set()
+    assert saver.newest is not None
     assert events == [Saved(step=1, path=saver.newest)]
     other, other_optimizer = build("delayed", seed=9)
     load_checkpoint(saver.newest, model=other, optimizer=other_optimizer)
