@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,7 @@ def _run_rank(
     folder: Path, rank: int, ranks: int, checks: Checks, around: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """Save what each check returned, or its traceback, to ``FOLDER/rank<RANK>.pt``."""
-    store = f"file://{folder}/store{ranks}"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=1))
+    _start_group(folder / f"store{ranks}", rank, ranks)
     found: dict[str, Any] = {}
     with around():
         for name, check in checks.items():
@@ -84,7 +83,29 @@ def _run_rank(
             except Exception:  # noqa: BLE001 (the test of this check shows it)
                 found[name] = traceback.format_exc()
     torch.save(found, folder / f"rank{rank}.pt")
-    distributed.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _start_group(store: Path, rank: int, ranks: int, timeout: timedelta = timedelta(minutes=1)) -> None:
+    place = f"file://{store}"
+    distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timeout)
+
+
+@contextmanager
+def regrouped(folder: Path, name: str, rank: int, ranks: int, **options: timedelta) -> Iterator[bool]:
+    """Replace the process group by one of the first ``ranks``, which ends with the block; checks after it have none.
+
+    Yields whether this rank is one of them.
+    """
+    if distributed.is_initialized():
+        distributed.barrier()  # a rank may still be joining it
+        distributed.destroy_process_group()
+    if rank < ranks:
+        _start_group(folder / f"store {name}", rank, ranks, **options)
+    yield rank < ranks
+    if rank < ranks:
+        distributed.destroy_process_group()
 
 
 def named(*checks: Callable[[int, Path], Any]) -> dict[str, Callable[[int, Path], Any]]:

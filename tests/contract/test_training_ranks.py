@@ -7,13 +7,14 @@ that norm, numbers differ by the order of that sum.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load  # type: ignore[attr-defined]
 
-from octavo.training.checkpoint import latest
+from octavo.training.checkpoint import latest, read_state
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from tests.contract.rank_processes import of_check, results_of_ranks
@@ -21,9 +22,11 @@ from tests.contract.training_ranks_program import (
     CHAIN,
     CHAIN_STEPS,
     LAYOUTS_OF_FOUR,
+    MOVED_RECIPES,
     RECIPES,
     STEPS,
     config_of,
+    loss_after_move,
     overflowing,
     run,
     stopping,
@@ -41,7 +44,10 @@ def folder(tmp_path_factory):
     tiny_data(folder)
     assert stopping(config_of(**CHAIN), folder, "chain", after=2, resume=False) == ""
     assert run(config_of(**CHAIN), folder, "whole chain") == ""
-    assert run(config_of(recipe="delayed", grad_accumulation=4), folder, "of one") == ""
+    for recipe in MOVED_RECIPES:
+        assert run(config_of(recipe=recipe, grad_accumulation=4), folder, f"moved {recipe}") == ""
+        shutil.copytree(folder / f"moved {recipe}", folder / f"{recipe} of one")
+    (folder / "of one").symlink_to(folder / "delayed of one")
     return folder
 
 
@@ -62,11 +68,15 @@ def numbers(folder: Path) -> list[dict]:
     return [{key: line[key] for key in keys if key in line} for line in lines]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights, moments and scaling state of the newest checkpoint."""
-    path = latest(folder)
-    assert path is not None
-    return {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+def tensors(folder: Path, step: str = "") -> dict[str, torch.Tensor]:
+    """Weights, moments and scaling state of a checkpoint, the newest by default; read by torch's own reader."""
+    path = folder / "checkpoints" / step if step else latest(folder)
+    reader = HuggingFaceStorageReader(str(path))
+    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    found = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in metadata.items()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        load(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def assert_same(one: Path, other: Path, *, norms: bool = True) -> None:
@@ -168,14 +178,63 @@ def test_resumed_on_one_two_four_and_one_rank(folder, two, four):
     assert_close(folder / "whole chain", folder / "end of chain")
 
 
-def test_torch_distributed_checkpoint_reads_the_weights(folder, two):
+def test_moved_to_other_ranks_and_layouts(folder, four):
+    """One process, two ranks, four, two, one: under DDP, FSDP2 and HSDP the same state, codes and scales."""
+    one = [[each] for each in of_check(four, "moved")[0][: len(MOVED_RECIPES)]]
+    for rank, losses in enumerate(of_check(four, "moved")):
+        assert losses == [loss for _ in range(6 if rank < 2 else 2) for (loss,) in one]
+    for recipe, (loss,) in zip(MOVED_RECIPES, one, strict=True):
+        start, end = (latest(folder / name) for name in (f"{recipe} of one", f"moved {recipe}"))
+        assert start is not None
+        assert end is not None
+        assert {path.name for path in end.glob("model*")} == {
+            f"model-0000{each}-of-00002.safetensors" for each in (1, 2)
+        }
+        assert read_state(start) == read_state(end)
+        assert_same(folder / f"{recipe} of one", folder / f"moved {recipe}")
+        expected, found = (load_run(path.parent.parent).model.state_dict() for path in (start, end))
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert loss_after_move(folder, recipe, 1) == loss
+        assert_same(folder / f"{recipe} of one", folder / f"moved {recipe}")
+
+
+def test_each_rank_writes_its_shards(folder, two):
+    """Half of each matrix; what all ranks hold is shared out."""
     path = latest(folder / "delayed-2-1.0-2")
     assert path is not None
-    expected = load_file(path / "model.safetensors")
-    found = {key: torch.zeros_like(value) for key, value in expected.items()}
-    with pytest.warns(UserWarning, match="load in a single process"):
-        checkpoint.load(found, storage_reader=checkpoint.HuggingFaceStorageReader(str(path)), no_dist=True)  # type: ignore[attr-defined]
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    first, second = (load_file(path / f"model-0000{rank}-of-00002.safetensors") for rank in (1, 2))
+    whole = tensors(folder / "delayed-2-1.0-2")
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(torch.cat([first[name], second[name]]), whole[name])
+    path = latest(folder / "delayed-1-1.0-2")
+    assert path is not None
+    first, second = (load_file(path / f"model-0000{rank}-of-00002.safetensors") for rank in (1, 2))
+    assert first
+    assert second
+    assert not first.keys() & second.keys()
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_checkpoint_written_while_training_goes_on(folder, two, shard):
+    """The files are those of the step that was saved, though written after the next one."""
+    assert of_check(two, "in_background") == [["", ""]] * 2
+    assert_same(folder / f"delayed-{shard}-1.0-2", folder / f"background-{shard}")
+    expected = tensors(folder / f"cut-{shard}", "step-000003")
+    found = tensors(folder / f"background-{shard}", "step-000003")
+    assert expected.keys() == found.keys()
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "sync"), (1, "async")])
+def test_full_disk_of_one_rank(folder, two, index, name):
+    """A limit on file size makes every write of that rank fail, as a full disk does."""
+    first, second = (each[index] for each in of_check(two, "full_disk"))
+    target = folder / f"full {name}" / "checkpoints" / "step-000002"
+    assert first == second
+    assert first.startswith(f"rank 1: cannot save {str(target)!r}: File too large; free some space")
+    assert [path.name for path in target.parent.iterdir()] == ["step-000001"]
+    assert load_run(folder / f"full {name}").step == 1
 
 
 @pytest.mark.parametrize("shard", [1, 2])
@@ -203,6 +262,26 @@ def test_ranks_that_differ_are_named(two, check, begins):
     assert first.startswith(begins)
     assert " on rank 0 and " in first
     assert " on rank 1; " in first
+
+
+def test_replicas_of_a_shard_that_differ_are_named(four):
+    said = of_check(four, "altered_shard")
+    assert said == [said[0]] * 4
+    assert said[0].startswith(
+        "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', shard 1, element 32 is "
+    )
+    assert " on rank 1 and " in said[0]
+    assert " on rank 3; from here on" in said[0]
+
+
+@pytest.mark.parametrize(("shard", "waited"), [(1, "step 2, backward"), (2, "step 2, backward")])
+def test_stalled_rank_is_named(two, shard, waited):
+    """A rank that sleeps in a layer, while the other waits for it until a time-out of two seconds."""
+    first, second = (each[shard - 1] for each in of_check(two, "stalled"))
+    layer = "step 2, forward of layer 'model.layers.0'"
+    assert first.startswith(f"rank 1 did not come to a collective in which rank 0 waited in {waited}")
+    assert f"until torch's time-out: rank 1 was last seen in {layer} (asleep.<locals>.sleep, training_ranks_pr" in first
+    assert "did not come" not in second
 
 
 def test_settings_that_do_not_fit_the_ranks(two):

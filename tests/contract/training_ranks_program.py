@@ -5,10 +5,15 @@ A check is given the folder of the runs.
 
 import dataclasses
 import os
+import resource
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,16 +24,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import OctavoError
 from octavo.models import Llama
+from octavo.nn.tensor_parallel import whole
+from octavo.parallel import heartbeat
 from octavo.parallel.ranks import Ranks
 from octavo.parsing import read_tensors
 from octavo.text.tokens import open_data
-from octavo.training import checkpoint, loop, rank_layout, setup
+from octavo.training import checkpoint, checkpoint_shards, loop, rank_layout, setup
 from octavo.training.config import ParallelConfig, RunConfig
-from octavo.training.events import StepDone
+from octavo.training.evaluate import token_loss
+from octavo.training.events import Saved, StepDone
 from octavo.training.loop import Trainer, train
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.setup import build_model
-from tests.contract.rank_processes import Checks, run_ranks
+from tests.contract.rank_processes import Checks, regrouped, run_ranks
 from tests.unit.training.tiny_runs import tiny_config
 
 RECIPES = ("fp32", "bf16", "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
@@ -39,6 +47,7 @@ CHAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+MOVED_RECIPES = ("delayed", "blockwise", "mxfp8")
 LAYOUTS_OF_FOUR: dict[str, dict[str, int]] = {"ddp": {}, "fsdp2": {"shard": 4}, "hsdp": {"shard": 2, "data": 2}}
 
 
@@ -114,6 +123,43 @@ def interrupted(folder: Path) -> list[str]:
     return said
 
 
+def in_background(folder: Path) -> list[str]:
+    return [written_late(folder, shard) for shard in (1, 2)]
+
+
+def written_late(folder: Path, shard: int) -> str:
+    """A run whose save of step 3 begins to write when step 4 is over."""
+    stepped, write_data = threading.Event(), checkpoint_shards._ShardWriter.write_data
+
+    def write(*arguments: Any) -> Any:
+        assert stepped.wait(60)
+        return write_data(*arguments)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == STEPS:
+            stepped.set()
+
+    config = config_of(recipe="delayed", shard=shard, checkpoint_interval=3, async_checkpoints=True)
+    with mock.patch.object(checkpoint_shards._ShardWriter, "write_data", write):
+        return run(config, folder, f"background-{shard}", on_event=on_event)
+
+
+def full_disk(folder: Path) -> list[str]:
+    """The second rank's disk is full after the first checkpoint, in sight of the next save or of the end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, Saved) and distributed.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+
+    said = []
+    for name, in_background in (("sync", False), ("async", True)):
+        config = config_of(shard=2, checkpoint_interval=1, keep_checkpoints=0, async_checkpoints=in_background)
+        said.append(run(config, folder, f"full {name}", on_event=on_event))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return said
+
+
 def chain_of_two(folder: Path) -> str:
     return stopping(config_of(shard=2, **CHAIN), folder, "chain", after=4, resume=True)
 
@@ -154,25 +200,52 @@ def collectives(folder: Path) -> list[dict[str, int]]:
     return counts
 
 
+def resumed(config: RunConfig, folder: Path, name: str) -> Trainer:
+    """A trainer that continues a run."""
+    data = open_data(folder / "data")
+    model, converted = build_model(config, data.vocab_size)
+    trainer = Trainer(
+        config, folder / name, model, data=data, on_event=lambda _: None, converted=converted, ranks=Ranks.current()
+    )
+    assert trainer.checkpoint is not None
+    return trainer
+
+
 def loaded(folder: Path) -> list[bool]:
     """Whether the ranks hold, whole, what a checkpoint of one process holds; in every layout."""
-    size, data, equal = distributed.get_world_size(), open_data(folder / "data"), []
+    size, equal = distributed.get_world_size(), []
     for shard in (1, size):
-        config = config_of(recipe="delayed", shard=shard, grad_accumulation=size)
-        config = dataclasses.replace(config, training=dataclasses.replace(config.training, grad_accumulation=4))
-        model, converted = build_model(config, data.vocab_size)
-        trainer = Trainer(
-            config, folder / "of one", model, data=data, on_event=print, converted=converted, ranks=Ranks.current()
-        )
+        trainer = resumed(config_of(recipe="delayed", shard=shard, grad_accumulation=4), folder, "of one")
         assert trainer.checkpoint is not None
-        files = checkpoint._tensors_by_file(trainer.model, trainer.optimizer, trainer.ranks)
-        for name, tensors in files.items():
+        for name, tensors in checkpoint._tensors_by_file(trainer.model, trainer.optimizer).items():
             stored = read_tensors(trainer.checkpoint / name)
-            equal.append(
-                not trainer.ranks.is_first
-                or (stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in stored))
-            )
+            here = {key: whole(tensor.detach()) for key, tensor in tensors.items()}
+            equal.append(stored.keys() == here.keys() and all(torch.equal(stored[key], here[key]) for key in stored))
     return equal
+
+
+def loss_after_move(folder: Path, recipe: str, shard: int) -> float:
+    """Load a run's state on these ranks and save it again; returns the loss of a batch."""
+    trainer = resumed(config_of(recipe=recipe, shard=shard, grad_accumulation=4), folder, f"moved {recipe}")
+    assert trainer.checkpoint is not None
+    state = checkpoint.read_state(trainer.checkpoint)
+    assert trainer.step == state.step == STEPS, "the data's position"
+    trainer.model.eval()
+    inputs, targets = trainer.data.batch(0, batch_size=2, context=16, seed=1)
+    with torch.no_grad(), trainer.surroundings:
+        loss = token_loss(trainer.forward(inputs), targets).item()
+    trainer.saver.save(checkpoint.snapshot(state, model=trainer.model, optimizer=trainer.optimizer))
+    return loss
+
+
+def moved(folder: Path) -> list[float]:
+    """Runs of one process on two ranks, four, two again; in the layouts of each."""
+    rank, losses = distributed.get_rank(), []
+    for number, (size, shards) in enumerate(((2, (1, 2)), (4, (2, 1)), (2, (1, 2)))):
+        with regrouped(folder, f"move{number}", rank, size) as takes_part:
+            for shard, recipe in product(shards, MOVED_RECIPES) if takes_part else ():
+                losses.append(loss_after_move(folder, recipe, shard))
+    return losses
 
 
 def with_model(config: RunConfig, folder: Path, name: str, change: Callable[[Llama], None], **options: Any) -> str:
@@ -229,6 +302,51 @@ def altered_weight(folder: Path) -> str:
     return with_model(config_of(recipe="tensorwise"), folder, "altered weight", change, on_event=on_event)
 
 
+def altered_shard(folder: Path) -> str:
+    """One of two replicas of a shard."""
+
+    def on_event(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == 1 and models:
+            weight: Any = models[0].get_parameter("model.layers.0.self_attn.o_proj.weight")
+            weight.to_local().detach()[2, 0] += 1.0
+
+    models: list[Llama] = []
+    config = config_of(recipe="tensorwise", shard=2, grad_accumulation=4)
+    return with_model(config, folder, "altered shard", models.append, on_event=on_event)
+
+
+def stalled(folder: Path) -> list[str]:
+    """The second rank sleeps in its third forward pass of a layer; torch's time-out comes after two seconds."""
+    rank, said = distributed.get_rank(), []
+    for shard in (1, 2):
+        with regrouped(folder, f"stalled{shard}", rank, 2), mock.patch.object(heartbeat, "PATIENCE_S", 1.0):
+            said.append(asleep(folder, shard))
+    return said
+
+
+def asleep(folder: Path, shard: int) -> str:
+    calls: list[int] = []
+
+    def sleep(attention: nn.Module, _: object) -> None:
+        calls.extend([1] * attention.training)
+        if len(calls) == 3:
+            time.sleep(5)
+
+    def change(model: Llama) -> None:
+        model.get_submodule("model.layers.0.self_attn").register_forward_pre_hook(sleep)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, StepDone):
+            for group in list(distributed.distributed_c10d._world.pg_map):
+                distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+
+    try:
+        config = config_of(shard=shard, recipe="rowwise", grad_accumulation=4)
+        return with_model(config, folder, f"stalled {shard}", change, on_event=on_event)
+    except RuntimeError as error:
+        return str(error)
+
+
 def other_generator(folder: Path) -> str:
     def change(_: Llama) -> None:
         torch.manual_seed(9)
@@ -255,6 +373,8 @@ OF_TWO = (
     loss_scale,
     phases,
     interrupted,
+    in_background,
+    full_disk,
     collectives,
     loaded,
     nan_on_one_rank,
@@ -265,8 +385,9 @@ OF_TWO = (
     other_version,
     refused,
     chain_of_two,
+    stalled,
 )
-OF_FOUR = (loaded, four_ranks, chain_of_four)
+OF_FOUR = (loaded, four_ranks, chain_of_four, altered_shard, moved)
 
 
 def checks(ranks: int) -> Checks:

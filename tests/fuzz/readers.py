@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -37,6 +38,7 @@ from octavo.server.tensors import INFER, unpack
 from octavo.text.sources import load_documents
 from octavo.text.tokens import open_data
 from octavo.training.checkpoint import latest, load_checkpoint
+from octavo.training.checkpoint_files import MODEL, StoredTensors, name_of_part
 from octavo.training.comparison import Study
 from octavo.training.config import load_config, save_config
 from octavo.training.loop import train
@@ -121,6 +123,14 @@ def _checkpoint(folder: Path) -> None:
     training = tiny_config(recipe="delayed").training
     apply_recipe(model, training)
     load_checkpoint(path, model=model, optimizer=build_optimizer(model, config.training))
+
+
+def _parts(folder: Path) -> None:
+    """A matrix of which each rank has two rows."""
+    for rank in (0, 1):
+        places = json.dumps({"weight": {"saved_offsets": [2 * rank, 0]}})
+        file = folder / name_of_part(MODEL, rank, 2)
+        save_file({"weight": torch.ones(2, 4)}, file, metadata={"DCP_SHARDING_INFO": places})
 
 
 def _hugging_face(folder: Path) -> None:
@@ -227,6 +237,11 @@ READERS: dict[str, Reader] = {
     ),
     "checkpoint": Reader(
         functions=(load_checkpoint,), write=_run, read=_checkpoint, damage="run/checkpoints/**/*", cost=8
+    ),
+    "tensors of two ranks": Reader(
+        functions=(StoredTensors,),
+        write=_parts,
+        read=lambda folder: dict(StoredTensors(sorted(folder.glob("*.safetensors")))),
     ),
     "tokens": Reader(
         functions=(open_data,),

@@ -22,8 +22,8 @@ STEPS = 8
 PATIENCE = 300
 FAULTS = [
     [0, 1, "before backward", 1, "kill"],  # before there is a checkpoint
-    [1, 0, "in save", 4, "kill"],  # after the checkpoint of step 2
-    [2, 0, "in save", 4, "full"],
+    [1, 0, "after write", 4, "kill"],  # after the checkpoint of step 2
+    [2, 1, "before write", 4, "full"],
 ]
 
 
@@ -71,13 +71,14 @@ def one(data, tmp_path_factory):
 
 def test_killed_ranks_lose_nothing(tmp_path, data, one):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    rank = ["-m", "tests.integration.failing_rank", *command(tmp_path, config_of(data), "--json")]
+    arguments = command(tmp_path, config_of(data, async_checkpoints=True), "--json")
+    rank = ["-m", "tests.integration.failing_rank", *arguments]
     process = start([*torchrun, *rank], FAULTS=json.dumps(FAULTS))
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
     assert json.loads(stdout)["steps"] == STEPS, "one rank prints the result, once"
-    assert stderr.count("rank 0: cannot save ") == 1
-    assert "No space left on device" in stderr
+    assert stderr.count("rank 1: cannot save ") == 1
+    assert "step-000004': File too large; free some space" in stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")] == []
     assert_run_of_one(tmp_path, one)
 

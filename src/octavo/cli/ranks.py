@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
-from torch import distributed
 
 from octavo.cli.console import Terminated, complain, print_lines, sentence_of
 from octavo.errors import ConfigError, OctavoError
+from octavo.parallel.heartbeat import is_lost_connection
 from octavo.parallel.process_group import Launch, joined, place_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["as_rank", "start_ranks"]
 
 BAD_INPUT, DEFECT, TERMINATED = 2, 1, 128 + signal.SIGTERM
-LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
 NAMES_RANKS = ("rank ", "ranks ")
 
 
@@ -68,7 +67,7 @@ def _end(launch: Launch, error: Exception, *, code: int, shows_traceback: bool) 
 
     is_first = launch.note_failure()
     text = _described(error)
-    if _is_lost_connection(error):
+    if is_lost_connection(error):
         logging.getLogger(__name__).info("rank %d: %s", launch.ranks.rank, error)
         if not is_first:
             raise typer.Exit(TERMINATED) from None
@@ -109,13 +108,6 @@ def _described(error: Exception) -> str:
     if isinstance(error, OSError):
         return sentence_of(error)
     return str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _is_lost_connection(error: BaseException | None) -> bool:
-    """Return whether a collective failed, by torch's error or one that was raised from it."""
-    while error is not None and not isinstance(error, RuntimeError):
-        error = error.__cause__
-    return isinstance(error, distributed.DistError) or any(word in str(error) for word in LOST)
 
 
 def _first_line(error: Exception) -> str:

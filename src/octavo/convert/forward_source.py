@@ -18,6 +18,7 @@ them bound to it. The target of a loop or comprehension refers to all items, als
 """
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["ALL_MODULES", "ITEM", "NOT_A_CALL", "Chain", "ChildUses", "MethodSources", "uses_in"]
+__all__ = ["ALL_MODULES", "ITEM", "NOT_A_CALL", "Chain", "ChildUses", "uses_in"]
 
 Chain = tuple[str, ...]  # attribute names after self; ITEM for an index
 Arguments = tuple[tuple[str, tuple[Chain, ...]], ...]  # parameters of a method that children are passed to
@@ -65,28 +66,19 @@ class ChildUses:
         )
 
 
-class MethodSources:
-    """The parsed methods of classes, each read once."""
-
-    def __init__(self) -> None:
-        self._parsed: dict[Callable[..., object], ast.FunctionDef | None] = {}
-
-    def definitions(self, kind: type, name: str) -> Iterator[ast.FunctionDef]:
-        """Definitions of a method in a class and its bases, up to torch's ``Module``."""
-        for base in kind.__mro__:
-            if base is torch.nn.Module:
-                return
-            method = vars(base).get(name)
-            function = method.fget if isinstance(method, property) else method
-            function = function.__func__ if isinstance(function, staticmethod) else function
-            if not inspect.isfunction(function):
-                continue
-            if function not in self._parsed:
-                self._parsed[function] = _parse(function)
-            if (parsed := self._parsed[function]) is not None:
-                yield parsed
+def _definitions(kind: type, name: str) -> Iterator[ast.FunctionDef]:
+    """Definitions of a method in a class and its bases, up to torch's ``Module``."""
+    for base in kind.__mro__:
+        if base is torch.nn.Module:
+            return
+        method = vars(base).get(name)
+        function = method.fget if isinstance(method, property) else method
+        function = function.__func__ if isinstance(function, staticmethod) else function
+        if inspect.isfunction(function) and (parsed := _parse(function)) is not None:
+            yield parsed
 
 
+@functools.lru_cache(maxsize=4096)  # of a model's methods, for each conversion, report and change of recipe
 def _parse(function: Callable[..., object]) -> ast.FunctionDef | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
@@ -95,7 +87,7 @@ def _parse(function: Callable[..., object]) -> ast.FunctionDef | None:
     return tree.body[0] if tree.body and isinstance(tree.body[0], ast.FunctionDef) else None
 
 
-def uses_in(kind: type, sources: MethodSources, owner: torch.nn.Module | None = None) -> ChildUses:
+def uses_in(kind: type, owner: torch.nn.Module | None = None) -> ChildUses:
     """Collect the uses in ``forward`` and the methods it calls; ``owner`` selects the branches it takes."""
     uses, visited = ChildUses(), set[tuple[str, Arguments]]()
     pending: list[tuple[str, Arguments]] = [("forward", ())]
@@ -104,8 +96,8 @@ def uses_in(kind: type, sources: MethodSources, owner: torch.nn.Module | None = 
         if (name, arguments) in visited:
             continue
         visited.add((name, arguments))
-        for function in sources.definitions(kind, name):
-            visitor = _UseVisitor(function, uses, owner, lambda name: next(sources.definitions(kind, name), None))
+        for function in _definitions(kind, name):
+            visitor = _UseVisitor(function, uses, owner, lambda name: next(_definitions(kind, name), None))
             visitor.names |= {parameter: list(chains) for parameter, chains in arguments}
             visitor.visit_block(function.body)
             pending += visitor.calls

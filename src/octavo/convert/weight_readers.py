@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from octavo.convert.forward_source import ALL_MODULES, ITEM, NOT_A_CALL, Chain, ChildUses, MethodSources, uses_in
+from octavo.convert.forward_source import ALL_MODULES, ITEM, NOT_A_CALL, Chain, ChildUses, uses_in
 from octavo.nn import Linear
 
 __all__ = ["WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
@@ -65,16 +65,16 @@ def weight_readers(model: torch.nn.Module) -> dict[torch.nn.Module, WeightReader
 
 def _reads(model: torch.nn.Module) -> Iterator[tuple[WeightReader, Trail]]:
     """Yield every reader of every layer, with the modules from the reader to the layer."""
-    sources, uses_by_class = MethodSources(), dict[type, ChildUses]()
+    uses_by_class = dict[type, ChildUses]()
     for path, owner in model.named_modules():
         if type(owner).forward in FAST_PATHS:
             continue
         if type(owner) not in uses_by_class:
             has_children = next(owner.children(), None) is not None
-            uses_by_class[type(owner)] = uses_in(type(owner), sources) if has_children else ChildUses()
+            uses_by_class[type(owner)] = uses_in(type(owner)) if has_children else ChildUses()
         if not uses_by_class[type(owner)].read:
             continue
-        uses = uses_in(type(owner), sources, owner)
+        uses = uses_in(type(owner), owner)
         for chain in sorted(uses_by_class[type(owner)].read):
             reader = WeightReader(path, owner, chain in uses.read, uses.calls(chain))
             for trail in _trails(owner, chain):

@@ -1,18 +1,19 @@
 """Comparison of what must be equal on all ranks: versions and settings once, state every few steps.
 
 Ranks that differ train on without an error, each with gradients of the others' models. A comparison of state is one
-collective of one number, a digest; only where digests differ are the values themselves exchanged, to name what differs.
+collective of three digests; only where digests differ are the values themselves exchanged, to name what differs.
 """
 
 import zlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.parallel.ranks import Ranks
+from octavo.parallel.ranks import Ranks, named_ranks
 
 __all__ = ["require_equal", "require_equal_state"]
 
@@ -35,14 +36,19 @@ def require_equal(ranks: Ranks, values: Mapping[str, object], *, advice: str) ->
     for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
         column = [theirs.get(name) for theirs in by_rank]
         if any(value != column[0] for value in column):
-            _refuse(name, column, advice)
+            _refuse(name, dict(enumerate(column)), advice)
 
 
 @torch.no_grad()
 def require_equal_state(
-    ranks: Ranks, tensors: Mapping[str, Tensor], values: Mapping[str, object], *, advice: str
+    ranks: Ranks,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, object],
+    *,
+    advice: str,
+    shards: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Compare tensors and values by name, with one collective of one number where all are equal.
+    """Compare tensors and values by name, with one collective of three numbers where all are equal.
 
     A tensor's digest is the sum of its bits as integers: one that is equal in all elements but one differs.
 
@@ -51,44 +57,55 @@ def require_equal_state(
         tensors: tensors of this rank, none of them sharded.
         values: other values of this rank.
         advice: end of the error's sentence.
+        shards: parts of tensors, by names that say which; compared among the ranks that have the same parts.
 
     Raises:
         ConfigError: as :func:`require_equal`; of a tensor, the first element that differs.
     """
-    facts = {**values, **dict(zip(tensors, _sums_of_bits(list(tensors.values())), strict=True))}
-    digests = ranks.gathered_numbers([zlib.crc32(repr(facts).encode())])
-    if all(digest == digests[0] for digest in digests):
+    common, of_shards = dict(values) | _sums_of_bits(tensors), _sums_of_bits(shards)
+    numbers = [zlib.crc32(repr(each).encode()) for each in (common, list(shards), of_shards)]
+    digests = ranks.gathered_numbers(numbers)
+    parts = [tuple(row[1:]) for row in digests]
+    if len({row[0] for row in digests}) == 1 and len(set(parts)) == len({names for names, _ in parts}):
         return
     require_equal(ranks, values, advice=advice)
-    by_rank = ranks.gathered(facts)
-    name = next(name for name in facts if any(theirs.get(name) != facts[name] for theirs in by_rank))
-    elements = [theirs.get(name) for theirs in ranks.gathered({name: _elements(tensors.get(name))})]
-    require_equal(ranks, {f"{name}, element {i}": value for i, value in enumerate(elements[ranks.rank])}, advice=advice)
+    for shared, own in ((True, tensors), (False, shards)):
+        by_rank = ranks.gathered(common if shared else of_shards)
+        for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
+            holders = [rank for rank, theirs in enumerate(by_rank) if shared or name in theirs]
+            if len({by_rank[rank].get(name) for rank in holders}) > 1:
+                elements = ranks.gathered(_elements(own.get(name)))
+                _refuse_element(name, {rank: elements[rank] for rank in holders}, advice)
+
+
+def _refuse_element(name: str, elements: Mapping[int, Sequence[float]], advice: str) -> None:
+    """Refuse the first element that differs."""
+    for index in range(max(map(len, elements.values()))):
+        column = {rank: theirs[index] if index < len(theirs) else None for rank, theirs in elements.items()}
+        if len(set(map(repr, column.values()))) > 1:
+            _refuse(f"{name}, element {index}", column, advice)
 
 
 def _elements(tensor: Tensor | None) -> list[float]:
     return [] if tensor is None else tensor.flatten().tolist()
 
 
-def _sums_of_bits(tensors: list[Tensor]) -> list[int]:
+def _sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Sum of each tensor's elements as integers of their bits; one wait for the device."""
     if not tensors:
-        return []
-    flat = [tensor.detach().contiguous().flatten() for tensor in tensors]
-    return torch.stack([each.view(_integers(each)).sum() for each in flat]).tolist()
+        return {}
+    flat = [tensor.detach().contiguous().flatten() for tensor in tensors.values()]
+    sums = torch.stack([each.view(_integers(each)).sum() for each in flat]).tolist()
+    return dict(zip(tensors, sums, strict=True))
 
 
 def _integers(tensor: Tensor) -> torch.dtype:
     return torch.int32 if tensor.element_size() % torch.int32.itemsize == 0 else torch.uint8
 
 
-def _refuse(name: str, column: Sequence[object], advice: str) -> NoReturn:
+def _refuse(name: str, column: Mapping[int, object], advice: str) -> NoReturn:
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(column):
+    for rank, value in column.items():
         ranks_of.setdefault(repr(value), []).append(rank)
-    parts = [f"{value} on {_named(ranks)}" for value, ranks in ranks_of.items()]
+    parts = [f"{value} on {named_ranks(ranks)}" for value, ranks in ranks_of.items()]
     raise ConfigError(f"the ranks differ: {name} is {' and '.join(parts)}; {advice}")
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

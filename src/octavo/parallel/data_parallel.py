@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo.kernels.tracing import is_distributed
 
-__all__ = ["is_sharded", "laid_out_as", "local", "replicated", "sharded", "synchronizing"]
+__all__ = ["copied_to_cpu", "is_sharded", "laid_out_as", "local", "part_of", "replicated", "sharded", "synchronizing"]
 
 
 def replicated(model: nn.Module) -> DistributedDataParallel:
@@ -65,6 +65,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
+def part_of(tensor: Tensor) -> tuple[int, ...]:
+    """Which part of a sharded tensor this rank holds: its place along the mesh's dimensions that divide the tensor."""
+    place: Any = tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    return tuple(index for index, each in zip(place, placements, strict=True) if not each.is_replicate())
+
+
 def laid_out_as(layout: Tensor, values: Tensor) -> Tensor:
     """Return this rank's part of ``values``, which are the same on all ranks, sharded as ``layout`` is."""
     if not is_distributed(layout):
@@ -73,6 +80,17 @@ def laid_out_as(layout: Tensor, values: Tensor) -> Tensor:
 
     values = values.to(layout.device)
     return distribute_tensor(values, layout.device_mesh, layout.placements, src_data_rank=None)
+
+
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy in the CPU's memory; of a sharded tensor this rank's part, in a tensor that is sharded alike."""
+    copy = local(tensor.detach()).to("cpu", copy=True)
+    if not is_distributed(tensor):
+        return copy
+    from torch.distributed.tensor import DTensor
+
+    # DTensor.from_local would move the copy back to the mesh's device.
+    return DTensor(copy, tensor._spec, requires_grad=False)  # noqa: SLF001
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -149,7 +149,9 @@ class GradientReduction:
         """Context of a stream of its own on a GPU, so that backward goes on while gradients are sent."""
         if device.type != "cuda":
             return nullcontext()
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-__all__ = ["ALONE", "Ranks"]
+__all__ = ["ALONE", "Ranks", "named_ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,16 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence.
+
+    Example:
+        >>> named_ranks([0, 2])
+        'ranks 0, 2'
+    """
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _exchange_device() -> torch.device:

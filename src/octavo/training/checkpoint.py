@@ -8,9 +8,10 @@
 | state.json              | step, generators, loss scale, lines of metrics.jsonl, hashes of configuration, data, the |
 |                         | other files and its own values                                                           |
 
-There is no data position: batches are a function of the step. A run on several ranks has the same files: the first rank
-gathers the shards and writes them, and each rank loads its part. The files are written into a hidden folder, synced,
-and the folder is renamed; a full disk or a kill leaves earlier checkpoints unchanged. No file uses pickle.
+There is no data position: batches are a function of the step. On several ranks each writes a part of the first three
+files (:mod:`octavo.training.checkpoint_files`), and any number of ranks loads them. The files are written into a hidden
+folder, synced, and the folder is renamed; a full disk or a kill leaves earlier checkpoints unchanged. No file uses
+pickle.
 """
 
 import base64
@@ -18,7 +19,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,29 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo.checksums import file_digest, sealed, unsealed
+from octavo.checksums import sealed, unsealed
 from octavo.doctor.metrics_lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
 from octavo.files import disk_errors, remove_if_empty, replacing_folder
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
-from octavo.nn.tensor_parallel import whole
-from octavo.parallel.data_parallel import laid_out_as
+from octavo.parallel.data_parallel import copied_to_cpu, laid_out_as
 from octavo.parallel.ranks import ALONE, Ranks
-from octavo.parsing import read_json, read_tensors
+from octavo.parsing import read_json
+from octavo.training.checkpoint_files import (
+    MODEL,
+    OPTIMIZER,
+    SCALING,
+    STATE,
+    StoredTensors,
+    fingerprint,
+    is_own_name,
+    stored_tensors,
+)
 from octavo.training.loss_scaling import LossScaler
 
 __all__ = [
     "CheckpointState",
+    "Snapshot",
     "foreign_file",
     "latest",
     "load_checkpoint",
@@ -47,12 +58,12 @@ __all__ = [
     "read_state",
     "remove_checkpoints",
     "save_checkpoint",
+    "snapshot",
+    "write_checkpoint",
 ]
 
 FORMAT_VERSION = 1
-FOLDER, STATE = "checkpoints", "state.json"
-MODEL, OPTIMIZER, SCALING = "model.safetensors", "optimizer.safetensors", "scaling.safetensors"
-OWN_FILES = (MODEL, OPTIMIZER, SCALING, STATE)
+FOLDER = "checkpoints"
 STEP_NAME = re.compile(r"step-(\d+)")
 
 
@@ -75,6 +86,38 @@ class CheckpointState:
     metrics: LinesWritten | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A run between two steps, as a checkpoint will hold it.
+
+    Attributes:
+        step: finished optimizer updates.
+        files: tensors by name, by the name of their file.
+        content: state.json without the hashes of files.
+    """
+
+    step: int
+    files: dict[str, dict[str, Tensor]]
+    content: dict[str, Any]
+
+    def copied(self) -> "Snapshot":
+        """Return one whose tensors are copies in the CPU's memory, which further steps do not change."""
+        files = {
+            file: {name: copied_to_cpu(tensor) for name, tensor in own.items()} for file, own in self.files.items()
+        }
+        return replace(self, files=files)
+
+
+def snapshot(
+    state: CheckpointState, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler | None = None
+) -> Snapshot:
+    """Return what a checkpoint will hold; weights and moments are not copied."""
+    content = {"format": FORMAT_VERSION, **asdict(state), "generators": _generators()}
+    if scaler is not None:
+        content["loss_scaler"] = scaler.state_dict()
+    return Snapshot(step=state.step, files=_tensors_by_file(model, optimizer), content=content)
+
+
 def save_checkpoint(
     run_dir: Path,
     state: CheckpointState,
@@ -85,25 +128,34 @@ def save_checkpoint(
     keep_last: int = 0,
     ranks: Ranks = ALONE,
 ) -> Path:
+    """Write ``checkpoints/step-…`` from all ranks: :func:`write_checkpoint` of a :func:`snapshot`."""
+    now = snapshot(state, model=model, optimizer=optimizer, scaler=scaler)
+    return write_checkpoint(run_dir, now, keep_last=keep_last, ranks=ranks)
+
+
+def write_checkpoint(
+    run_dir: Path, saved: Snapshot, *, keep_last: int = 0, ranks: Ranks = ALONE, group: Any = None
+) -> Path:
     """Write ``checkpoints/step-…`` and remove all but the ``keep_last`` newest (0 keeps all).
 
-    All ranks call it; the first one writes, and holds the whole model and optimizer state in its CPU's memory for it.
+    Args:
+        run_dir: the run's folder.
+        saved: what to write.
+        keep_last: number of checkpoints to keep.
+        ranks: all of them call this, and each writes what it holds.
+        group: their process group; None for the default one.
 
     Raises:
         CheckpointError: the files cannot be written; earlier checkpoints are untouched.
     """
-    target, files = run_dir / FOLDER / f"step-{state.step:06d}", _tensors_by_file(model, optimizer, ranks)
-    if not ranks.is_first:
-        return target
-    try:
-        with replacing_folder(target, is_own=Path.is_dir) as temporary:
-            _write(temporary, state, files, scaler)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot save {str(target)!r}: {error.strerror or error}; free some space or choose another disk and "
-            "resume, earlier checkpoints are intact"
-        ) from error
-    if keep_last:
+    target = run_dir / FOLDER / f"step-{saved.step:06d}"
+    if ranks.size == 1:
+        _write_alone(target, saved)
+    else:
+        from octavo.training.checkpoint_shards import write_shards  # torch takes a second to import what this needs
+
+        write_shards(target, saved.files, lambda folder, sums: _write_state(folder, saved, sums), group=group)
+    if keep_last and ranks.is_first:
         for old in _complete(run_dir)[:-keep_last]:
             shutil.rmtree(old)
     return target
@@ -123,8 +175,8 @@ def remove_checkpoints(run_dir: Path) -> None:
     """Remove all checkpoints, including unfinished ones, by the names of their files."""
     for path in (run_dir / FOLDER).glob("*"):
         if STEP_NAME.fullmatch(path.name.removeprefix(".").partition(".")[0]):
-            for name in OWN_FILES:
-                (path / name).unlink(missing_ok=True)
+            for file in [each for each in path.iterdir() if is_own_name(each.name)]:
+                file.unlink()
             remove_if_empty(path)
     remove_if_empty(run_dir / FOLDER)
 
@@ -161,12 +213,11 @@ def load_model(path: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: a damaged file, or tensors of another model; the model is then unchanged.
     """
-    raw = _read_json(path)
+    sums = _fingerprints(_read_json(path))
     model_tensors = _unique_tensors(model)
-    tensors = _read_tensors(path, MODEL, raw)
-    _check_shapes(path / MODEL, {name: tensor.shape for name, tensor in model_tensors.items()}, tensors)
-    scaling = _read_tensors(path, SCALING, raw)
-    load_scaling_state(model, scaling)
+    tensors = stored_tensors(path, MODEL, sums)
+    _check_shapes(path, {name: tensor.shape for name, tensor in model_tensors.items()}, tensors)
+    load_scaling_state(model, dict(stored_tensors(path, SCALING, sums)))
     with torch.no_grad():
         for name, tensor in model_tensors.items():
             tensor.copy_(laid_out_as(tensor, tensors[name]))
@@ -182,9 +233,9 @@ def load_checkpoint(
     """
     raw = _read_json(path)
     state = _state_from(path, raw)
-    moments = _read_tensors(path, OPTIMIZER, raw)
+    moments = stored_tensors(path, OPTIMIZER, _fingerprints(raw))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    _check_shapes(path / OPTIMIZER, _moment_shapes(parameters), moments)
+    _check_shapes(path, _moment_shapes(parameters), moments)
     if scaler is not None:
         scaler.load_state_dict(raw.get("loss_scaler", {}))
     load_model(path, model)
@@ -202,33 +253,31 @@ def _as_moment(moment: Tensor, parameter: Tensor) -> Tensor:
     return laid_out_as(parameter, moment) if moment.ndim else moment
 
 
-def _tensors_by_file(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file; on several ranks whole ones on the first rank, with which the others share theirs."""
+def _tensors_by_file(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {
         f"{names[parameter]}/{key}": value for parameter, own in optimizer.state.items() for key, value in own.items()
     }
-    files = {MODEL: _unique_tensors(model), OPTIMIZER: moments, SCALING: scaling_state(model)}
-    if ranks.size == 1:
-        return files
-    for tensors in files.values():
-        for name, tensor in tensors.items():
-            gathered = whole(tensor.detach())
-            tensors[name] = gathered.cpu() if ranks.is_first else tensor
-    return files
+    return {MODEL: _unique_tensors(model), OPTIMIZER: moments, SCALING: scaling_state(model)}
 
 
-def _write(
-    folder: Path, state: CheckpointState, files: dict[str, dict[str, Tensor]], scaler: LossScaler | None
-) -> None:
-    for name, tensors in files.items():
-        with disk_errors(folder / name):
-            save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
-    sums = {name: _fingerprint(folder / name) for name in files}
-    content = {"format": FORMAT_VERSION, **asdict(state), "files": sums, "generators": _generators()}
-    if scaler is not None:
-        content["loss_scaler"] = scaler.state_dict()
-    (folder / STATE).write_text(json.dumps(sealed(content), indent=1) + "\n", encoding="utf-8")
+def _write_alone(target: Path, saved: Snapshot) -> None:
+    try:
+        with replacing_folder(target, is_own=Path.is_dir) as temporary:
+            for name, tensors in saved.files.items():
+                with disk_errors(temporary / name):
+                    save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, temporary / name)
+            _write_state(temporary, saved, {name: fingerprint(temporary / name) for name in saved.files})
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save {str(target)!r}: {error.strerror or error}; free some space or choose another disk and "
+            "resume, earlier checkpoints are intact"
+        ) from error
+
+
+def _write_state(folder: Path, saved: Snapshot, sums: dict[str, dict[str, Any]]) -> None:
+    content = json.dumps(sealed({**saved.content, "files": sums}), indent=1)
+    (folder / STATE).write_text(content + "\n", encoding="utf-8")
 
 
 def _complete(run_dir: Path) -> list[Path]:
@@ -242,7 +291,7 @@ def _is_own(path: Path) -> bool:
     """Return True for the folder of a checkpoint, complete or not, and for the files in it."""
     folder = path if path.is_dir() else path.parent
     is_step = STEP_NAME.fullmatch(folder.name.removeprefix(".").partition(".")[0]) and folder.parent.name == FOLDER
-    return bool(is_step) and (path == folder or path.name in OWN_FILES)
+    return bool(is_step) and (path == folder or is_own_name(path.name))
 
 
 def _step_of(path: Path) -> int:
@@ -264,32 +313,17 @@ def _moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return shapes
 
 
-def _check_shapes(path: Path, expected: Mapping[str, torch.Size], stored: Mapping[str, Tensor]) -> None:
+def _check_shapes(path: Path, expected: Mapping[str, torch.Size], stored: StoredTensors) -> None:
     missing, extra = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
     advice = "it belongs to another model; resume with the configuration it was saved under"
     if missing or extra:
         what = f"has no tensor {missing[0]!r}" if missing else f"has a tensor {extra[0]!r} that the model has not"
         raise CheckpointError(f"{str(path)!r} {what}; {advice}")
     for name, shape in expected.items():
-        if stored[name].shape != shape:
+        if stored.shapes[name] != shape:
             raise CheckpointError(
-                f"{str(path)!r} holds {name!r} as {list(stored[name].shape)}, the model needs {list(shape)}; {advice}"
+                f"{str(path)!r} holds {name!r} as {list(stored.shapes[name])}, the model needs {list(shape)}; {advice}"
             )
-
-
-def _read_tensors(path: Path, name: str, raw: dict[str, Any]) -> dict[str, Tensor]:
-    file = path / name
-    advice = f"delete {str(path)!r} to continue from an earlier checkpoint"
-    try:
-        found, expected = _fingerprint(file), raw["files"][name]
-        if found != expected:
-            what = f"has {found['bytes']} bytes, not {expected['bytes']}"
-            if found["bytes"] == expected["bytes"]:
-                what = "is not what was saved (its SHA-256 differs)"
-            raise CheckpointError(f"{str(file)!r} is damaged: it {what}; {advice}")
-        return read_tensors(file)
-    except (OSError, DataError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read: {error}; {advice}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -328,8 +362,9 @@ def _state_from(path: Path, raw: dict[str, Any]) -> CheckpointState:
         ) from error
 
 
-def _fingerprint(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": file_digest(file)}
+def _fingerprints(raw: dict[str, Any]) -> dict[str, Any]:
+    sums = raw.get("files")
+    return sums if isinstance(sums, dict) else {}
 
 
 def _generators() -> dict[str, str]:

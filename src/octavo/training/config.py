@@ -163,6 +163,7 @@ class TrainingConfig:
         log: where the numbers are copied to: "tensorboard", "wandb", "mlflow", "trackio"; may be empty.
         checkpoint_interval: updates between checkpoints; 0 saves only at the end.
         keep_checkpoints: number of newest checkpoints to keep; 0 keeps all.
+        async_checkpoints: train on while a checkpoint is written, from a copy in the CPU's memory.
     """
 
     recipe: str = "tensorwise"
@@ -198,6 +199,7 @@ class TrainingConfig:
     log: tuple[str, ...] = (TENSORBOARD,)
     checkpoint_interval: int = 0
     keep_checkpoints: int = 2
+    async_checkpoints: bool = False
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe, self.recipe_options)
@@ -282,8 +284,9 @@ class RunConfig:
     @property
     def free_to_change(self) -> tuple[str, ...]:
         """Keys without effect on results: layout, loggers, and intervals (statistics' without the autopilot)."""
-        saving = ("training.log", "training.checkpoint_interval", "training.keep_checkpoints", *_LAYOUT)
-        return saving if self.training.autopilot else (*saving, "training.statistics_interval")
+        saving = ("checkpoint_interval", "keep_checkpoints", "async_checkpoints")
+        free = ("training.log", *(f"training.{key}" for key in saving), *_LAYOUT)
+        return free if self.training.autopilot else (*free, "training.statistics_interval")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers for TOML and JSON."""

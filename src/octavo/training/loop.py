@@ -34,13 +34,15 @@ from octavo.models import Llama
 from octavo.nn.scaling_state import discard_step, rescale_gradient_history, update_scales
 from octavo.nn.tensor_parallel import whole
 from octavo.parallel.data_parallel import synchronizing
+from octavo.parallel.heartbeat import Heartbeat
 from octavo.parallel.ranks import ALONE, Ranks
 from octavo.text.tokens import TokenData
 from octavo.training.autopilot import Autopilot
-from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
+from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, snapshot
+from octavo.training.checkpoint_saver import CheckpointSaver
 from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate, token_loss
-from octavo.training.events import Evaluated, Notice, OnEvent, Saved, StepDone
+from octavo.training.events import Evaluated, Notice, OnEvent, StepDone
 from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_peak_memory
 from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
@@ -136,12 +138,21 @@ class Trainer:
         self.checkpoint = None if resumed is None else self._continue_from(resumed[0])
         self.watcher = build_watcher(self.training, self.model, self.optimizer, run_dir if ranks.is_first else None)
         self.step_seconds: list[float] = []
+        layers = {f"model.layers.{index}": layer for index, layer in enumerate(model.model.layers)}
+        self.heartbeat = Heartbeat(ranks, layers)
+        self.saver = CheckpointSaver(
+            run_dir,
+            self.emit,
+            keep_last=self.training.keep_checkpoints,
+            is_async=self.training.async_checkpoints,
+            ranks=ranks,
+        )
 
     def run(self, stop: StopRequest) -> TrainResult:
         """Train to the last step, or to the end of the step in which ``stop`` is requested."""
         self.stop = stop
         reset_peak_memory(self.device)
-        with closing(self.open_log()) as log:
+        with closing(self.open_log()) as log, self.saver, self.heartbeat:
             if self.checkpoint is None:
                 self._evaluate(log)
             else:
@@ -226,11 +237,14 @@ class Trainer:
         losses = []
         for index, (inputs, targets) in enumerate(self._batches()):
             with self._synchronizing(now=index == self.micro_batches - 1):
+                self.heartbeat.enter(f"step {self.step + 1}, forward")
                 with self.surroundings:
                     loss = token_loss(self.forward(inputs), targets)
                 part = loss * share
+                self.heartbeat.enter(f"step {self.step + 1}, backward")
                 (part if self.scaler is None else self.scaler.scale(part)).backward()
             losses.append(loss.detach())
+        self.heartbeat.enter(f"step {self.step + 1}, after backward")
         overflowed = self.scaler is not None and not self.scaler.unscale_(self.optimizer)
         return self._mean_loss(torch.stack(losses)), self._clip(), overflowed
 
@@ -413,6 +427,7 @@ class Trainer:
         return self.step == self.training.steps or (interval > 0 and self.step % interval == 0)
 
     def _evaluate(self, log: Log) -> None:
+        self.heartbeat.enter(f"the evaluation after step {self.step}")
         result = evaluate(
             self.model,
             self.data,
@@ -430,6 +445,7 @@ class Trainer:
         self.emit(Evaluated(step=self.step, steps=self.training.steps, nats=result.nats, perplexity=result.perplexity))
 
     def _save(self, log: Log) -> None:
+        self.heartbeat.enter(f"the save after step {self.step}")
         state = CheckpointState(
             step=self.step,
             config_hash=self.config.config_hash(),
@@ -437,16 +453,7 @@ class Trainer:
             model=asdict(self.model.config),
             metrics=log.on_disk(),
         )
-        self.checkpoint = save_checkpoint(
-            self.run_dir,
-            state,
-            model=self.model,
-            optimizer=self.optimizer,
-            scaler=self.scaler,
-            keep_last=self.training.keep_checkpoints,
-            ranks=self.ranks,
-        )
-        self.emit(Saved(step=self.step, path=self.checkpoint))
+        self.saver.save(snapshot(state, model=self.model, optimizer=self.optimizer, scaler=self.scaler))
 
     def _continue_from(self, checkpoint: Path) -> Path:
         apply_recipe(self.model, self.training, step=self.step)
@@ -464,6 +471,6 @@ class Trainer:
             validation_curve=validation_curve,
             tokens_per_second=self.training.tokens_per_step / typical,
             peak_memory_bytes=peak_memory_bytes(self.device),
-            checkpoint=self.checkpoint,
+            checkpoint=self.saver.newest or self.checkpoint,
             converted=self.converted,
         )

@@ -43,7 +43,8 @@ class ParallelConfig:
             multiple = "" if self.data else "a multiple of "
             raise ConfigError(
                 f"[parallel] {need} needs {multiple}{(self.data or 1) * self.shard} ranks, and {ranks} "
-                f"{'is' if ranks == 1 else 'are'} running; start as many with --nproc, or change [parallel]"
+                f"{'is' if ranks == 1 else 'are'} running; start as many by octavo train --nproc or torchrun, or set "
+                "[parallel] to what is running; other commands train on one rank"
             )
         return replicas
 

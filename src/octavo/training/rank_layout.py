@@ -4,16 +4,17 @@ import platform
 import zlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octavo._lazy import own_version
 from octavo.errors import ConfigError
+from octavo.kernels.tracing import is_distributed
 from octavo.models import Llama
 from octavo.nn import Linear
 from octavo.nn.scaling_state import read_scaling_state
 from octavo.parallel import gather_in_fp8
 from octavo.parallel.agreement import require_equal, require_equal_state
-from octavo.parallel.data_parallel import replicated, sharded
+from octavo.parallel.data_parallel import local, part_of, replicated, sharded
 from octavo.parallel.ranks import Ranks
 from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig, TrainingConfig
@@ -84,7 +85,7 @@ def _gather_in_fp8(model: nn.Module, training: TrainingConfig) -> None:
 
 
 def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *, step: int) -> None:
-    """Compare scales, recipes, generators, step and unsharded weights of the ranks, if it is due after this step.
+    """Compare scales, recipes, generators, step and the replicas' weights, if it is due after this step.
 
     Raises:
         ConfigError: they differ; all ranks raise together.
@@ -103,12 +104,24 @@ def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *
         f"torch's {kind} generator": f"state {zlib.crc32(state.numpy().tobytes()):08x}"
         for kind, state in states.items()
     }
-    weights = {} if parallel.shard > 1 else {f"weight {name!r}": value for name, value in model.named_parameters()}
+    weights, shards = _weights(model) if parallel.replicas(ranks.size) > 1 else ({}, {})
     scales = {f"scaling state {name!r}": value for name, value in read_scaling_state(model).items()}
     require_equal_state(
         ranks,
         scales | weights,
         {"the step": step, **recipes, **generators},
+        shards=shards,
         advice="from here on they train different models; resume from the last checkpoint, and suspect the machine of "
         "the rank that is alone",
     )
+
+
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights that each rank has whole, and this rank's parts of the others, by names that say which part."""
+    weights, shards = dict[str, Tensor](), dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        if is_distributed(parameter):
+            shards[f"weight {name!r}, shard {', '.join(map(str, part_of(parameter)))}"] = local(parameter)
+        else:
+            weights[f"weight {name!r}"] = parameter
+    return weights, shards

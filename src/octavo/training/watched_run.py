@@ -43,6 +43,7 @@ OF_THE_MACHINE = {
     "threads",
     "checkpoint_interval",
     "keep_checkpoints",
+    "async_checkpoints",
     "statistics_interval",
     "cache_weights",
     "autopilot",

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,17 +16,24 @@ from octavo.errors import CheckpointError
 from octavo.models import Llama
 from octavo.training.checkpoint import (
     CheckpointState,
-    _fingerprint,
+    foreign_file,
     latest,
     load_checkpoint,
     load_model,
     read_state,
+    remove_checkpoints,
     save_checkpoint,
+    snapshot,
+    write_checkpoint,
 )
+from octavo.training.checkpoint_files import fingerprint
+from octavo.training.checkpoint_saver import CheckpointSaver
 from octavo.training.config import ModelConfig, TrainingConfig
 from octavo.training.evaluate import token_loss
+from octavo.training.events import Saved
 from octavo.training.precision import apply_recipe
 from octavo.training.setup import build_optimizer
+from tests.unit.training.checkpoint_parts import divided
 from tests.unit.training.tiny_runs import MODEL
 
 SHAPE = MODEL.llama(vocab_size=50, max_positions=8)
@@ -210,7 +218,7 @@ def test_file_without_a_tensor_is_refused(saved):
     del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors")
     raw = unsealed(json.loads((path / "state.json").read_text()))
-    raw["files"]["model.safetensors"] = _fingerprint(path / "model.safetensors")
+    raw["files"]["model.safetensors"] = fingerprint(path / "model.safetensors")
     (path / "state.json").write_text(json.dumps(sealed(raw)))
     with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head.weight'"):
         load_model(path, build()[0])
@@ -253,3 +261,80 @@ def test_state_without_a_checksum_is_read_as_an_older_one(tmp_path):
     del content["metrics"]
     (path / "state.json").write_text(json.dumps(content))
     assert read_state(path) == state()
+
+
+def test_files_of_two_ranks_are_those_of_one_process(tmp_path):
+    model, optimizer = build("delayed")
+    train_a_little(model, optimizer)
+    path = save_checkpoint(tmp_path, state(), model=model, optimizer=optimizer)
+    divided(path)
+    other, other_optimizer = build("delayed", seed=9)
+    load_checkpoint(path, model=other, optimizer=other_optimizer)
+    expected, found = everything(model, optimizer), everything(other, other_optimizer)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert foreign_file(tmp_path) is None
+    remove_checkpoints(tmp_path)
+    assert not path.exists()
+
+
+def test_a_missing_part_is_refused(saved):
+    _, _, path = saved
+    divided(path)
+    raw = unsealed(json.loads((path / "state.json").read_text()))
+    del raw["files"]["model-00002-of-00002.safetensors"]
+    (path / "state.json").write_text(json.dumps(sealed(raw)))
+    with pytest.raises(CheckpointError, match=r"has no tensor|the pieces of .* have"):
+        load_model(path, build()[0])
+
+
+def test_saved_while_training_goes_on(tmp_path, monkeypatch):
+    """The thread writes what the weights were; the next save waits for it, and reports what went wrong."""
+    model, optimizer = build("delayed")
+    train_a_little(model, optimizer)
+    expected, may_write = everything(model, optimizer), threading.Event()
+    events: list[object] = []
+
+    def write(*arguments, **options):
+        assert may_write.wait(60)
+        return write_checkpoint(*arguments, **options)
+
+    monkeypatch.setattr("octavo.training.checkpoint_saver.write_checkpoint", write)
+    with CheckpointSaver(tmp_path, events.append, is_async=True) as saver:
+        saver.save(snapshot(state(1), model=model, optimizer=optimizer))
+        train_a_little(model, optimizer)
+        assert latest(tmp_path) is None
+        assert not events
+        may_write.set()
+    assert saver.newest is not None
+    assert events == [Saved(step=1, path=saver.newest)]
+    other, other_optimizer = build("delayed", seed=9)
+    load_checkpoint(saver.newest, model=other, optimizer=other_optimizer)
+    found = everything(other, other_optimizer)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_error_of_the_writing_thread_is_raised_by_the_next_save_or_the_end(tmp_path):
+    model, optimizer = build()
+    now = snapshot(state(1), model=model, optimizer=optimizer)
+    (tmp_path / "checkpoints").write_text("a file where the folder belongs")
+    with CheckpointSaver(tmp_path, print, is_async=True) as saver:
+        saver.save(now)
+        with pytest.raises(CheckpointError, match=r"cannot save .*step-000001"):
+            saver.save(now)
+    saver = CheckpointSaver(tmp_path, print, is_async=True)
+    with pytest.raises(CheckpointError, match=r"cannot save .*step-000001"), saver:
+        saver.save(now)
+
+
+def test_error_that_ends_a_run_is_not_hidden_by_one_of_its_last_save(tmp_path):
+    model, optimizer = build()
+    (tmp_path / "checkpoints").write_text("a file where the folder belongs")
+
+    def fail():
+        with CheckpointSaver(tmp_path, print, is_async=True) as saver:
+            saver.save(snapshot(state(1), model=model, optimizer=optimizer))
+            raise ValueError("the run's own")
+
+    with pytest.raises(ValueError, match="the run's own"):
+        fail()

@@ -112,7 +112,7 @@ def test_config_is_immutable():
 
 def test_hash_changes_with_every_key_that_matters():
     one = RunConfig().config_hash()
-    free = {"log", "checkpoint_interval", "keep_checkpoints", "statistics_interval"}
+    free = {"log", "checkpoint_interval", "keep_checkpoints", "async_checkpoints", "statistics_interval"}
     special = {
         "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "loss_scale": "dynamic",
         "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5, "overrides": {"*.q_proj": "bf16"}, "log": (),

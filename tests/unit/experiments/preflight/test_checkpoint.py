@@ -76,7 +76,7 @@ def test_scaling_state_that_is_not_complete_is_refused(own, run, monkeypatch):
     state = load_file(folder / "scaling.safetensors")
     del state["model.layers.0.mlp.up_proj.input.amax"]
     save_file(state, folder / "scaling.safetensors")
-    monkeypatch.setattr("octavo.training.checkpoint._fingerprint", lambda file: recorded(folder, file))
+    monkeypatch.setattr("octavo.training.checkpoint_files.fingerprint", lambda file: recorded(folder, file))
     assert "1 keys missing ['model.layers.0.mlp.up_proj.input.amax']" in refused(own, run)
 
 
