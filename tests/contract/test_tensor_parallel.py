@@ -112,6 +112,30 @@ def test_layers_that_are_given_the_same_input_cast_it_once(found):
         assert results == {"tensorwise": ([], 12), "rowwise": ([], 12), "mxfp8": ([], 12)}
 
 
+def test_inputs_are_gathered_as_codes(found):
+    """With results bit for bit those of gathered values; layers that cannot share a gather sum gradients apart.
+
+    Two layers share an input of 65536 elements on each rank; three steps of training, then an evaluation, where each
+    layer casts for itself. A recipe that casts the transpose by other groups sends both codes in training.
+    """
+    elements, rows, blocks = 65536, 4 * 256, 4 * 256 * 256
+    sizes = {
+        "tensorwise": (elements, elements, 1),
+        **dict.fromkeys(("delayed", "delayed_te", "article"), (elements, elements, 2)),
+        "rowwise": (2 * elements + rows, elements + rows, 1),
+        "blockwise": (2 * (elements + blocks // 128), elements + blocks // 128, 1),
+        "mxfp8": (2 * (elements + blocks // 128), elements + blocks // 128, 1),
+    }
+    for results in found("use", "gathered_inputs"):
+        assert len(results) == 12
+        for name, (differences, sent) in results.items():
+            recipe, positions = name.split()
+            training, evaluation, layers = sizes.get(recipe, (0, 0, 0)) if positions == "256" else (0, 0, 0)
+            assert sent == [training] * 3 * layers + [evaluation] * 2 * bool(layers), name
+            assert differences.pop("inputs") <= (0 if layers == 1 or recipe == "bf16" else 2e-7), name
+            assert not any(differences.values()), name
+
+
 def test_checkpoints_are_those_of_parallelized_linear_layers(found):
     """A checkpoint of two ranks is read by the ranks and by one process, scaling state too."""
     assert found("use", "saved") == [{"alike": True, "ranks": True, "one process": True}] * 2

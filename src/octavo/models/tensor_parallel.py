@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from octavo.errors import ConfigError
 from octavo.models.llama import Llama
+from octavo.parallel import gather_input_in_fp8
 
 __all__ = ["divide"]
 
@@ -47,7 +48,7 @@ class _Norm(ParallelStyle):
         return distribute_module(module, device_mesh, input_fn=as_dtensor)
 
 
-def divide(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
+def divide(model: Llama, mesh: DeviceMesh, *, sequence: bool, codes: bool = False) -> None:
     """Let the ranks of a mesh share each layer of a model, in place.
 
     Args:
@@ -55,6 +56,7 @@ def divide(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
             ``loss_parallel``.
         mesh: the ranks, along one dimension.
         sequence: share the positions between the layers too; the ranks divide the length of a sequence.
+        codes: gather positions as FP8 codes (:func:`octavo.parallel.gather_input_in_fp8`).
 
     Raises:
         ConfigError: the ranks do not divide the heads, or a layer into multiples of its recipe's blocks.
@@ -65,8 +67,11 @@ def divide(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
             f"{ranks} ranks cannot share {heads} query heads and {kv_heads} key-value heads; set model.num_heads and "
             f"model.num_kv_heads to multiples of {ranks}, or parallel.tensor to a number that divides both"
         )
-    stream: Placement = Shard(POSITIONS) if sequence else Replicate()
-    norm, whole, rows = _Norm(stream), Replicate(), RowwiseParallel(output_layouts=stream)
+    whole, stream = Replicate(), Shard(POSITIONS) if sequence else Replicate()
+    norm, rows, columns = _Norm(stream), RowwiseParallel(output_layouts=stream), ColwiseParallel()
+    taken: Placement = whole  # by the layers of attention and MLP
+    if codes and sequence:
+        taken, columns = stream, gather_input_in_fp8(ColwiseParallel(input_layouts=stream))
     rest = (None, None, None)  # angles and attention
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=stream),
@@ -74,11 +79,11 @@ def divide(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
         "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
     }
     layer: dict[str, ParallelStyle] = {
-        "self_attn": PrepareModuleInput(input_layouts=(stream, *rest), desired_input_layouts=(whole, *rest)),
-        "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
+        "self_attn": PrepareModuleInput(input_layouts=(stream, *rest), desired_input_layouts=(taken, *rest)),
+        "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(taken,)),
         **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm),
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        **{f"self_attn.{name}_proj": columns for name in "qkv"},
+        **{f"mlp.{name}_proj": columns for name in ("gate", "up")},
         **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), rows),
     }
     plan |= {f"model.layers.*.{name}": style for name, style in layer.items()}

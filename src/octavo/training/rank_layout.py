@@ -22,7 +22,7 @@ from octavo.parallel.ranks import Ranks
 from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.parallel_config import ParallelConfig
-from octavo.training.precision import apply_recipe, resolve_device
+from octavo.training.precision import apply_recipe, recipe_named, resolve_device
 from octavo.training.recipe_choice import PLAIN_RECIPES
 
 if TYPE_CHECKING:
@@ -97,7 +97,11 @@ def _divide(model: Llama, mesh: "DeviceMesh", training: TrainingConfig, *, seque
     """Let ranks share each layer, whose slices fit the recipes of all phases."""
     from octavo.models.tensor_parallel import divide
 
-    divide(model, mesh, sequence=sequence)
+    fp8 = [recipe_named(name, training) for name in _first_steps(training) if name not in PLAIN_RECIPES]
+    dynamic = not any(recipe.is_delayed or recipe.has_static_input for recipe in fp8)
+    divide(
+        model, mesh, sequence=sequence, codes=bool(fp8) and dynamic
+    )  # q, k and v share a gather if they share scales
     for step in _first_steps(training).values():
         apply_recipe(model, training, step=step)
         for layer in model.modules():
