@@ -83,7 +83,7 @@ class RowGather:
     def _gathered(self, parts: list[QuantizedTensor]) -> list[QuantizedTensor]:
         """The whole operands of [m, K], and of the transpose [K, m]."""
         tensors = [(each, axis) for axis, part in enumerate(parts) for each in self._divided(part, axis)]
-        own = [tensor.contiguous().view(torch.uint8).flatten() for tensor, _ in tensors]
+        own = [tensor.flatten().contiguous().view(torch.uint8) for tensor, _ in tensors]
         sent = torch.cat(own)
         received = sent.new_empty(self.mesh.size(), sent.numel())
         distributed.all_gather_into_tensor(received.view(-1), sent, group=self.mesh.get_group())
