@@ -113,6 +113,59 @@ def test_layers_that_are_given_the_same_input_cast_it_once(found):
         assert results == {"tensorwise": ([], 6), "rowwise": ([], 6), "mxfp8": ([], 6)}
 
 
+def test_inputs_are_gathered_as_codes(found):
+    """With results bit for bit those of gathered values; layers that cannot share a gather sum gradients apart.
+
+    Two layers share an input of 65536 elements on each rank; three steps of training, then an evaluation, where each
+    layer casts for itself. A recipe that casts the transpose by other groups sends both codes in training.
+    """
+    elements, rows, blocks = 65536, 4 * 256, 4 * 256 * 256
+    sizes = {
+        "tensorwise": (elements, elements, 1),
+        **dict.fromkeys(("delayed", "delayed_te", "article"), (elements, elements, 2)),
+        "rowwise": (2 * elements + rows, elements + rows, 1),
+        "blockwise": (2 * (elements + blocks // 128), elements + blocks // 128, 1),
+        "mxfp8": (2 * (elements + blocks // 128), elements + blocks // 128, 1),
+    }
+    for results in found("use", "gathered_inputs"):
+        assert len(results) == 12
+        for name, (differences, sent) in results.items():
+            recipe, positions = name.split()
+            training, evaluation, layers = sizes.get(recipe, (0, 0, 0)) if positions == "256" else (0, 0, 0)
+            assert sent == [training] * 3 * layers + [evaluation] * 2 * bool(layers), name
+            assert differences.pop("inputs") <= (0 if layers == 1 or recipe == "bf16" else 2e-7), name
+            assert not any(differences.values()), name
+
+
+def test_transformer_engines_layers(found):
+    """All operands, what no sum over ranks has touched, and sums within their rounding."""
+    for differences in found("use", "engine_linear"):
+        assert len(differences) == 16
+        assert not any(differences.values()), differences
+
+
+def test_transformer_engines_transformer_layer(found):
+    for differences in found("use", "engine_layer"):
+        assert list(differences) == ["False", "True"]
+        for values in differences.values():
+            assert len(values) == 14
+            assert max(values.values()) < 1e-6, values
+
+
+def test_transformer_engines_arguments(found):
+    for rank, (said, amax) in enumerate(found("use", "engine_arguments")):
+        no_group, sizes, other_group, no_process_group, mode, heads = said
+        assert no_group.endswith("has one of 2 slices (tp_size) and no tp_group; call set_tensor_parallel_group")
+        assert sizes == "2 ranks (tp_size) cannot share out_features=513 equally; set a multiple"
+        assert other_group.endswith("one of 2 slices (tp_size), and the group has 1 ranks")
+        assert no_process_group.startswith(
+            "tp_group (of ops, tensor_parallel_group) must be a torch.distributed.ProcessGroup"
+        )
+        assert mode.endswith("with tp_size=2 divides its layers; give it set_parallel_mode=True")
+        assert "cannot share num_attention_heads=3 equally" in heads
+        assert amax == 1 + rank, "reduce_amax=False keeps a rank's own"
+
+
 def test_checkpoints_are_those_of_parallelized_linear_layers(found):
     """A checkpoint of two ranks is read by the ranks and by one process, scaling state too."""
     assert found("use", "saved") == [{"alike": True, "ranks": True, "one process": True}] * 2

@@ -49,13 +49,28 @@ CHAIN: dict[str, Any] = {
 
 MOVED_RECIPES = ("delayed", "blockwise", "mxfp8")
 LAYOUTS_OF_FOUR: dict[str, dict[str, int]] = {"ddp": {}, "fsdp2": {"shard": 4}, "hsdp": {"shard": 2, "data": 2}}
+TENSOR_LAYOUTS_OF_FOUR: dict[str, dict[str, Any]] = {
+    "shards": {"shard": 2, "tensor": 2, "sequence": True},
+    "replicas": {"data": 2, "tensor": 2},
+}
+TENSOR_RUNS = (("fp32", False), ("fp32", True), ("rowwise", True))  # recipe, and whether positions are divided
 
 
-def config_of(*, shard: int = 1, data: int = 0, check_interval: int = 1, **training: Any) -> RunConfig:
+def config_of(
+    *,
+    shard: int = 1,
+    data: int = 0,
+    tensor: int = 1,
+    sequence: bool = False,
+    check_interval: int = 1,
+    **training: Any,
+) -> RunConfig:
     """A tiny run of two micro-batches an update, evaluated in several forward passes."""
     settings = {"grad_accumulation": 2, "steps": STEPS, "eval_tokens": 0, "statistics_interval": 2, **training}
-    parallel = ParallelConfig(shard=shard, data=data, check_interval=check_interval)
-    return dataclasses.replace(tiny_config(**settings), parallel=parallel)
+    parallel = ParallelConfig(shard=shard, data=data, tensor=tensor, sequence=sequence, check_interval=check_interval)
+    config = tiny_config(**settings)
+    shape = dataclasses.replace(config.model, num_kv_heads=2)  # which two ranks can share
+    return dataclasses.replace(config, model=shape, parallel=parallel)
 
 
 def run(config: RunConfig, folder: Path, name: str, **options: Any) -> str:
@@ -91,11 +106,22 @@ def every_recipe(folder: Path) -> list[str]:
 
 
 def four_ranks(folder: Path) -> list[str]:
-    """A micro-batch for each rank, in three layouts."""
+    """A micro-batch for each rank, in three layouts; in two more, for each pair of ranks that share layers."""
     return [
         run(config_of(recipe="delayed", grad_accumulation=4, **sizes), folder, f"four {name}")
-        for name, sizes in LAYOUTS_OF_FOUR.items()
+        for name, sizes in (LAYOUTS_OF_FOUR | TENSOR_LAYOUTS_OF_FOUR).items()
     ]
+
+
+def tensor_parallel(folder: Path) -> list[str]:
+    """Two ranks that share each layer; one run is cut and resumed by shards of FSDP2."""
+    said = [
+        run(config_of(tensor=2, recipe=recipe, sequence=sequence), folder, f"tensor {recipe} {sequence}")
+        for recipe, sequence in TENSOR_RUNS
+    ]
+    cut, resumed = config_of(recipe="delayed", tensor=2), config_of(recipe="delayed", shard=2)
+    said.append(stopping(cut, folder, "tensor to shards", after=2, resume=False))
+    return [*said, run(resumed, folder, "tensor to shards", resume=True)]
 
 
 def overflowing(folder: Path, name: str, *, shard: int = 1) -> str:
@@ -205,7 +231,13 @@ def resumed(config: RunConfig, folder: Path, name: str) -> Trainer:
     data = open_data(folder / "data")
     model, converted = build_model(config, data.vocab_size)
     trainer = Trainer(
-        config, folder / name, model, data=data, on_event=lambda _: None, converted=converted, ranks=Ranks.current()
+        config,
+        folder / name,
+        model,
+        data=data,
+        on_event=lambda _: None,
+        converted=converted,
+        ranks=Ranks.current(tensor=config.parallel.tensor),
     )
     assert trainer.checkpoint is not None
     return trainer
@@ -214,8 +246,9 @@ def resumed(config: RunConfig, folder: Path, name: str) -> Trainer:
 def loaded(folder: Path) -> list[bool]:
     """Whether the ranks hold, whole, what a checkpoint of one process holds; in every layout."""
     size, equal = distributed.get_world_size(), []
-    for shard in (1, size):
-        trainer = resumed(config_of(recipe="delayed", shard=shard, grad_accumulation=4), folder, "of one")
+    layouts: tuple[dict[str, Any], ...] = ({}, {"shard": size}, {"tensor": 2, "shard": size // 2})
+    for sizes in layouts:
+        trainer = resumed(config_of(recipe="delayed", grad_accumulation=4, **sizes), folder, "of one")
         assert trainer.checkpoint is not None
         for name, tensors in checkpoint._tensors_by_file(trainer.model, trainer.optimizer).items():
             stored = read_tensors(trainer.checkpoint / name)
@@ -364,13 +397,23 @@ def other_version(folder: Path) -> str:
 
 
 def refused(folder: Path) -> list[str]:
-    configs = (config_of(grad_accumulation=3), config_of(shard=4), config_of(recipe="rowwise", autopilot=True))
+    late = (("bf16", 0.0), ("fp8", 0.5))
+    one_head = dataclasses.replace(config_of(tensor=2), model=tiny_config().model)
+    configs = (
+        config_of(grad_accumulation=3),
+        config_of(shard=4),
+        config_of(recipe="rowwise", autopilot=True),
+        config_of(recipe="mxfp8", tensor=2, precision_schedule=late),
+        one_head,
+        config_of(tensor=2, sequence=True, context=15),
+    )
     return [run(config, folder, "refused") for config in configs]
 
 
 OF_TWO = (
     every_recipe,
     loss_scale,
+    tensor_parallel,
     phases,
     interrupted,
     in_background,

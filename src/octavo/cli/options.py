@@ -127,7 +127,7 @@ def configured(
     source: str | None,
     vocab_size: int | None,
     text_column: str | None = None,
-    shard: int | None = None,
+    parallel: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> RunConfig:
     """Configuration of a file (or the defaults), overridden by command-line values that are not None.
@@ -144,8 +144,7 @@ def configured(
     raw["data"] |= {key: value for key, value in (("source", source), ("vocab_size", vocab_size)) if value is not None}
     if text_column is not None:
         raw["data"]["source"] = with_column(raw["data"]["source"], text_column)
-    if shard is not None:
-        raw["parallel"]["shard"] = shard
+    raw["parallel"] |= {key: value for key, value in (parallel or {}).items() if value is not None}
     raw["training"] |= {key: value for key, value in training.items() if value is not None}
     return config_from_dict(raw)
 

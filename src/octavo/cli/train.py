@@ -72,6 +72,11 @@ def train(
     shard: Annotated[
         int | None, typer.Option(help="Ranks that share one replica's weights by FSDP2. [default: 1]")
     ] = None,
+    tensor: Annotated[int | None, typer.Option(help="Ranks that share each layer. [default: 1]")] = None,
+    sequence: Annotated[
+        bool | None,
+        typer.Option("--sequence/--no-sequence", help="Let those ranks share positions too. [default: no]"),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a small language model with one recipe, on one rank or several."""
@@ -84,7 +89,7 @@ def train(
             source=source,
             text_column=text_column,
             vocab_size=vocab_size,
-            shard=shard,
+            parallel={"shard": shard, "tensor": tensor, "sequence": sequence},
             recipe=recipe,
             precision_schedule=None if schedule is None else parse_schedule(schedule),
             autopilot=autopilot,

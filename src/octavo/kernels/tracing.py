@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLAIN_TENSORS",
+    "finished",
     "inline_kernels",
     "is_distributed",
     "is_plain",
@@ -122,3 +123,8 @@ def is_distributed(x: object) -> "TypeGuard[DTensor]":
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def finished(x: Tensor) -> Tensor:
+    """Return a tensor that no collective is writing to any more."""
+    return x if type(x) in PLAIN_TENSORS else getattr(x, "trigger_wait", lambda: x)()

@@ -183,9 +183,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
         """Attend from every position to itself and all earlier ones; ``cos`` and ``sin`` are [T, D]."""
-        values = self.v_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        queries = rotate(self.q_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)
-        keys = rotate(self.k_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim)), cos, sin)
+        heads = (-1, self.head_dim)  # -1: several ranks may share them
+        values = self.v_proj(hidden).unflatten(-1, heads)
+        queries = rotate(self.q_proj(hidden).unflatten(-1, heads), cos, sin)
+        keys = rotate(self.k_proj(hidden).unflatten(-1, heads), cos, sin)
         out: Tensor = self.o_proj(attention(queries, keys, values).flatten(2))
         return out
 
@@ -240,14 +241,19 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
         """Tokens [B, T] to the normalised residual stream [B, T, H]."""
         hidden = self.embed_tokens(tokens)
-        for stream in self.streams(hidden, cache=cache):
+        for stream in self.streams(hidden, cache=cache, length=tokens.shape[1]):
             hidden = stream
         normed: Tensor = self.norm(hidden)
         return normed
 
-    def streams(self, hidden: Tensor, *, first: int = 0, cache: DecoderCache | None = None) -> Iterator[Tensor]:
-        """Yield the residual stream [B, T, H] after each layer from ``first`` on, starting with ``hidden``."""
-        cos, sin = self._angles(hidden.shape[1], cache)
+    def streams(
+        self, hidden: Tensor, *, first: int = 0, cache: DecoderCache | None = None, length: int | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the residual stream [B, T, H] after each layer from ``first`` on, starting with ``hidden``.
+
+        ``length`` is T where ``hidden`` has this rank's part of the positions.
+        """
+        cos, sin = self._angles(hidden.shape[1] if length is None else length, cache)
         for index, layer in enumerate(self.layers[first:], first):
             attention = causal_attention if cache is None else partial(cache.attend, index)
             hidden = layer(hidden, cos, sin, attention)

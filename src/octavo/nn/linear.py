@@ -18,7 +18,7 @@ from octavo.functional import InputOperands, OperandSource, WeightCache, WeightO
 from octavo.kernels import needs_widening, probe_cpu
 from octavo.kernels.tracing import is_distributed
 from octavo.nn.shared_input import SharedInput
-from octavo.nn.tensor_parallel import LocalTensors, check_slices, local_tensors
+from octavo.nn.tensor_parallel import DistributedTensors, LocalTensors, check_slices, local_tensors
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import check_float, is_eager_cpu
 from octavo.numerics.quantized import FP8_DTYPES
@@ -96,6 +96,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     shared_input: SharedInput | None = None  # of a converted model's layers
     weight_gather: OperandSource | None = None  # of a weight that FSDP2 gathers as codes
     sliced_recipe: Recipe | None = None  # the last that check_slices has found to fit, of a layer that ranks share
+    shares_amaxes: bool = True  # whether ranks that share the layer must share a delayed recipe's amaxes
     records_weight: bool = True  # False for a step's later micro-batches, where the model marks them
 
     def __init__(
@@ -159,12 +160,30 @@ class Linear(StatefulModule, torch.nn.Linear):
     def _forward_slices(self, source: Tensor, recipe: Recipe) -> Tensor:
         """:meth:`forward` of a layer that several ranks share; see :mod:`octavo.nn.tensor_parallel`."""
         local = local_tensors(self, source, recipe)
+        if local.gather is not None:
+            return local.output(
+                self.forward_cast(recipe, partial(self._with_gathered_codes, source, local, recipe), local)
+            )
         x = _autocast(local.x)
         if recipe.is_high_precision and self.codes_layout is None:
             return local.output(fp8_linear(x, local.weight.to(x.dtype), local.bias, recipe))
         is_whole = local.slices[INPUT] is None
         shared = partial(self._with_shared_operands, source, x, recipe, memory=local.x)
         return local.output(self.forward_cast(recipe, shared if is_whole else lambda _: (x, None), local))
+
+    def _with_gathered_codes(
+        self, source: Tensor, local: DistributedTensors, recipe: Recipe, scaling: OperandScaling
+    ) -> tuple[Tensor, InputOperands]:
+        """A stand-in for the whole input, and its operands from the codes of all ranks' rows."""
+        assert local.gather is not None
+        learning = self.weight.requires_grad
+        x, gather = _autocast(local.x), local.gather
+        if self.shared_input is not None:
+            shared = self.shared_input.gathered(source, x, recipe, scaling, gather, learning=learning, memory=local.x)
+            if shared is not None:
+                return shared
+        rows, learning = x.detach().flatten(0, -2), learning and torch.is_grad_enabled()
+        return gather.stand_in(local.x, x.dtype), gather.operands(rows, recipe, scaling, learning=learning)
 
     def _with_shared_operands(
         self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling, memory: Tensor | None = None
@@ -243,6 +262,10 @@ class Linear(StatefulModule, torch.nn.Linear):
             previous.name,
             recipe.name,
         )
+
+    def shared_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a layer that ranks share, as DTensors."""
+        return self.stored_weight, self.bias
 
     @property
     def stored_weight(self) -> Tensor:

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from octavo.functional import InputOperands, cast_input
 from octavo.kernels.tracing import is_traced
+from octavo.nn.row_gather import RowGather
 from octavo.recipes import Recipe, Scaling
 from octavo.scaling import OperandScaling, inside_backward
 
 __all__ = ["SharedInput"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SharedCast:
     """A cast of an input.
 
@@ -40,6 +41,7 @@ class _SharedCast:
         operands: the result; without a transpose that is the input itself.
         nonfinite: int64 [], number of the input's NaN and ±Inf elements.
         learning: whether ``operands`` serve grad_weight too.
+        stand_in: for the whole of an input that ranks divide.
     """
 
     source: "weakref.ref[Tensor]"
@@ -47,6 +49,7 @@ class _SharedCast:
     operands: InputOperands
     nonfinite: Tensor
     learning: bool
+    stand_in: Tensor | None = None
 
 
 class SharedInput:
@@ -76,29 +79,67 @@ class SharedInput:
             memory: of a DTensor ``source``, the plain tensor of its values; None where ``source`` is plain itself.
         """
         memory = source if memory is None else memory
+        last = self._shared_cast(source, x, recipe, scaling, learning=learning, memory=memory)
+        if last is None or not learning or recipe.grad_weight.b is not None:
+            return None if last is None else last.operands
+        return InputOperands(last.operands.output, _rows(x).t())
+
+    def gathered(
+        self,
+        source: Tensor,
+        x: Tensor,
+        recipe: Recipe,
+        scaling: OperandScaling,
+        gather: RowGather,
+        *,
+        learning: bool,
+        memory: Tensor,
+    ) -> tuple[Tensor, InputOperands] | None:
+        """A stand-in for the whole of an input that ranks divide, and its operands, which all layers share.
+
+        Args:
+            source: a layer's input, a DTensor.
+            x: this rank's part of it, in the dtype of ``torch.autocast``.
+            recipe: the casts.
+            scaling: counts non-finite elements; of slices.
+            gather: gathers the codes.
+            learning: whether the weight takes a gradient.
+            memory: this rank's part of ``source``.
+        """
+        last = self._shared_cast(source, x, recipe, scaling, learning=learning, memory=memory, gather=gather)
+        if last is None:
+            return None
+        if last.stand_in is None:
+            last.stand_in = gather.stand_in(memory, x.dtype)
+        return last.stand_in, last.operands
+
+    def _shared_cast(
+        self,
+        source: Tensor,
+        x: Tensor,
+        recipe: Recipe,
+        scaling: OperandScaling,
+        *,
+        learning: bool,
+        memory: Tensor,
+        gather: RowGather | None = None,
+    ) -> _SharedCast | None:
         if not _is_shared(source, memory, recipe):
             return None
-        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        rows = rows.float() if rows.dtype is torch.float64 else rows
-        key = (*_state(memory), x.dtype, recipe.output.a, recipe.grad_weight.b)
+        key = (*_state(memory), x.dtype, recipe.output.a, recipe.grad_weight.b, gather)
         last = self._last
         if last is None or last.source() is not source or last.key != key or (learning and not last.learning):
-            last = self._last = self._cast(source, rows, recipe, key, learning=learning)
+            nonfinite = torch.zeros((), dtype=torch.int64, device=x.device)
+            own = OperandScaling(nonfinite=nonfinite, slices=scaling.slices)
+            cast = cast_input if gather is None else gather.operands
+            operands = cast(_rows(x), recipe, own, learning=learning)
+            if recipe.grad_weight.b is None:
+                operands = InputOperands(operands.output)
+            last = self._last = _SharedCast(weakref.ref(source, self._forget), key, operands, nonfinite, learning)
         counts = scaling.take().nonfinite
         if counts is not None and not inside_backward():  # activation checkpointing counted in the first run
             counts.add_(last.nonfinite)
-        if learning and recipe.grad_weight.b is None:
-            return InputOperands(last.operands.output, rows.t())
-        return last.operands
-
-    def _cast(
-        self, source: Tensor, rows: Tensor, recipe: Recipe, key: tuple[object, ...], *, learning: bool
-    ) -> _SharedCast:
-        nonfinite = torch.zeros((), dtype=torch.int64, device=rows.device)
-        operands = cast_input(rows, recipe, OperandScaling(nonfinite=nonfinite), learning=learning)
-        if recipe.grad_weight.b is None:
-            operands = InputOperands(operands.output)
-        return _SharedCast(weakref.ref(source, self._forget), key, operands, nonfinite, learning)
+        return last
 
     def _forget(self, source: "weakref.ref[Tensor]") -> None:
         if self._last is not None and self._last.source is source:
@@ -109,6 +150,12 @@ class SharedInput:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedInput, ()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The matrix of an input, as its layer casts it."""
+    rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows.float() if rows.dtype is torch.float64 else rows
 
 
 def _is_shared(source: Tensor, memory: Tensor, recipe: Recipe) -> bool:

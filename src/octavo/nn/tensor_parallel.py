@@ -12,6 +12,9 @@ Ranks of a one-dimensional mesh divide one of the three dimensions of a layer's 
 Partial outputs and gradients are summed by DTensor, where the next placement needs it, in their own dtype. Scales are
 those of the whole matrices (:mod:`octavo.scaling.slices`), and so the codes are, bit for bit, those of one process.
 
+A layer by columns that is given an input whose rows are divided gathers it, as codes where that is the same
+(:mod:`octavo.nn.row_gather`).
+
 The layer works on the slices themselves and tells DTensor the result's placement. Sharding strategies for octavo's
 operators would need one operator for the amax, one for its reduction and one for the cast, in place of one for all.
 """
@@ -24,14 +27,24 @@ import torch
 from torch import Tensor, distributed
 
 from octavo.errors import ConfigError
-from octavo.kernels.tracing import PLAIN_TENSORS, is_distributed
+from octavo.kernels.tracing import finished, is_distributed
+from octavo.nn.row_gather import RowGather
 from octavo.recipes import Recipe
 from octavo.scaling import GRAD_OUTPUT, INPUT, WEIGHT, ScaleUpdates, Slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["LocalTensors", "check_sizes", "check_slices", "local_tensors", "slices_of", "whole"]
+__all__ = [
+    "DistributedTensors",
+    "LocalTensors",
+    "check_sizes",
+    "check_slices",
+    "local_part",
+    "local_tensors",
+    "slices_of",
+    "whole",
+]
 
 _DIMS = {INPUT: "MK", WEIGHT: "NK", GRAD_OUTPUT: "MN"}  # rows and columns of the roles' matrices
 _SIZES = {"N": "out_features", "K": "in_features"}
@@ -44,16 +57,16 @@ class _Layer(Protocol):
     in_features: int
     out_features: int
     scale_updates: ScaleUpdates
-    bias: Any
+    watch: Any
+    shares_amaxes: bool
+
+    def shared_parameters(self) -> tuple[Any, Any]:
+        """Weight and bias as DTensors; the bias may be None."""
+        ...
 
     @property
     def called(self) -> str:
         """Name of the layer in messages."""
-        ...
-
-    @property
-    def stored_weight(self) -> Any:
-        """The parameter that stores the weight."""
         ...
 
 
@@ -87,11 +100,13 @@ class DistributedTensors(LocalTensors):
         mesh: the ranks.
         placement: of the output.
         shape: of the whole output.
+        gather: of the input's codes, where ``x`` is this rank's rows of the input that the layer multiplies.
     """
 
     mesh: Any
     placement: "Placement"
     shape: torch.Size
+    gather: RowGather | None = None
 
     def output(self, y: Tensor) -> Tensor:
         """Return the DTensor of which ``y`` is this rank's part."""
@@ -107,22 +122,18 @@ class _Waited(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _finished(x)
+        return finished(x)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        return _finished(grad_output)
-
-
-def _finished(x: Tensor) -> Tensor:
-    return x if type(x) in PLAIN_TENSORS else getattr(x, "trigger_wait", lambda: x)()
+        return finished(grad_output)
 
 
 def local_tensors(layer: _Layer, x: Tensor, recipe: Recipe) -> DistributedTensors:
     """Return a layer's tensors on this rank; its input is distributed first as its weight demands.
 
     Args:
-        layer: its weight is a DTensor.
+        layer: its weight is a DTensor, or its slice.
         x: its input, a DTensor [..., K].
         recipe: of the call.
 
@@ -131,7 +142,7 @@ def local_tensors(layer: _Layer, x: Tensor, recipe: Recipe) -> DistributedTensor
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    weight = layer.stored_weight
+    weight, bias = layer.shared_parameters()
     if not is_distributed(x):
         raise ConfigError(
             f"the weight of {layer.called} is a DTensor and its input is not; parallelize it with torch's "
@@ -141,27 +152,47 @@ def local_tensors(layer: _Layer, x: Tensor, recipe: Recipe) -> DistributedTensor
         check_slices(layer, weight, recipe)
         layer.sliced_recipe = recipe
     last, divided = x.ndim - 1, _divided(layer, weight)
-    given = x.placements[0]
-    wanted = _input_placement(given, divided, last)
+    given, gather = x.placements[0], _code_gather(layer, x, recipe) if divided == "N" else None
+    wanted = _input_placement(given, divided, last) if gather is None else given
     if given != wanted:
         x = x.redistribute(placements=(wanted,))
     divided = "M" if not divided and wanted.is_shard() else divided
     gradient = Partial() if divided == "M" else Replicate()  # of what is whole
-    bias = None if layer.bias is None else _local(layer.bias, Shard(0) if divided == "N" else gradient)
+    if bias is not None:
+        bias = local_part(bias, Shard(0) if divided == "N" else gradient)
     if bias is not None and divided == "K" and weight.device_mesh.get_local_rank() > 0:
         bias = bias - bias.detach()
     local = DistributedTensors(
-        x=_local(x, Partial() if divided == "N" else wanted),
-        weight=_local(weight, weight.placements[0] if divided in ("N", "K") else gradient),
+        x=local_part(x, Partial() if divided == "N" and gather is None else wanted),
+        weight=local_part(weight, weight.placements[0] if divided in ("N", "K") else gradient),
         bias=bias,
-        slices=slices_of(divided, weight.device_mesh.get_group()),
+        slices=slices_of(divided, weight.device_mesh.get_group(), divides_rows=gather is not None),
         mesh=weight.device_mesh,
         placement={"N": Shard(last), "K": Partial()}.get(divided, wanted),
         shape=torch.Size((*x.shape[:-1], layer.out_features)),
+        gather=gather,
     )
     if divided == "M":
         _check_rows(layer, recipe, local)
     return local
+
+
+def _code_gather(layer: _Layer, x: "DTensor", recipe: Recipe) -> RowGather | None:
+    """The gather of an input's codes for a layer by columns; None where the input's values are gathered.
+
+    Those are needed by a GEMM in high precision and by the doctor; and codes are other codes where ranks have rows that
+    are no multiple of the blocks that share a scale.
+    """
+    (given,) = x.placements
+    spec, transposed_spec = recipe.output.a, recipe.grad_weight.b
+    if not given.is_shard() or given.is_shard(x.ndim - 1) or spec is None or transposed_spec is None:
+        return None
+    dim: int = given.dim  # type: ignore[attr-defined]
+    ranks = x.device_mesh.size()
+    rows = x.shape[dim:-1].numel() // ranks
+    if layer.watch is not None or x.dtype is torch.float64 or x.shape[dim] % ranks or rows % _block("M", recipe):
+        return None
+    return RowGather(x.device_mesh, dim, x.to_local().shape) if ranks > 1 and rows else None
 
 
 def _input_placement(given: "Placement", divided: str, last: int) -> "Placement":
@@ -187,7 +218,7 @@ def check_slices(layer: _Layer, weight: "DTensor", recipe: Recipe) -> None:
         )
     divided, ranks = _divided(layer, weight), weight.device_mesh.size()
     group = layer.scale_updates.group
-    if recipe.is_delayed and ranks > 1 and group is not None:
+    if layer.shares_amaxes and recipe.is_delayed and ranks > 1 and group is not None:
         members = () if group == "rank" else distributed.get_process_group_ranks(group)
         if not set(weight.device_mesh.mesh.tolist()) <= set(members):
             raise ConfigError(
@@ -237,12 +268,20 @@ def _divided(layer: _Layer, weight: "DTensor") -> str:
     )
 
 
-def slices_of(divided: str, group: Any) -> tuple[Slices | None, ...]:
-    """Return the slices of the roles' matrices where a dimension of the GEMMs, "M", "N" or "K", is divided."""
+def slices_of(divided: str, group: Any, *, divides_rows: bool = False) -> tuple[Slices | None, ...]:
+    """Return the slices of the roles' matrices.
+
+    Args:
+        divided: a dimension of the GEMMs, "M", "N" or "K"; "" for none.
+        group: the ranks.
+        divides_rows: whether the input's rows are divided too, and its codes gathered.
+    """
     if not divided or distributed.get_world_size(group) == 1:
         return (None,) * len(_DIMS)
-    dims = (_DIMS[role].find(divided) for role in sorted(_DIMS))
-    return tuple(None if dim < 0 else Slices(dim, group) for dim in dims)
+    dims = {role: _DIMS[role].find(divided) for role in sorted(_DIMS)}
+    if divides_rows:
+        dims[INPUT] = 0
+    return tuple(None if dim < 0 else Slices(dim, group) for dim in dims.values())
 
 
 def _block(divided: str, recipe: Recipe) -> int:
@@ -273,7 +312,7 @@ def _check_rows(layer: _Layer, recipe: Recipe, local: DistributedTensors) -> Non
         )
 
 
-def _local(tensor: "DTensor", gradient: "Placement") -> Tensor:
-    """This rank's part of a tensor, whose gradient is placed as ``gradient``."""
+def local_part(tensor: "DTensor", gradient: "Placement") -> Tensor:
+    """Return this rank's part of a tensor, whose gradient is placed as ``gradient``."""
     local: Tensor = _Waited.apply(tensor.to_local(grad_placements=(gradient,)))  # type: ignore[no-untyped-call]
     return local

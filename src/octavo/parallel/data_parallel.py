@@ -8,13 +8,16 @@ the gradients' sum depends on the number of ranks.
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.kernels.tracing import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["copied_to_cpu", "is_sharded", "laid_out_as", "local", "part_of", "replicated", "sharded", "synchronizing"]
 
@@ -28,25 +31,20 @@ def replicated(model: nn.Module) -> DistributedDataParallel:
     return replica
 
 
-def sharded(model: nn.Module, blocks: Iterable[nn.Module], *, replicas: int, shards: int, device: torch.device) -> None:
+def sharded(model: nn.Module, blocks: Iterable[nn.Module], mesh: "DeviceMesh") -> None:
     """Shard a model in place by FSDP2, gathered block by block.
 
     Args:
         model: the model, with equal weights on all ranks.
         blocks: its modules that are gathered one after the other; the rest is gathered with ``model``.
-        replicas: number of replicas of the shards.
-        shards: number of ranks that share each weight; ``replicas · shards`` ranks take part.
-        device: device of the model.
+        mesh: the ranks that share each weight; with a dimension of replicas before them, those too.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     # Nothing writes to the result in place; a linear's result of three dimensions is a view.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    names, sizes = ("data", "shard"), (replicas, shards)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     for module in (*blocks, model):
-        part: Any = fully_shard(module, mesh=mesh if replicas > 1 else mesh["shard"], reshard_after_forward=True)
+        part: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
         part.set_gradient_divide_factor(1.0)
 

@@ -21,6 +21,8 @@ class Ranks:
     Attributes:
         rank: number of this rank, from 0.
         size: number of ranks.
+        tensor: number of ranks that share each layer and therefore compute the same micro-batches; they are numbered
+            one after the other.
 
     Example:
         >>> Ranks.current().gathered("here")
@@ -29,18 +31,29 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    tensor: int = 1
 
     @classmethod
-    def current(cls) -> "Ranks":
+    def current(cls, *, tensor: int = 1) -> "Ranks":
         """The ranks of the default process group; one alone without it."""
         if distributed.is_available() and distributed.is_initialized():
-            return cls(rank=distributed.get_rank(), size=distributed.get_world_size())
+            return cls(rank=distributed.get_rank(), size=distributed.get_world_size(), tensor=tensor)
         return ALONE
 
     @property
     def is_first(self) -> bool:
         """Return whether this rank writes files and prints."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's share of the micro-batches, from 0."""
+        return self.rank // self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares of the micro-batches."""
+        return self.size // self.tensor
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""

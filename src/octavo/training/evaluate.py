@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.curves import perplexity
+from octavo.nn.tensor_parallel import whole
 from octavo.parallel.ranks import ALONE, Ranks
 from octavo.text.corpus import Split
 from octavo.text.tokens import TokenData
@@ -45,8 +46,11 @@ class Evaluation:
 
 
 def token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in FP32 of logits [B, T, V] and targets [B, T]; reduction "none" gives [B, T]."""
-    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+    """Cross-entropy in FP32 of logits [B, T, V] and targets [B, T]; reduction "none" gives [B, T].
+
+    Where ranks share the vocabulary, forward and backward run inside of torch's ``loss_parallel``.
+    """
+    loss = whole(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction))
     return loss if reduction != "none" else loss.view_as(targets)
 
 
@@ -83,15 +87,15 @@ def evaluate(
     model.eval()
     losses, starts = [], range(0, len(inputs), batch_size)
     try:
-        for first in range(0, len(starts), ranks.size):  # as many passes on each rank: a sharded model's are collective
-            start = starts[min(first + ranks.rank, len(starts) - 1)]
+        for first in range(0, len(starts), ranks.data_size):  # as many on each rank: a sharded model's are collective
+            start = starts[min(first + ranks.data_rank, len(starts) - 1)]
             rows = slice(start, start + batch_size)
             with surroundings or nullcontext():
                 logits = model(inputs[rows].to(device))
             losses.append(token_loss(logits, targets[rows].to(device), reduction="none").mean(1).cpu())
     finally:
         model.train(was_training)
-    rounds = zip(*ranks.gathered(losses), strict=True)
+    rounds = zip(*ranks.gathered(losses)[:: ranks.tensor], strict=True)
     window_means = torch.cat([loss for losses_of_ranks in rounds for loss in losses_of_ranks][: len(starts)]).double()
     return Evaluation(nats=window_means.mean().item(), tokens=targets.numel(), window_nats=tuple(window_means.tolist()))
 

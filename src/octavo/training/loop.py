@@ -47,7 +47,7 @@ from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_p
 from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.rank_layout import check_same_run, check_same_state, on_ranks
+from octavo.training.rank_layout import check_same_run, check_same_state, on_ranks, sharing_loss
 from octavo.training.result import TrainResult, curves_of
 from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
@@ -80,7 +80,8 @@ def train(
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
         NonFiniteLossError: the loss or a gradient became NaN or infinite.
     """
-    folder, ranks, training = Path(run_dir), Ranks.current(), config.training
+    folder, training = Path(run_dir), config.training
+    ranks = Ranks.current(tensor=config.parallel.tensor)
     check_same_run(ranks, config, data)
     check_data(data, config)
     model, converted = build_model(config, data.vocab_size)  # an error here leaves no run behind
@@ -88,6 +89,7 @@ def train(
         claimed(folder, config, data, resume=resume) if ranks.is_first else nullcontext(),
         using_threads(training.threads),
         stopping_on_signals() as stop,
+        sharing_loss(ranks),
         fitting_in_memory(training),
     ):
         ranks.wait()  # for the folder to be claimed
@@ -254,10 +256,11 @@ class Trainer:
     def _mean_loss(self, losses: Tensor) -> float:
         """Return the mean loss of all ranks' micro-batches; learn with it whether a rank was told to stop."""
         number = signal.Signals[self.stop.signal_name].value if self.stop.signal_name else 0
-        *columns, numbers = zip(*self.ranks.gathered_numbers([*losses.tolist(), number]), strict=True)
-        if self.ranks.size > 1 and any(numbers):
-            self.stopped_by = signal.Signals(int(max(numbers))).name
-        all_losses = torch.tensor(list(zip(*columns, strict=True)))
+        rows = self.ranks.gathered_numbers([*losses.tolist(), number])
+        number = int(max(row.pop() for row in rows))
+        if self.ranks.size > 1 and number:
+            self.stopped_by = signal.Signals(number).name
+        all_losses = torch.tensor(rows[:: self.ranks.tensor])
         return (all_losses.sum() * (1 / self.training.grad_accumulation)).item()
 
     def _is_stopping(self) -> bool:
@@ -269,7 +272,7 @@ class Trainer:
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's micro-batches of the next update."""
         training = self.training
-        first = self.step * training.grad_accumulation + self.ranks.rank * self.micro_batches
+        first = self.step * training.grad_accumulation + self.ranks.data_rank * self.micro_batches
         for index in range(first, first + self.micro_batches):
             inputs, targets = self.data.batch(
                 index,

@@ -65,7 +65,7 @@ def first_nonfinite(
     """
     record = _FirstNonFinite(ranks)
     for name, parameter in model.named_parameters():
-        record.look(f"parameter {name}", local(parameter))
+        record.look(f"parameter {name}", parameter)
     if record.ends_replay():
         return record.first()
     model.zero_grad(set_to_none=True)
@@ -130,7 +130,8 @@ class _FirstNonFinite:
     def look(self, name: str, value: object) -> None:
         if self.finding or not isinstance(value, Tensor) or not value.is_floating_point():
             return
-        bad = int((~torch.isfinite(value.detach())).sum())
+        value = local(value.detach())
+        bad = int((~torch.isfinite(value)).sum())
         if bad:
             self.finding = NonFiniteTensor(tensor=name, bad=bad, elements=value.numel())
 
@@ -155,4 +156,4 @@ def _output_hook(record: _FirstNonFinite, name: str) -> Callable[[nn.Module, obj
 
 
 def _parameter_hook(record: _FirstNonFinite, name: str) -> Callable[[Tensor], None]:
-    return lambda parameter: record.look(f"{_SUMMED} {name}", None if parameter.grad is None else local(parameter.grad))
+    return lambda parameter: record.look(f"{_SUMMED} {name}", parameter.grad)

@@ -14,17 +14,28 @@ class ParallelConfig:
 
     Attributes:
         data: replicas of the model; 0 is as many as there are ranks for.
-        shard: ranks that share one replica's weights, gradients and optimizer state (FSDP2); 1 does not shard (DDP).
+        shard: groups of ranks that share one replica's weights, gradients and optimizer state (FSDP2); 1 does not shard
+            (DDP).
+        tensor: ranks of such a group, which share each layer (tensor parallelism); 1 does not divide layers.
+        sequence: whether those ranks also divide the positions between layers (sequence parallelism).
         check_interval: updates between comparisons of the ranks' scales, recipe and generators; 0 for none.
     """
 
     data: int = 0
     shard: int = 1
+    tensor: int = 1
+    sequence: bool = False
     check_interval: int = 10
 
     def __post_init__(self) -> None:
         check_at_least("parallel.data", self.data, 0)
         check_at_least("parallel.shard", self.shard, 1)
+        check_at_least("parallel.tensor", self.tensor, 1)
+        if self.sequence and self.tensor == 1:
+            raise ConfigError(
+                "parallel.sequence divides positions between ranks that share each layer, and parallel.tensor is 1; "
+                "set it to 2 or more"
+            )
         check_at_least("parallel.check_interval", self.check_interval, 0)
 
     def replicas(self, ranks: int) -> int:
@@ -34,15 +45,17 @@ class ParallelConfig:
             ConfigError: the sizes do not fit the number of ranks.
 
         Example:
-            >>> ParallelConfig(shard=2).replicas(8)
-            4
+            >>> ParallelConfig(shard=2, tensor=2).replicas(8)
+            2
         """
-        replicas = self.data or max(1, ranks // self.shard)
-        if replicas * self.shard != ranks:
-            need = f"data = {self.data} and shard = {self.shard}" if self.data else f"shard = {self.shard}"
+        of_one = self.shard * self.tensor
+        replicas = self.data or max(1, ranks // of_one)
+        if replicas * of_one != ranks:
+            sizes = {"data": self.data, "shard": self.shard, "tensor": self.tensor}
+            given = [f"{name} = {size}" for name, size in sizes.items() if size > (name != "data")]
             multiple = "" if self.data else "a multiple of "
             raise ConfigError(
-                f"[parallel] {need} needs {multiple}{(self.data or 1) * self.shard} ranks, and {ranks} "
+                f"[parallel] {' and '.join(given)} needs {multiple}{(self.data or 1) * of_one} ranks, and {ranks} "
                 f"{'is' if ranks == 1 else 'are'} running; start as many by octavo train --nproc or torchrun, or set "
                 "[parallel] to what is running; other commands train on one rank"
             )
@@ -51,6 +64,8 @@ class ParallelConfig:
     def micro_batches(self, grad_accumulation: int, ranks: int) -> int:
         """Return the number of an update's micro-batches that each of so many ranks computes.
 
+        Ranks that share layers compute the same ones.
+
         Raises:
             ConfigError: the ranks cannot have as many each.
 
@@ -58,9 +73,12 @@ class ParallelConfig:
             >>> ParallelConfig().micro_batches(8, 4)
             2
         """
-        if grad_accumulation % ranks:
+        sharing = ranks // self.tensor
+        if grad_accumulation % sharing:
+            groups = "ranks" if self.tensor == 1 else f"groups of {self.tensor} ranks"
             raise ConfigError(
-                f"an update has {grad_accumulation} micro-batches (training.grad_accumulation), which {ranks} ranks "
-                f"cannot share evenly; set a multiple of {ranks}, and training.batch_size to the sequences of one"
+                f"an update has {grad_accumulation} micro-batches (training.grad_accumulation), which {sharing} "
+                f"{groups} cannot share evenly; set a multiple of {sharing}, and training.batch_size to the sequences "
+                "of one"
             )
-        return grad_accumulation // ranks
+        return grad_accumulation // sharing

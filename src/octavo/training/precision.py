@@ -25,7 +25,7 @@ from octavo.recipes import Recipe
 from octavo.training.config import Device, Precision, TrainingConfig
 from octavo.training.recipe_choice import BF16
 
-__all__ = ["apply_recipe", "layer_recipe", "resolve_device", "surroundings"]
+__all__ = ["apply_recipe", "layer_recipe", "recipe_named", "resolve_device", "surroundings"]
 
 
 def resolve_device(device: Device) -> torch.device:

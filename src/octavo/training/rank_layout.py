@@ -1,7 +1,10 @@
 """A run on several ranks: its layout, and what the ranks compare."""
 
+import logging
 import platform
 import zlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from octavo.kernels.tracing import is_distributed
 from octavo.models import Llama
 from octavo.nn import Linear
 from octavo.nn.scaling_state import read_scaling_state
+from octavo.nn.tensor_parallel import check_slices
 from octavo.parallel import gather_in_fp8
 from octavo.parallel.agreement import require_equal, require_equal_state
 from octavo.parallel.data_parallel import local, part_of, replicated, sharded
@@ -19,10 +23,14 @@ from octavo.parallel.ranks import Ranks
 from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.parallel_config import ParallelConfig
-from octavo.training.precision import apply_recipe, resolve_device
+from octavo.training.precision import apply_recipe, recipe_named, resolve_device
 from octavo.training.recipe_choice import PLAIN_RECIPES
 
-__all__ = ["check_same_run", "check_same_state", "on_ranks"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["check_same_run", "check_same_state", "on_ranks", "sharing_loss"]
 
 
 def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
@@ -38,6 +46,9 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
     config.parallel.replicas(ranks.size)
     config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
     _check_gpus(ranks, config)
+    context, tensor = config.training.context, config.parallel.tensor
+    if config.parallel.sequence and context % tensor:
+        raise ConfigError(f"{tensor} ranks cannot share the {context} positions of training.context; set a multiple")
     if config.training.autopilot and ranks.size > 1:
         raise ConfigError(
             f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
@@ -63,25 +74,66 @@ def on_ranks(model: Llama, config: RunConfig, ranks: Ranks) -> nn.Module:
 
     A rank alone keeps the model as it is: an experiment on a run need not have its layout.
     """
-    parallel = config.parallel
+    parallel, training = config.parallel, config.training
     if ranks.size == 1:
         return model
-    if parallel.shard == 1:
+    if parallel.shard == parallel.tensor == 1:
         return replicated(model)
-    device = resolve_device(config.training.device)
-    replicas = parallel.replicas(ranks.size)
-    sharded(model, model.model.layers, replicas=replicas, shards=parallel.shard, device=device)
-    if config.training.is_fp8:
-        _gather_in_fp8(model, config.training)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = (parallel.replicas(ranks.size), parallel.shard, parallel.tensor)
+    mesh = init_device_mesh(resolve_device(training.device).type, sizes, mesh_dim_names=("data", "shard", "tensor"))
+    if parallel.tensor > 1:
+        _divide(model, mesh["tensor"], training, sequence=parallel.sequence)
+    if ranks.data_size > 1:
+        if parallel.tensor > 1:  # it warns of gathers along two dimensions, which a save needs
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        sharded(model, model.model.layers, mesh["data", "shard"] if sizes[0] > 1 else mesh["shard"])
+        if training.is_fp8:
+            _gather_in_fp8(model, training)
     return model
+
+
+def _divide(model: Llama, mesh: "DeviceMesh", training: TrainingConfig, *, sequence: bool) -> None:
+    """Let ranks share each layer, whose slices fit the recipes of all phases."""
+    from octavo.models.tensor_parallel import divide
+
+    fp8 = [recipe_named(name, training) for name in _first_steps(training) if name not in PLAIN_RECIPES]
+    dynamic = not any(recipe.is_delayed or recipe.has_static_input for recipe in fp8)
+    divide(
+        model, mesh, sequence=sequence, codes=bool(fp8) and dynamic
+    )  # q, k and v share a gather if they share scales
+    for step in _first_steps(training).values():
+        apply_recipe(model, training, step=step)
+        for layer in model.modules():
+            if isinstance(layer, Linear):
+                check_slices(layer, cast("DTensor", layer.weight), layer.recipe)
+    apply_recipe(model, training)
+
+
+def sharing_loss(ranks: Ranks) -> AbstractContextManager[object]:
+    """Context of a run whose ranks may share the vocabulary: cross-entropy takes their parts of the logits."""
+    if ranks.tensor == 1:
+        return nullcontext()
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
 
 
 def _gather_in_fp8(model: nn.Module, training: TrainingConfig) -> None:
     """Let FSDP2 gather weights as codes in all phases that have any: it takes no other gather once it has run."""
-    fp8_steps = (step for step in range(1, training.steps + 1) if training.recipe_at(step) not in PLAIN_RECIPES)
+    fp8_steps = (step for recipe, step in _first_steps(training).items() if recipe not in PLAIN_RECIPES)
     apply_recipe(model, training, step=next(fp8_steps, 1))
     gather_in_fp8(model)
     apply_recipe(model, training)
+
+
+def _first_steps(training: TrainingConfig) -> dict[str, int]:
+    """The first step of each recipe of a run, in the order of steps."""
+    first: dict[str, int] = {}
+    for step in range(1, training.steps + 1):
+        first.setdefault(training.recipe_at(step), step)
+    return first
 
 
 def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *, step: int) -> None:
@@ -104,7 +156,8 @@ def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *
         f"torch's {kind} generator": f"state {zlib.crc32(state.numpy().tobytes()):08x}"
         for kind, state in states.items()
     }
-    weights, shards = _weights(model) if parallel.replicas(ranks.size) > 1 else ({}, {})
+    has_copies = ranks.size > parallel.shard
+    weights, shards = _weights(model) if has_copies else ({}, {})
     scales = {f"scaling state {name!r}": value for name, value in read_scaling_state(model).items()}
     require_equal_state(
         ranks,

@@ -14,7 +14,14 @@ HASH_WITHOUT_LAYOUT = (
 
 @pytest.mark.parametrize(
     ("sizes", "ranks", "replicas"),
-    [({}, 1, 1), ({}, 6, 6), ({"shard": 4}, 4, 1), ({"shard": 2}, 6, 3), ({"data": 2, "shard": 2}, 4, 2)],
+    [
+        ({}, 1, 1),
+        ({}, 6, 6),
+        ({"shard": 4}, 4, 1),
+        ({"shard": 2}, 6, 3),
+        ({"data": 2, "shard": 2}, 4, 2),
+        ({"shard": 2, "tensor": 3}, 12, 2),
+    ],
 )
 def test_replicas(sizes, ranks, replicas):
     assert ParallelConfig(**sizes).replicas(ranks) == replicas
@@ -26,6 +33,8 @@ def test_replicas(sizes, ranks, replicas):
         ({"shard": 4}, 6, "[parallel] shard = 4 needs a multiple of 4 ranks, and 6 are running;"),
         ({"shard": 2}, 1, "[parallel] shard = 2 needs a multiple of 2 ranks, and 1 is running;"),
         ({"data": 2, "shard": 2}, 8, "[parallel] data = 2 and shard = 2 needs 4 ranks, and 8 are running;"),
+        ({"tensor": 4}, 6, "[parallel] tensor = 4 needs a multiple of 4 ranks, and 6 are running;"),
+        ({"shard": 2, "tensor": 2}, 2, "[parallel] shard = 2 and tensor = 2 needs a multiple of 4 ranks, and 2 are"),
     ],
 )
 def test_sizes_that_do_not_fit(sizes, ranks, begins):
@@ -34,14 +43,27 @@ def test_sizes_that_do_not_fit(sizes, ranks, begins):
     assert str(error.value).startswith(begins)
 
 
-@pytest.mark.parametrize("key", ["data", "shard", "check_interval"])
+@pytest.mark.parametrize("key", ["data", "shard", "tensor", "check_interval"])
 def test_negative_sizes_are_refused(key):
     with pytest.raises(ConfigError, match=f"parallel.{key} must be at least"):
         config_from_dict({"parallel": {key: -1}})
 
 
+def test_ranks_that_share_layers_compute_the_same_micro_batches():
+    assert ParallelConfig(tensor=2).micro_batches(6, 4) == 3
+    with pytest.raises(ConfigError, match="which 2 groups of 2 ranks cannot share evenly; set a multiple of 2, and"):
+        ParallelConfig(tensor=2).micro_batches(3, 4)
+
+
+def test_positions_are_divided_by_ranks_that_share_layers():
+    with pytest.raises(ConfigError, match=r"and parallel\.tensor is 1; set it to 2 or more"):
+        ParallelConfig(sequence=True)
+
+
 def test_layout_is_written_and_changes_no_result(tmp_path):
-    config = dataclasses.replace(RunConfig(), parallel=ParallelConfig(data=2, shard=4, check_interval=3))
+    config = dataclasses.replace(
+        RunConfig(), parallel=ParallelConfig(data=2, tensor=4, sequence=True, check_interval=3)
+    )
     save_config(config, tmp_path / "config.toml")
     assert load_config(tmp_path / "config.toml") == config
     assert config.config_hash() == RunConfig().config_hash() == HASH_WITHOUT_LAYOUT

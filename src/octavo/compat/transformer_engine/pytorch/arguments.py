@@ -38,7 +38,7 @@ NO_EFFECT = frozenset({
     "ub_bulk_wgrad", "ub_name", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_split_ag",
     "ub_split_rs", "ub_tp_comm_overlap", "use_reentrant",
 })  # fmt: skip
-"""Arguments that concern speed, memory, names, or parts of a tensor-parallel group, which has one member here."""
+"""Arguments that concern speed, memory, names, or a tensor-parallel group where a module has no layer to divide."""
 
 ONE_OF: Mapping[str, tuple[object, ...]] = dict.fromkeys(
     ("parallel_mode", "tensor_parallel_mode"), (None, "column", "row")
@@ -75,7 +75,6 @@ ONLY_DEFAULT: Mapping[str, object] = {
     "save_original_input": False,
     "softmax_type": "vanilla",
     "symmetric_ar_type": None,
-    "tensor_parallel_group": None,
     "tp_group": None,
     "tp_size": 1,
 }
@@ -113,10 +112,10 @@ def check_others(what: str, others: Mapping[str, object]) -> None:
         ConfigError: arguments of :data:`ONE_OF` or :data:`ONLY_DEFAULT` at other values.
 
     Example:
-        >>> check_others("Linear", {"tp_size": 2})
+        >>> check_others("Linear", {"return_bias": True})
         Traceback (most recent call last):
         ...
-        octavo.errors.ConfigError: octavo's Linear does not support tp_size=2; leave it at 1
+        octavo.errors.ConfigError: octavo's Linear does not support return_bias=True; leave it at False
     """
     for name, value in others.items():
         if name in NO_EFFECT:

@@ -7,7 +7,7 @@ silently be read as sequence-first. True in a mask hides a key.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import nn as octavo_nn
 from octavo.compat.transformer_engine.pytorch.arguments import (
@@ -21,6 +21,7 @@ from octavo.compat.transformer_engine.pytorch.arguments import (
 )
 from octavo.compat.transformer_engine.pytorch.checkpoint_names import ParameterRow, attention_rows, read_names
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
+from octavo.compat.transformer_engine.pytorch.tensor_parallel import ParallelModule, TensorParallel
 from octavo.errors import ConfigError
 from octavo.nn.attention import attend
 
@@ -37,7 +38,7 @@ __all__ = [
 MaskGiven = Tensor | tuple[Tensor, ...] | None
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(ParallelModule):
     """softmax(Q K^T · scale + mask) V for queries, keys and values [S, B, heads, D], in high precision.
 
     Args:
@@ -73,6 +74,7 @@ class DotProductAttention(nn.Module):
         softmax_scale: float | None = None,
         **others: Any,
     ) -> None:
+        TensorParallel.taken(others)  # without effect: the tensors have this rank's heads
         check_others("DotProductAttention", others)
         is_causal(attn_mask_type)
         batch_first(qkv_format)
@@ -118,7 +120,7 @@ class DotProductAttention(nn.Module):
         return swap_unless_batch_first(result, is_batch_first)
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(ParallelModule):
     """Multi-head attention with input and output projections.
 
     Args:
@@ -174,7 +176,9 @@ class MultiheadAttention(nn.Module):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
+        tensor_parallel = TensorParallel.taken(others)
         check_others("MultiheadAttention", others)
+        tensor_parallel.check_mode("MultiheadAttention", set_parallel_mode=others.get("set_parallel_mode", False))
         cross = _is_cross(attention_type)
         if return_layernorm_output:
             raise ConfigError("octavo's MultiheadAttention does not support return_layernorm_output=True; leave it out")
@@ -183,9 +187,9 @@ class MultiheadAttention(nn.Module):
         self.batch_first, self.attn_mask_type, self.window_size = batch_first(qkv_format), attn_mask_type, window_size
         self.attention = octavo_nn.MultiheadAttention(
             hidden_size,
-            num_attention_heads,
-            num_kv_heads=num_gqa_groups,
-            head_dim=kv_channels,
+            tensor_parallel.share("num_attention_heads", num_attention_heads),
+            num_kv_heads=num_gqa_groups and tensor_parallel.share("num_gqa_groups", num_gqa_groups),
+            head_dim=kv_channels or hidden_size // num_attention_heads,
             bias=bias,
             input_layernorm=input_layernorm,
             normalization=normalization_name(normalization),
@@ -199,6 +203,7 @@ class MultiheadAttention(nn.Module):
             device=device,
             dtype=params_dtype,
         )
+        self.divide_layers(tensor_parallel, positions=1)
         initialize(self.attention, init_method, output_layer_init_method)
         read_names(self, rows_of(self.attention, "attention.", "", interleaved=qkv_weight_interleaved))
 

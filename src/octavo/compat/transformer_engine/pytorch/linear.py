@@ -15,6 +15,7 @@ from octavo.compat.transformer_engine.pytorch.arguments import (
 )
 from octavo.compat.transformer_engine.pytorch.checkpoint_names import linear_rows, mlp_rows, read_names
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
+from octavo.compat.transformer_engine.pytorch.tensor_parallel import COLUMN, ROW, ParallelModule, TensorParallel
 from octavo.errors import ConfigError
 
 __all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"]
@@ -26,7 +27,7 @@ def _alias(path: str, shape: str) -> Any:
     return property(lambda module: getattr(module.get_submodule(layer), name, None), doc=shape)
 
 
-class Linear(nn.Module):
+class Linear(ParallelModule):
     """``y = x @ weight.T + bias``.
 
     Args:
@@ -57,11 +58,20 @@ class Linear(nn.Module):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
+        tensor_parallel = TensorParallel.taken(others)
         check_others("Linear", others)
+        mode = others.get("parallel_mode")
         super().__init__()
         self.linear: nn.Linear = octavo_nn.Linear(
-            in_features, out_features, bias, recipe="bf16", device=device, dtype=params_dtype
+            tensor_parallel.share("in_features", in_features) if mode == ROW else in_features,
+            tensor_parallel.share("out_features", out_features) if mode == COLUMN else out_features,
+            bias,
+            recipe="bf16",
+            device=device,
+            dtype=params_dtype,
         )
+        if mode is not None:
+            self.divide_layers(tensor_parallel, positions=0, mode=mode)
         initialize(self.linear, init_method)
         read_names(self, linear_rows("linear.", ""))
 
@@ -122,7 +132,7 @@ class RMSNorm(_Norm, octavo_nn.RMSNorm):
     """
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(ParallelModule):
     """``linear(norm(x))``.
 
     Args:
@@ -165,11 +175,15 @@ class LayerNormLinear(nn.Module):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
+        tensor_parallel = TensorParallel.taken(others)
         check_others("LayerNormLinear", others)
+        mode = others.get("parallel_mode")
+        if mode == ROW and tensor_parallel.size > 1:
+            raise ConfigError("LayerNormLinear normalizes whole rows, which parallel_mode='row' divides; use 'column'")
         super().__init__()
         self.layer = octavo_nn.LayerNormLinear(
             in_features,
-            out_features,
+            tensor_parallel.share("out_features", out_features) if mode == COLUMN else out_features,
             bias=bias,
             normalization=normalization_name(normalization),
             eps=eps,
@@ -179,6 +193,8 @@ class LayerNormLinear(nn.Module):
             device=device,
             dtype=params_dtype,
         )
+        if mode is not None:
+            self.divide_layers(tensor_parallel, positions=0, mode=mode)
         initialize(self.layer, init_method)
         read_names(self, linear_rows("layer.linear.", "", norm="layer.norm."))
 
@@ -192,7 +208,7 @@ class LayerNormLinear(nn.Module):
         return y
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(ParallelModule):
     """``fc2(activation(fc1(norm(x))))``.
 
     Args:
@@ -242,13 +258,15 @@ class LayerNormMLP(nn.Module):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
+        tensor_parallel = TensorParallel.taken(others)
         check_others("LayerNormMLP", others)
+        tensor_parallel.check_mode("LayerNormMLP", set_parallel_mode=others.get("set_parallel_mode", False))
         if return_layernorm_output:
             raise ConfigError("octavo's LayerNormMLP does not support return_layernorm_output=True; leave it at False")
         super().__init__()
         self.layer = octavo_nn.LayerNormMLP(
             hidden_size,
-            ffn_hidden_size,
+            tensor_parallel.share("ffn_hidden_size", ffn_hidden_size),
             activation=activation_name(activation),
             bias=bias,
             normalization=normalization_name(normalization),
@@ -258,6 +276,7 @@ class LayerNormMLP(nn.Module):
             device=device,
             dtype=params_dtype,
         )
+        self.divide_layers(tensor_parallel, positions=0)
         initialize(self.layer, init_method, output_layer_init_method)
         read_names(self, mlp_rows("layer.", ""))
 

@@ -16,6 +16,8 @@ from octavo.compat.transformer_engine.pytorch.checkpoint_names import ParameterR
 
 __all__ = ["BasicLinear", "Bias", "Identity", "Linear", "Sequential"]
 
+GROUP = "tensor_parallel_group"
+
 
 class Sequential(nn.Sequential):
     """Sequence of operations and modules.
@@ -52,8 +54,17 @@ class Linear(modules.Linear):
         dtype: torch.dtype | None = None,
         **others: Any,
     ) -> None:
-        check_others("ops.Linear", others)
-        super().__init__(in_features, out_features, bias=bias, init_method=_uniform, device=device, params_dtype=dtype)
+        check_others("ops.Linear", {name: value for name, value in others.items() if name != GROUP})
+        tensor_parallel = {theirs: others[name] for name, theirs in _TENSOR_PARALLEL.items() if name in others}
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            init_method=_uniform,
+            device=device,
+            params_dtype=dtype,
+            **tensor_parallel,
+        )
         rows = (("weight", "basic_ops.0.weight"), ("bias", "basic_ops.1.bias"))
         read_names(self, [ParameterRow(name=f"linear.{name}", sources=(source,)) for name, source in rows])
 
@@ -115,9 +126,14 @@ def _uniform(weight: Tensor) -> None:
 
 
 Identity = nn.Identity
+_TENSOR_PARALLEL = {
+    "tensor_parallel_mode": "parallel_mode",
+    GROUP: "tp_group",
+    "sequence_parallel": "sequence_parallel",
+}
 _NORMS = "use te.LayerNorm, te.RMSNorm, or te.LayerNormLinear for a norm and a linear layer"
 _ACTIVATIONS = "use torch.nn.functional, or te.LayerNormMLP for an MLP with it"
-_ALONE = "octavo's layers have no tensor-parallel group; use torch.distributed"
+_ALONE = "Linear has tensor_parallel_mode and sequence_parallel; use torch.distributed elsewhere"
 _PLAIN = "use torch.nn.Module"
 _OTHERS = {
     **dict.fromkeys(("LayerNorm", "RMSNorm", "L2Normalization"), _NORMS),

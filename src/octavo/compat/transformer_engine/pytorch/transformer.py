@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import nn as octavo_nn
 from octavo.compat.transformer_engine.pytorch.arguments import (
@@ -26,12 +26,13 @@ from octavo.compat.transformer_engine.pytorch.attention import (
 )
 from octavo.compat.transformer_engine.pytorch.checkpoint_names import mlp_rows, read_names
 from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
+from octavo.compat.transformer_engine.pytorch.tensor_parallel import ParallelModule, TensorParallel
 from octavo.errors import ConfigError
 
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(ParallelModule):
     """Attention and MLP around a residual stream, pre-norm.
 
     Hidden states are [S, B, H] unless ``attn_input_format="bshd"``. Both dropouts are 0.1 unless given.
@@ -97,7 +98,9 @@ class TransformerLayer(nn.Module):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
+        tensor_parallel = TensorParallel.taken(others)
         check_others("TransformerLayer", others)
+        tensor_parallel.check_mode("TransformerLayer", set_parallel_mode=others.get("set_parallel_mode", False))
         causal = is_causal(self_attn_mask_type)
         _check_cross_mask(enc_dec_attn_mask_type)
         super().__init__()
@@ -105,10 +108,10 @@ class TransformerLayer(nn.Module):
         self.enc_dec_attn_mask_type, self.batch_first = enc_dec_attn_mask_type, batch_first(attn_input_format)
         self.layer = octavo_nn.TransformerLayer(
             hidden_size,
-            ffn_hidden_size,
-            num_attention_heads,
-            num_kv_heads=num_gqa_groups,
-            head_dim=kv_channels,
+            tensor_parallel.share("ffn_hidden_size", ffn_hidden_size),
+            tensor_parallel.share("num_attention_heads", num_attention_heads),
+            num_kv_heads=num_gqa_groups and tensor_parallel.share("num_gqa_groups", num_gqa_groups),
+            head_dim=kv_channels or hidden_size // num_attention_heads,
             layer_type=layer_type,
             causal=causal,
             window=window_of(window_size, causal=causal),
@@ -124,6 +127,7 @@ class TransformerLayer(nn.Module):
             device=device,
             dtype=params_dtype,
         )
+        self.divide_layers(tensor_parallel, positions=1)
         initialize(self.layer, init_method, output_layer_init_method)
         rows = mlp_rows("layer.mlp.", "layernorm_mlp.")
         for name, source in (("self_attention", "self_attention"), ("cross_attention", "inter_attention")):

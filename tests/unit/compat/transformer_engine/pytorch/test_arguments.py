@@ -53,8 +53,6 @@ def test_arguments_without_effect_are_accepted(kind):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tp_size", 2),
-        ("tp_group", object()),
         ("fuse_wgrad_accumulation", True),
         ("return_bias", True),
         ("save_original_input", True),
