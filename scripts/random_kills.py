@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,9 +29,10 @@ LONGEST_SECONDS = 3.0  # from an attempt's start, or from its first step
 WHILE_TRAINING = 0.75  # share of the kills that wait for the first step
 
 
-def config_of(source: Path, steps: int, shard: int) -> RunConfig:
+def config_of(source: Path, steps: int, shard: int, *, is_async: bool) -> RunConfig:
     """The run: delayed scaling, whose state must survive, and a checkpoint every third step."""
-    config = tiny_config(recipe="delayed", grad_accumulation=2, steps=steps, checkpoint_interval=3, clip_norm=0.0)
+    training: dict[str, Any] = {"recipe": "delayed", "steps": steps, "clip_norm": 0.0, "async_checkpoints": is_async}
+    config = tiny_config(grad_accumulation=2, checkpoint_interval=3, **training)
     data = dataclasses.replace(config.data, source=str(source))
     return dataclasses.replace(config, data=data, parallel=ParallelConfig(shard=shard, check_interval=1))
 
@@ -83,11 +85,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--shard", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--async", action="store_true", dest="is_async", help="train on while checkpoints are written")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = tiny_data(folder)
-        config = config_of(folder / "text.txt", options.steps, options.shard)
+        config = config_of(folder / "text.txt", options.steps, options.shard, is_async=options.is_async)
         train(dataclasses.replace(config, parallel=ParallelConfig()), folder / "one", data=data)
         save_config(config, folder / "config.toml")
         rank = ["-m", "octavo", "train", "--config", str(folder / "config.toml"), "--out", str(folder / "run"), "-q"]

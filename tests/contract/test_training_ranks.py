@@ -5,6 +5,7 @@ whose sum has one order, everything is compared bit for bit. FSDP2 sums the grad
 that norm, numbers differ by the order of that sum.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load  # type: ignore[attr-defined]
 
 from octavo.training.checkpoint import latest, read_state
+from octavo.training.checkpoint_files import stored_tensors
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from tests.contract.rank_processes import of_check, results_of_ranks
@@ -234,6 +236,17 @@ def test_each_rank_writes_its_shards(folder, two):
     assert first
     assert second
     assert not first.keys() & second.keys()
+
+
+def test_uneven_and_empty_shards(folder, four):
+    rows = of_check(four, "uneven_shards")
+    assert [each["fsdp5"] for each in rows] == [2, 2, 1, 0]
+    assert [each["hsdp1"] for each in rows] == [1, 0, 1, 0]
+    sums = json.loads((folder / "uneven" / "state.json").read_text())
+    stored = stored_tensors(folder / "uneven", "model.safetensors", sums)
+    assert len(stored) == 12
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, torch.arange(3 * int(name[4:])).view(-1, 3)), name
 
 
 @pytest.mark.parametrize("shard", [1, 2])

@@ -4,6 +4,7 @@ A check is given the folder of the runs.
 """
 
 import dataclasses
+import json
 import os
 import resource
 import signal
@@ -20,12 +21,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import OctavoError
 from octavo.models import Llama
 from octavo.nn.tensor_parallel import whole
 from octavo.parallel import heartbeat
+from octavo.parallel.data_parallel import copied_to_cpu
 from octavo.parallel.ranks import Ranks
 from octavo.parsing import read_tensors
 from octavo.text.tokens import open_data
@@ -257,6 +261,23 @@ def loaded(folder: Path) -> list[bool]:
     return equal
 
 
+def uneven_shards(folder: Path) -> dict[str, int]:
+    """Write tensors of fewer rows than ranks, and of no multiple; returns this rank's numbers of rows."""
+    shards = {
+        f"{name}{rows}": distribute_tensor(torch.arange(3 * rows).view(rows, 3), mesh, places, src_data_rank=None)
+        for name, mesh, places in (
+            ("fsdp", init_device_mesh("cpu", (4,)), [Shard(0)]),
+            ("hsdp", init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]),
+            ("both", init_device_mesh("cpu", (2, 2)), [Shard(1), Shard(0)]),
+        )
+        for rows in (1, 2, 5, 7)
+    }
+    files = {"model.safetensors": {name: copied_to_cpu(shard) for name, shard in shards.items()}}
+    describe = lambda temporary, sums: (temporary / "state.json").write_text(json.dumps(sums))  # noqa: E731
+    checkpoint_shards.write_shards(folder / "uneven", files, describe, group=None)
+    return {name: len(shard.to_local()) for name, shard in shards.items()}
+
+
 def loss_after_move(folder: Path, recipe: str, shard: int) -> float:
     """Load a run's state on these ranks and save it again; returns the loss of a batch."""
     trainer = resumed(config_of(recipe=recipe, shard=shard, grad_accumulation=4), folder, f"moved {recipe}")
@@ -430,7 +451,7 @@ OF_TWO = (
     chain_of_two,
     stalled,
 )
-OF_FOUR = (loaded, four_ranks, chain_of_four, altered_shard, moved)
+OF_FOUR = (loaded, four_ranks, chain_of_four, altered_shard, uneven_shards, moved)
 
 
 def checks(ranks: int) -> Checks:
