@@ -7,7 +7,7 @@ silently be read as sequence-first. True in a mask hides a key.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import nn as octavo_nn
 from octavo.compat.transformer_engine.pytorch.arguments import (
