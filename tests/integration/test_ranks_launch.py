@@ -95,6 +95,16 @@ def test_a_launch_refuses_a_run_that_it_has_not_begun(tmp_path, data, one):
     assert_run_of_one(tmp_path, one)
 
 
+def test_ray(tmp_path, data, one):
+    pytest.importorskip("ray", reason="ray is not installed")
+    save_config(config_of(data), tmp_path / "config.toml")
+    script = str(ROOT / "examples" / "ray_train.py")
+    process = start([script, str(tmp_path / "config.toml"), str(tmp_path / "run"), "2"], RAY_ADDRESS="local")
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    assert_run_of_one(tmp_path, one)
+
+
 def test_ranks_of_slurm(tmp_path, data, one):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -1,0 +1,20 @@
+"""``octavo train`` under Ray Train: ``python examples/ray_train.py CONFIG.toml RUN RANKS``."""
+
+import sys
+from pathlib import Path
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from octavo.text.tokens import open_data, prepare
+from octavo.training.config import load_config
+from octavo.training.loop import train
+
+config, run = load_config(Path(sys.argv[1])), Path(sys.argv[2]).absolute()  # RUN: a folder that all machines see
+prepare(config.data.source, run / "data", vocab_size=config.data.vocab_size)
+TorchTrainer(
+    lambda: train(config, run, data=open_data(run / "data"), resume=(run / "config.toml").exists()),
+    torch_config=TorchConfig(backend="gloo"),  # on GPUs nccl, and ScalingConfig(use_gpu=True)
+    scaling_config=ScalingConfig(num_workers=int(sys.argv[3])),
+    run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),  # from the last whole checkpoint
+).fit()
