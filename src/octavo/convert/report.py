@@ -110,11 +110,9 @@ class ConversionReport:
 
     def __str__(self) -> str:
         """Totals, then one line for all layers that differ in the numbers of their paths alone."""
-        following = len(self.converted) - len(self.overridden)
-        lines = [
-            f"{following} layers run {self.recipe}, {len(self.skipped)} stay as they are",
-            self.shares.sentence(),
-        ]
+        following, left = len(self.converted) - len(self.overridden), len(self.skipped)
+        runs = f"{counted(following, 'layer')} {'runs' if following == 1 else 'run'} {self.recipe}"
+        lines = [f"{runs}, {left} {'stays as it is' if left == 1 else 'stay as they are'}", self.shares.sentence()]
         if self.stored:
             lines.append(f"{len(self.stored)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
