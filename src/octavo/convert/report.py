@@ -198,9 +198,9 @@ def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
         return f"stays as it is: the kernel of a convolution ({'x'.join(map(str, parameter.shape[2:]))})"
     kind = type(module).__name__
     if isinstance(module, torch.nn.MultiheadAttention):
-        return "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer"
+        return "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
     stack = f", {parameter.shape[0]} matrices in one" if parameter.ndim == 3 and parameter.shape[0] > 1 else ""
-    return f"stays as it is: a parameter of {kind}{stack}, and no linear layer"
+    return f"stays as it is: a parameter of {kind}{stack}, which is not nn.Linear"
 
 
 def shares_of(

@@ -11,7 +11,7 @@ from tests.contract.gemm_oracle import recorded_products
 from tests.recorded_state import end_step
 from tests.unit.convert.tiny_language_model import TinyLanguageModel
 
-PARAMETER = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer"
+PARAMETER = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
 
 
 def _mlp() -> nn.Sequential:
