@@ -42,7 +42,11 @@ def folder(tmp_path_factory):
     for look, one in enumerate(far):
         for numbers in one.casts.values():
             numbers[CAST_FIELDS.index("stale_ratio")] = 2.0 ** (3 * (look - 4))
-    write_page(folder / "far.html", doctor_page(series_of([], far), [], title="t"))
+    histograms = [
+        Histogram(path="a", role="input", values=values, format=E4M3, scale=2.0**-128)
+        for values in (torch.randn(4096), torch.zeros(4096))
+    ]
+    write_page(folder / "far.html", doctor_page(series_of([], far), [], title="t", histograms=histograms))
     return folder
 
 
@@ -193,6 +197,29 @@ def test_values_stand_on_the_grid_of_their_format(tab):
     tab.select_option("#histogram", index=1)
     assert "E5M2" in tab.locator("#histogram-about").inner_text()
     assert tab.locator("#grid").evaluate("figure => figure.data[1].x.length") == E5M2.max_code
+
+
+def test_the_axis_of_a_tensor_of_zeros_shows_the_format_and_little_else(opened):
+    page = opened("far.html")
+    grid = page.locator("#grid")
+    page.select_option("#histogram", index=1)
+    left, right = grid.evaluate("figure => figure.layout.xaxis.range")
+    strokes = grid.evaluate("figure => [Math.min(...figure.data[1].x), Math.max(...figure.data[1].x)]")
+    assert left > strokes[0] - 20
+    assert right < strokes[1] + 20
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_names_of_the_ranges_do_not_touch(opened, width):
+    """Of values far above the format, whose ranges are narrow on the axis."""
+    page = opened("far.html", width)
+    names = page.locator("#zones span, #grid .annotation")
+    assert names.all_inner_texts() == ["flushed to zero", "subnormal", "normal", "saturated"]
+    for box, other in itertools.combinations([name.bounding_box() for name in names.all()], 2):
+        is_beside = box["x"] + box["width"] <= other["x"] or other["x"] + other["width"] <= box["x"]
+        assert is_beside or box["y"] + box["height"] <= other["y"]
+    page.close()
 
 
 @pytest.mark.parametrize("width", [1280, 800])

@@ -88,7 +88,7 @@ def convert(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
         >>> print(convert(model, "tensorwise", skip=["1"]))
-        1 layers run tensorwise, 1 stay as they are
+        1 layer runs tensorwise, 1 stays as it is
         in FP8: 71.1 % of the parameters and 80.0 % of the multiplications, counting each weight once a token
           1: skip pattern '1' (17.8 % of the parameters, 20.0 % of the multiplications)
     """

@@ -110,11 +110,9 @@ class ConversionReport:
 
     def __str__(self) -> str:
         """Totals, then one line for all layers that differ in the numbers of their paths alone."""
-        following = len(self.converted) - len(self.overridden)
-        lines = [
-            f"{following} layers run {self.recipe}, {len(self.skipped)} stay as they are",
-            self.shares.sentence(),
-        ]
+        following, left = len(self.converted) - len(self.overridden), len(self.skipped)
+        runs = f"{counted(following, 'layer')} {'runs' if following == 1 else 'run'} {self.recipe}"
+        lines = [f"{runs}, {left} {'stays as it is' if left == 1 else 'stay as they are'}", self.shares.sentence()]
         if self.stored:
             lines.append(f"{len(self.stored)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
@@ -200,9 +198,9 @@ def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
         return f"stays as it is: the kernel of a convolution ({'x'.join(map(str, parameter.shape[2:]))})"
     kind = type(module).__name__
     if isinstance(module, torch.nn.MultiheadAttention):
-        return "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer"
+        return "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
     stack = f", {parameter.shape[0]} matrices in one" if parameter.ndim == 3 and parameter.shape[0] > 1 else ""
-    return f"stays as it is: a parameter of {kind}{stack}, and no linear layer"
+    return f"stays as it is: a parameter of {kind}{stack}, which is not nn.Linear"
 
 
 def shares_of(

@@ -15,7 +15,7 @@ CHOICE_COLOURS = {
     choice: PALETTE[name] for choice, name in zip(CHOICES, ("orange", "pink", "violet", "teal", "silver"), strict=True)
 }
 ROLE_COLOURS = [
-    PALETTE[name] for name in ("blue", "cyan", "teal", "lime", "amber", "orange", "pink", "violet", "slate")
+    PALETTE[name] for name in ("blue", "teal", "amber", "pink", "lime", "orange", "cyan", "violet", "slate")
 ]
 FRONT = ("least loss for its bytes", PALETTE["blue"])
 

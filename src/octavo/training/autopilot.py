@@ -148,7 +148,7 @@ class Autopilot:
         for act in self.journal.in_force:
             if self._has_passed(act):
                 samples = self.patience + 1
-                yield _reversal(act, f"{samples} samples were healthy without it", {"looks": samples}, helped=True)
+                yield _reversal(act, f"{samples} samples were healthy without it", {"samples": samples}, helped=True)
         for finding in sorted(findings, key=lambda one: not one.path):
             if self._may_act(finding):
                 yield self._acting(finding)

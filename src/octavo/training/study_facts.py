@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from octavo._lazy import own_version
+from octavo.html.wording import counted
 from octavo.text.corpus import Split
 from octavo.text.sources import BUILTIN
 from octavo.text.tokens import TokenData
@@ -52,9 +53,9 @@ def _data_facts(data: TokenData) -> dict[str, str]:
 
 def _machine_facts(config: RunConfig) -> dict[str, str]:
     on_cuda = resolve_device(config.training.device).type == "cuda"
-    threads = config.training.threads or torch.get_num_threads()
+    threads = counted(config.training.threads or torch.get_num_threads(), "thread")
     return {
-        "device": torch.cuda.get_device_name() if on_cuda else f"{processor_name()}, {threads} threads",
+        "device": torch.cuda.get_device_name() if on_cuda else f"{processor_name()}, {threads}",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "octavo": own_version(),

@@ -11,7 +11,7 @@ from tests.contract.gemm_oracle import recorded_products
 from tests.recorded_state import end_step
 from tests.unit.convert.tiny_language_model import TinyLanguageModel
 
-PARAMETER = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer"
+PARAMETER = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
 
 
 def _mlp() -> nn.Sequential:
@@ -190,7 +190,7 @@ def test_every_layer_that_stays_has_its_reason():
     }
     assert report.parameters == {"attention.in_proj_weight": PARAMETER}
     lines = str(report).splitlines()
-    assert lines[0] == "1 layers run tensorwise, 8 stay as they are"
+    assert lines[0] == "1 layer runs tensorwise, 8 stay as they are"
     assert lines[1].startswith("in FP8: ")
     assert lines[2:] == [
         f"  {path}: {reason} ({100 * parameters:.1f} % of the parameters, "

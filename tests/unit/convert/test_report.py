@@ -55,8 +55,8 @@ def test_every_weight_that_multiplies_and_is_no_linear_layers_is_named():
     assert report.parameters["bag.weight"] == "embedding: a look-up, not a product"
     assert report.parameters["pointwise.weight"] == "stays as it is: the kernel of a convolution (1)"
     assert report.parameters["patches.weight"] == "stays as it is: the kernel of a convolution (2x4)"
-    assert report.parameters["experts.up"].endswith("a parameter of Experts, 4 matrices in one, and no linear layer")
-    assert report.parameters["memory.weight_hh_l0"].endswith("a parameter of GRU, and no linear layer")
+    assert report.parameters["experts.up"].endswith("a parameter of Experts, 4 matrices in one, which is not nn.Linear")
+    assert report.parameters["memory.weight_hh_l0"].endswith("a parameter of GRU, which is not nn.Linear")
 
 
 def test_shares_are_those_counted_by_hand():
@@ -131,7 +131,7 @@ def test_the_printed_form_has_a_line_for_all_layers_that_differ_in_numbers_alone
         ),
     )
     assert str(report).splitlines() == [
-        "1 layers run rowwise, 8 stay as they are",
+        "1 layer runs rowwise, 8 stay as they are",
         "in FP8: 50.0 % of the parameters and 75.0 % of the multiplications, counting each weight once a token",
         "  h.[0-2,5].fc1 (4): filter (40.0 % of the parameters, 20.0 % of the multiplications)",
         "  h.[0-2,5].fc2 (4): filter (0.0 % of the parameters, 0.0 % of the multiplications)",

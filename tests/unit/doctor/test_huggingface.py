@@ -108,7 +108,7 @@ def test_the_command_reads_the_output_folder(trained):
     result = CliRunner().invoke(app, ["doctor", str(trained.folder), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert (found["step"], found["looks"], found["layers"]) == (5, 3, 8)
+    assert (found["step"], found["samples"], found["layers"]) == (5, 3, 8)
     assert [finding["code"] for finding in found["findings"]] == ["sensitive-module"]
 
 

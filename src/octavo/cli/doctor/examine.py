@@ -172,7 +172,7 @@ def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
         "gap": None if gap is None else asdict(gap),
         "step": run.step,
         "steps": run.steps,
-        "looks": run.samples,
+        "samples": run.samples,
         "layers": run.layers,
     }
 

@@ -136,7 +136,7 @@ def _batches_of_many_sizes(series: Series, limits: Thresholds) -> Iterator[Findi
             path=path,
             first_step=int(steps[small][0]),
             last_step=int(steps[small][-1]),
-            evidence={"least_rows": float(rows.min()), "most_rows": float(rows.max()), "looks": float(small.sum())},
+            evidence={"least_rows": float(rows.min()), "most_rows": float(rows.max()), "samples": float(small.sum())},
             cause=f"its batches have from {rows.min():.0f} to {rows.max():.0f} rows, a quarter of the most or fewer in "
             f"{small.sum()} of {len(small)} samples: statistics of so few rows scatter, and the ranges of nearby FP8 "
             "layers change from step to step",
@@ -160,7 +160,7 @@ def _far_batches(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 path=path,
                 first_step=int(steps[far][0]),
                 last_step=int(steps[far][-1]),
-                evidence={"log2_variance_ratio": worst, "looks": float(far.sum())},
+                evidence={"log2_variance_ratio": worst, "samples": float(far.sum())},
                 cause=f"half of the channels' variances differ by up to {2**worst:.3g}x from the running ones, beyond "
                 f"the scatter of batches of this size, in {far.sum()} of {len(far)} samples, and do not settle: "
                 "the ranges of nearby FP8 layers change in evaluation",

@@ -153,5 +153,5 @@ def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
             f"{'is' if share == 1 else 'are'} exactly zero in {length(where)} consecutive samples",
             weight=share,
             zero_fraction=share,
-            looks=length(where),
+            samples=length(where),
         )

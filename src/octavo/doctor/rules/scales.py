@@ -81,7 +81,7 @@ def _frozen_finding(track: Track, where: slice, limits: Thresholds, moved: float
         stale_ratio=g.max(),
         least_stale_ratio=g.min(),
         saturation_fraction=saturated,
-        looks=len(g),
+        samples=len(g),
     )
 
 
@@ -157,7 +157,7 @@ def _outgrown_finding(track: Track, where: slice, severity: Severity) -> Finding
         stale_ratio=g,
         saturation_fraction=saturated,
         sqnr_db=np.nanmin(np.append(track.of("sqnr_db")[where], np.inf)),
-        looks=length(where),
+        samples=length(where),
     )
 
 
@@ -172,7 +172,7 @@ def _too_large_finding(track: Track, where: slice, limits: Thresholds) -> Findin
         weight=-np.log2(g),
         stale_ratio=g,
         underflow_fraction=lost,
-        looks=length(where),
+        samples=length(where),
     )
 
 
@@ -231,7 +231,7 @@ def _inexact_finding(
         cause=f"the scale was computed from {source} ({wrong.size} of {len(track.steps)} samples)",
         weight=np.log2(off),
         stale_ratio=worst,
-        looks=wrong.size,
+        samples=wrong.size,
         saturation_fraction=track.of("saturation_fraction")[wrong].max(),
     )
 
@@ -255,7 +255,7 @@ def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 role=role,
                 first_step=int(steps[where][0]),
                 last_step=int(steps[where][-1]),
-                evidence={"rank_scale_ratio": worst, "looks": float(length(where))},
+                evidence={"rank_scale_ratio": worst, "samples": float(length(where))},
                 cause=f"one rank casts this {role} with a scale {worst:.3g}x another's: "
                 "their amaxes were reduced over the wrong ranks, or not at all",
                 weight=float(np.log2(worst)),

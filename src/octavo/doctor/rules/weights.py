@@ -34,5 +34,5 @@ def stale_weight(series: Series, limits: Thresholds) -> Iterator[Finding]:
             weight=worst,
             code_mismatch=worst,
             cosine=np.nanmin(np.append(track.of("cosine")[wrong], np.inf)),
-            looks=wrong.size,
+            samples=wrong.size,
         )

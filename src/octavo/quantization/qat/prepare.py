@@ -139,7 +139,7 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> _ = octavo.prepare_qat(model, "tensorwise")
         >>> print(octavo.convert_qat(model, hold_weights=True))
-        1 layers run tensorwise, 0 stay as they are
+        1 layer runs tensorwise, 0 stay as they are
         in FP8: 88.9 % of the parameters and 100.0 % of the multiplications, counting each weight once a token
         1 store their weight as FP8 codes
     """

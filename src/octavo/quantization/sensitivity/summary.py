@@ -76,7 +76,7 @@ def how_ranked(result: Sensitivity) -> str:
     return (
         f"Layers are ranked by an estimate from gradients. {len(result.measured)} of {_pairs(result)} (layer, choice) "
         f"were run too, the costliest and others spread through the ranking: {pairs} of them cost more than the "
-        f"{floor:.5f} nats by which a BF16 computation diverges from itself in another order; {ranked}."
+        f"{floor:.1e} nats by which a BF16 computation diverges from itself in another order; {ranked}."
     )
 
 

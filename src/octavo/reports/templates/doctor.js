@@ -249,7 +249,7 @@ function drawCurves() {
   const shown = names.map(named)
     .filter((one) => one && one.sheets.some((page) => page.rows.includes(selected.layer)));
   by("curves").hidden = false;
-  by("layer-name").textContent = layerName(selected.layer);
+  by("layer-name").innerHTML = escaped(layerName(selected.layer)).replaceAll(".", ".<wbr>");
   by("layer-facts").textContent = data.facts[data.layers[selected.layer]];
   const panels = by("panels");
   while (panels.children.length > shown.length) {
@@ -454,20 +454,16 @@ function drawHistogram() {
   const highest = Math.max(...one.shares, 0.01);
   const rug = { type: "scatter", mode: "markers", x: one.grid, y: one.grid.map(() => -0.035 * highest), hoverinfo: "skip",
     marker: { symbol: "line-ns-open", size: 8, color: INK, line: { width: 1 } } };
-  const left = Math.min(one.first, one.ends[0] - 7), last = one.first + one.shares.length * one.width;
-  const right = Math.max(last + 1, one.ends[2] + 5);
-  const edges = [left, ...one.ends, right];
-  const names = ZONES.map(([name], i) => ({ x: i === 0 ? edges[1] : i === 2 ? (edges[2] + edges[3]) / 2 : edges[i],
-    xanchor: ["right", "left", "center", "left"][i], xshift: [-4, 4, 0, 4][i], y: 1.02, yref: "paper", yanchor: "bottom", text: name, showarrow: false,
-    font: { size: 12, color: MUTED } }));
+  const bounds = one.shares.length ? [one.first, one.first + one.shares.length * one.width] : []; // none of zeros alone
+  const left = Math.min(...bounds, one.ends[0] - 7), right = Math.max(...bounds.map((end) => end + 1), one.ends[2] + 5);
   const walls = one.ends.map((x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
     line: { color: MUTED, width: 1, dash: "dot" } }));
-  draw("grid", [bars, rug], layout({ hovermode: "closest", bargap: 0, margin: { l: 58, r: 12, t: 30, b: 44 },
-    annotations: names, shapes: walls,
+  draw("grid", [bars, rug], layout({ hovermode: "closest", bargap: 0, margin: { l: 58, r: 12, t: 10, b: 44 }, shapes: walls,
     xaxis: { title: { text: "magnitude" }, range: [left, right], tickprefix: "2<sup>", ticksuffix: "</sup>", nticks: 12,
       rangemode: "normal" },
     yaxis: { title: { text: "share of nonzeros" }, tickformat: "~%", range: [-0.075 * highest, 1.06 * highest],
       zeroline: true, zerolinecolor: MUTED } }));
+  by("zones").innerHTML = ZONES.map(([name, colour]) => `<span style="--accent:${colour}">${name}</span>`).join("");
   by("histogram-about").innerHTML = `<span><b>${escaped(one.format)}</b></span>` +
     [["zero before the cast", one.zeros], ["flushed to zero", one.flushed], ["saturated", one.saturated]]
       .map(([name, share]) => `<span>${name}: ${written(share, "fraction")}</span>`).join("");

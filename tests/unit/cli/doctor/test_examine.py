@@ -66,8 +66,8 @@ def test_json_holds_the_same(octavo, finished_run, finding_what, saturation):
     result = octavo("doctor", finished_run, "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
-    assert {key: found[key] for key in ("step", "steps", "looks", "layers")} == {
-        "step": 4, "steps": 4, "looks": 1, "layers": 7,
+    assert {key: found[key] for key in ("step", "steps", "samples", "layers")} == {
+        "step": 4, "steps": 4, "samples": 1, "layers": 7,
     }  # fmt: skip
     (finding,) = found["findings"]
     assert finding["severity"] == "fail"

@@ -28,7 +28,7 @@ def test_stale_weight_reports_its_steps_and_mismatch():
     (found,) = stale_weight(series, LIMITS)
     assert (found.first_step, found.last_step) == (10, 20)
     assert found.cause.startswith("5.00% of the codes that the output GEMM multiplies are not those of the weight")
-    assert found.evidence == {"code_mismatch": 0.05, "cosine": 0.998, "looks": 3}
+    assert found.evidence == {"code_mismatch": 0.05, "cosine": 0.998, "samples": 3}
 
 
 def test_a_weight_that_moves_under_its_cached_codes():
