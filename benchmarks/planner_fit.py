@@ -7,7 +7,8 @@ Every measurement gives one residual, the logarithm of predicted over measured s
 of its speed-up. The constants minimise Huber's loss of the residuals and the squared distance to a prior, in units of
 its deviation. A group of rows that differ in the number of GPUs only counts like its square root. For every bar the
 rows of one model family are left out of the fit that predicts them: a family is a model and its size (all Llama 70B
-are one), a layer's or a GEMM's the page that published it.
+are one), a layer's or a GEMM's the shape of its weights. ``--by-page`` leaves whole pages out instead, which
+is stricter: a page is often all that is known of a program or a kernel.
 """
 
 import argparse
@@ -125,10 +126,12 @@ class Point:
     bf16_seconds: float
 
 
-def family_of(row: Row, problem: Problem) -> str:
-    """Return the model and its size; of GEMMs and layers, their source."""
-    if isinstance(problem.job, GemmJob):
+def family_of(row: Row, problem: Problem, *, by_page: bool) -> str:
+    """Return the model and its size; of GEMMs and layers, the shapes of their weights, or the page they stand on."""
+    if by_page:
         return f"{row.source} {row['source_path_or_url']}"
+    if isinstance(problem.job, GemmJob):
+        return "weights " + ", ".join(sorted({f"{n}×{k}" for _, n, k in problem.job.shapes}))
     name = problem.job.model.name.split(",")[0]
     return {"llama-2-70b": "llama-70b", "llama-3-70b": "llama-70b"}.get(name, name)
 
@@ -147,7 +150,9 @@ def seconds_of(measured: float, measure: Callable[[float], float] | None) -> flo
     return measured / one if two > one else one / measured
 
 
-def read_points(path: Path) -> tuple[list[Point], list[tuple[Row, Problem]], list[tuple[Row, str]]]:
+def read_points(
+    path: Path, *, by_page: bool = False
+) -> tuple[list[Point], list[tuple[Row, Problem]], list[tuple[Row, str]]]:
     """Return the timed rows as points, the rows of memory, and the rows that are refused with the reason."""
     points: list[Point] = []
     memory, refused = [], []
@@ -167,7 +172,7 @@ def read_points(path: Path) -> tuple[list[Point], list[tuple[Row, Problem]], lis
             Point(
                 row,
                 problem,
-                family_of(row, problem),
+                family_of(row, problem, by_page=by_page),
                 groups[_group(row)] ** -0.25,
                 parts_of(problem.job),
                 seconds_of(row.number("value"), problem.measure),
@@ -266,6 +271,13 @@ class Outcome:
     error: float
     ratio_error: float | None
 
+    @property
+    def metric_error(self) -> float:
+        """Relative error in the row's metric: of a rate, the inverse of the seconds' ratio."""
+        measure = self.point.problem.measure
+        assert measure is not None
+        return math.expm1(-self.error if measure(2.0) < measure(1.0) else self.error)
+
 
 def leave_families_out(points: Sequence[Point], values: Values) -> list[Outcome]:
     """Return every row's errors from a fit that has seen no row of its family."""
@@ -330,7 +342,7 @@ def bars(outcomes: Sequence[Outcome], memory: Sequence[tuple[str, float]], refus
     speed = shares([each.ratio_error for each in outcomes if each.ratio_error is not None])
     training = [each for each in outcomes if each.point.problem.kind == "train" and each.ratio_error is not None]
     trained = shares([each.ratio_error or 0.0 for each in training])
-    time = shares([each.error for each in outcomes])
+    time = [abs(each.metric_error) for each in outcomes]
     inside = covered(outcomes)
     predicted = len(outcomes) + len({name.split()[0] for name, _ in memory})
     coverage = predicted / (predicted + refused)
@@ -362,15 +374,15 @@ def report(
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for outcome in outcomes:
         row = outcome.point.row
-        groups[row.source, _group(row).split("=")[-1], outcome.point.problem.kind].append(outcome.error)
+        groups[row.source, _group(row).split("=")[-1], outcome.point.problem.kind].append(outcome.metric_error)
     for (source, group, kind), errors in sorted(groups.items()):
         cells = [sum(errors) / len(errors), min(errors), max(errors)]
-        shown = " | ".join(f"{math.expm1(each):+.0%}" for each in cells)
+        shown = " | ".join(f"{each:+.0%}" for each in cells)
         text.append(f"| {source}, {group[:44]} | {kind} | {len(errors)} | {shown} |")
-    text += ["", "## Worst rows", "", "| row | family | time off by | speed-up off by |", "| --- | --- | --- | --- |"]
-    for each in sorted(outcomes, key=lambda outcome: -abs(outcome.error))[:20]:
+    text += ["", "## Worst rows", "", "| row | family | value off by | speed-up off by |", "| --- | --- | --- | --- |"]
+    for each in sorted(outcomes, key=lambda outcome: -abs(outcome.metric_error))[:20]:
         ratio = "–" if each.ratio_error is None else f"{math.expm1(each.ratio_error):+.0%}"
-        text.append(f"| {each.point.row['id']} | {each.point.family[:40]} | {math.expm1(each.error):+.0%} | {ratio} |")
+        text.append(f"| {each.point.row['id']} | {each.point.family[:40]} | {each.metric_error:+.0%} | {ratio} |")
     text += ["", "## Constants: logarithms of time over its ideal", "", "| constant | prior | fitted |"]
     text += ["| --- | --- | --- |"]
     for name, value in values.items():
@@ -384,9 +396,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the planner's constants on published measurements.")
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of measurements")
     parser.add_argument("--write", action="store_true", help=f"write {CONSTANTS.name} of octavo.planning")
+    parser.add_argument("--by-page", action="store_true", help="leave pages out instead of models")
     parser.add_argument("--report", type=Path, help="write the report as Markdown")
     options = parser.parse_args()
-    points, memory, refused = read_points(options.rows)
+    points, memory, refused = read_points(options.rows, by_page=options.by_page)
     values, deviations = fit(points)
     outcomes = leave_families_out(points, values)
     of_memory = memory_errors(memory)

@@ -29,7 +29,8 @@ from octavo.language_model import load_language_model
 from octavo.models import Llama, load_gguf
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
 from octavo.parsing import parse_json, read_tensors
-from octavo.planning import fitted_constants, load_shape, predict_row, read_rows
+from octavo.planning import find_hardware, fitted_constants, load_shape, predict_row, read_rows
+from octavo.planning.calibration import calibrated, read_calibration
 from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.quantization import Mix, load_calibration, load_mix, load_qat, run_qat, save_mix, save_qat
 from octavo.recipes import from_toml, to_toml
@@ -274,6 +275,16 @@ READERS: dict[str, Reader] = {
             ' {"recipe": "mxfp8", "reason": "no MX scales"}]}'
         ),
         read=lambda folder: compare_plans(read_plan(folder / "plan.json"), read_plan(folder / "plan.json")),
+    ),
+    "calibration of a plan": Reader(
+        functions=(read_calibration,),
+        write=lambda folder: (folder / "result.json").write_text(
+            '{"parts": [{"sections": [{"title": "Linear, eager, forward and backward, 64×128×256",'
+            ' "raw": {"seconds": {"bf16, eager": [0.5, 0.25], "tensorwise, eager": [0.25]}}}]}]}'
+        ),
+        read=lambda folder: calibrated(
+            fitted_constants(), read_calibration(folder / "result.json"), find_hardware("h100")
+        ),
     ),
     "model's configuration": Reader(
         functions=(load_shape,),

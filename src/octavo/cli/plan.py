@@ -11,6 +11,7 @@ import typer
 from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.errors import ConfigError
 from octavo.planning import (
+    Constants,
     Plan,
     PlanRequest,
     advise,
@@ -21,6 +22,7 @@ from octavo.planning import (
     predict_row,
     read_rows,
 )
+from octavo.planning.calibration import calibrated, read_calibration
 from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.planning.serving_plan import ServingRequest, serving_points
 
@@ -50,6 +52,9 @@ def plan(
     rows: Annotated[Path | None, typer.Option("--rows", help="Predict the rows of a CSV file of measurements.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two plans that --json printed.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option("--calibrate", help="Take GEMM speeds from a result of benchmarks.hopper.")
     ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", help="Write a page with pictures, such as plan.html.")
@@ -83,7 +88,10 @@ def plan(
             tokens=_amount(tokens),
             price=_amount(price.removesuffix("/h")),
         )
-        _show_plan(request, report, as_json=as_json)
+        constants = fitted_constants()
+        if calibrate is not None:
+            constants = calibrated(constants, read_calibration(calibrate), request.hardware)
+        _show_plan(request, constants, report, as_json=as_json)
 
 
 def advise_on_model(
@@ -132,9 +140,9 @@ def _predict_rows(path: Path, *, as_json: bool) -> None:
     print_table("Predictions", ("row", "value", "low", "high", "BF16", "not predicted because"), cells)
 
 
-def _show_plan(request: PlanRequest, report: Path | None, *, as_json: bool) -> None:
+def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, *, as_json: bool) -> None:
     started = time.perf_counter()
-    made = make_plan(request, fitted_constants())
+    made = make_plan(request, constants)
     seconds = time.perf_counter() - started
     if report is not None:
         from octavo.reports.plan import plan_page

@@ -23,7 +23,7 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"llama-?4.*(?:maverick|128e)", "llama-4-maverick"),
     (r"llama-?4", "llama-4-scout"),
     (r"nemotron-?nano-?v?2?-?(9|12)b", "nemotron-nano-{0}b"),
-    (r"llama-?3[.\d]*-?(?:arch)?-?(\d+(?:\.\d+)?b)", "llama-3-{0}"),
+    (r"llama-?3(?:\.\d)?-(?:arch-)?(\d+(?:\.\d+)?b)", "llama-3-{0}"),
     (r"llama-?2-?(?:chat)?-?(70b)", "llama-2-{0}"),
     (r"llama-?[12]?-?(\d+b)", "llama-{0}"),
     (r"mistral-?(?:v[\d.]+)?-?nemo", "mistral-12b"),
