@@ -30,6 +30,9 @@ from octavo.language_model import load_language_model
 from octavo.models import Llama, load_gguf
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
 from octavo.parsing import parse_json, read_tensors
+from octavo.planning import find_hardware, fitted_constants, load_shape, predict_row, read_rows
+from octavo.planning.calibration import calibrated, read_calibration
+from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.quantization import Mix, load_calibration, load_mix, load_qat, run_qat, save_mix, save_qat
 from octavo.recipes import from_toml, to_toml
 from octavo.server.error_responses import ResponseError
@@ -269,6 +272,42 @@ READERS: dict[str, Reader] = {
         functions=(octavo.load_scaling_state, read_tensors),
         write=lambda folder: save_file(octavo.scaling_state(_small()), folder / "scaling.safetensors"),
         read=lambda folder: octavo.load_scaling_state(_small(), read_tensors(folder / "scaling.safetensors")),
+    ),
+    "measurements": Reader(
+        functions=(read_rows,),
+        write=lambda folder: (folder / "rows.csv").write_text(
+            "id,kind,model,hardware,gpus,tp,seq,micro_batch,precision,metric,notes\n"
+            "a,train,Llama-3-8B,H100,8,2,8192,1,fp8 current,tokens_per_s_per_gpu,group=a; VP 2; full AC\n"
+            "b,infer,Qwen3-30B-A3B,GB200,2,2,128/2048,,fp8,output_tokens_per_s,EP 2\n"
+            "c,gemm,linear M=64 N=128 K=256 fwd+bwd,B200,1,,,,mxfp8,time_us,\n"
+        ),
+        read=lambda folder: [predict_row(row, fitted_constants()) for row in read_rows(folder / "rows.csv")],
+    ),
+    "plan": Reader(
+        functions=(read_plan,),
+        write=lambda folder: (folder / "plan.json").write_text(
+            '{"options": [{"recipe": "bf16", "step_time_s": 2.0, "days": 3.5, "memory_gb": 60.0},'
+            ' {"recipe": "mxfp8", "reason": "no MX scales"}]}'
+        ),
+        read=lambda folder: compare_plans(read_plan(folder / "plan.json"), read_plan(folder / "plan.json")),
+    ),
+    "calibration of a plan": Reader(
+        functions=(read_calibration,),
+        write=lambda folder: (folder / "result.json").write_text(
+            '{"parts": [{"sections": [{"title": "Linear, eager, forward and backward, 64×128×256",'
+            ' "raw": {"seconds": {"bf16, eager": [0.5, 0.25], "tensorwise, eager": [0.25]}}}]}]}'
+        ),
+        read=lambda folder: calibrated(
+            fitted_constants(), read_calibration(folder / "result.json"), find_hardware("h100")
+        ),
+    ),
+    "model's configuration": Reader(
+        functions=(load_shape,),
+        write=lambda folder: (folder / "config.json").write_text(
+            '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,'
+            ' "vocab_size": 100, "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}'
+        ),
+        read=lambda folder: load_shape(str(folder)).parameters,
     ),
     "mix": Reader(
         functions=(load_mix,),

@@ -44,6 +44,7 @@ ROWS = (
     "inference",
     "serving",
     "bench",
+    "planning",
     "server",
     "reports",
     "plot",

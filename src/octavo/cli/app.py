@@ -30,6 +30,7 @@ from octavo.cli.export import export
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
 from octavo.cli.import_ import import_
+from octavo.cli.plan import advise_on_model, plan
 from octavo.cli.qat import qat
 from octavo.cli.sensitivity import show_sensitivity
 from octavo.cli.serve import serve
@@ -53,6 +54,7 @@ VERBOSITY = {
 GROUPS = {  # headings of the list of commands; the first are those on the way from a plain model to a served one
     "Commands": ("demo", "train", "study", "doctor", "eval", "calibrate", "export", "serve"),
     "More on models": ("generate", "qat", "sensitivity", "import"),
+    "Before renting GPUs": ("plan", "advise"),
     "Data, formats and serving": ("data", "formats", "bench", "triton"),
 }
 
@@ -238,6 +240,18 @@ app.add_typer(
     name="doctor",
     short_help="Find what goes wrong in FP8 training, and why.",
     epilog="Example: octavo doctor runs/mine",
+)
+add_command(
+    plan,
+    "plan",
+    short="Predict what FP8 gains on many GPUs: time, memory, cost.",
+    example="--model llama-3-70b --hardware h100 --gpus 1024 --tokens 2T --price 2.5/h",
+)
+add_command(
+    advise_on_model,
+    "advise",
+    short="Say whether to train a model in FP8, and why.",
+    example="llama-3-8b --hardware h100 --gpus 64",
 )
 add_command(data, "data", example="--data my-texts/")
 app.add_typer(

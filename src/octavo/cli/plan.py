@@ -1,0 +1,250 @@
+"""``octavo plan`` and ``octavo advise``: what FP8 will gain, predicted before any GPU is rented."""
+
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.console import number, print_json, print_lines, print_table
+from octavo.errors import ConfigError
+from octavo.planning import (
+    Constants,
+    Plan,
+    PlanRequest,
+    advise,
+    find_hardware,
+    fitted_constants,
+    load_shape,
+    make_plan,
+    predict_row,
+    read_rows,
+)
+from octavo.planning.calibration import calibrated, read_calibration
+from octavo.planning.plan_comparison import compare_plans, read_plan
+from octavo.planning.serving_plan import ServingRequest, serving_points
+
+__all__ = ["advise_on_model", "plan"]
+
+SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+UNTRIED = "Predicted from published measurements of other programs; octavo's own kernels have few figures on GPUs."
+Model = Annotated[str | None, typer.Option("--model", help="A model's name, its config.json, or a folder with one.")]
+Accelerator = Annotated[str, typer.Option("--hardware", help="a100, h100, h200, b200, gb200, b300, mi300x, l40s, …")]
+Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
+Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def plan(
+    *,
+    model: Model = None,
+    hardware: Accelerator = "h100",
+    gpus: Gpus = 8,
+    seq: Seq = 8192,
+    global_batch: Annotated[int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens.")] = 0,
+    tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
+    price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt, for inference.")] = 1024,
+    answer: Annotated[int, typer.Option("--answer", help="Tokens generated; plans inference.")] = 0,
+    load: Annotated[float, typer.Option("--load", help="Tokens a second to generate, for inference.")] = 0.0,
+    rows: Annotated[Path | None, typer.Option("--rows", help="Predict the rows of a CSV file of measurements.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two plans that --json printed.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option("--calibrate", help="Take GEMM speeds from a result of benchmarks.hopper.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write a page with pictures, such as plan.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout."""
+    if rows is not None:
+        _predict_rows(rows, as_json=as_json)
+    elif compare is not None:
+        _show_comparison(*compare, as_json=as_json)
+    elif model is None:
+        raise ConfigError("name a model with --model, a file of measurements with --rows, or two plans with --compare")
+    elif answer:
+        service = ServingRequest(
+            model=load_shape(model),
+            hardware=find_hardware(hardware),
+            gpus=gpus,
+            prompt=prompt,
+            answer=answer,
+            load=load,
+        )
+        _show_service(service, as_json=as_json)
+    else:
+        request = PlanRequest(
+            model=load_shape(model),
+            hardware=find_hardware(hardware),
+            gpus=gpus,
+            seq=seq,
+            global_batch=global_batch,
+            tokens=_amount(tokens),
+            price=_amount(price.removesuffix("/h")),
+        )
+        constants = fitted_constants()
+        if calibrate is not None:
+            constants = calibrated(constants, read_calibration(calibrate), request.hardware)
+        _show_plan(request, constants, report, as_json=as_json)
+
+
+def advise_on_model(
+    model: Annotated[str, typer.Argument(help="A model's name, its config.json, or a folder with one.")],
+    *,
+    hardware: Accelerator = "h100",
+    gpus: Gpus = 8,
+    seq: Seq = 8192,
+    tolerance: Annotated[
+        float | None, typer.Option("--tolerance", help="Per cent of perplexity that may be lost.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether to train a model in FP8, with which recipe, why, and what would change it."""
+    constants = fitted_constants()
+    request = PlanRequest(model=load_shape(model), hardware=find_hardware(hardware), gpus=gpus, seq=seq)
+    made = make_plan(request, constants)
+    advice = advise(made, constants, tolerance=tolerance)
+    if as_json:
+        print_json(asdict(advice))
+        return
+    print_lines(advice.sentence, "")
+    marks = {True: "yes", False: "no", None: "unknown"}
+    print_table("Checks", ("check", "holds", ""), [(c.name, marks[c.holds], c.sentence) for c in advice.checks], left=3)
+    print_lines(*(f"What would change it: {change}" for change in advice.changes), UNTRIED)
+
+
+def _amount(text: str) -> float:
+    """A number with a suffix, such as 2T or 2.5."""
+    match = re.fullmatch(r"\$?(\d+(?:\.\d+)?(?:e\d+)?) ?([kmbgt]?)", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a number such as 2.5, 300B or 2T")
+    return float(match.group(1)) * SUFFIXES[match.group(2)]
+
+
+def _predict_rows(path: Path, *, as_json: bool) -> None:
+    constants = fitted_constants()
+    predictions = [predict_row(row, constants) for row in read_rows(path)]
+    if as_json:
+        print_json([asdict(each) for each in predictions])
+        return
+    cells = [
+        (each.id, number(each.value), number(each.low), number(each.high), number(each.bf16_value), each.reason or "")
+        for each in predictions
+    ]
+    print_table("Predictions", ("row", "value", "low", "high", "BF16", "not predicted because"), cells)
+
+
+def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, *, as_json: bool) -> None:
+    started = time.perf_counter()
+    made = make_plan(request, constants)
+    seconds = time.perf_counter() - started
+    if report is not None:
+        from octavo.reports.plan import plan_page
+        from octavo.reports.rendering import write_page
+
+        write_page(report, plan_page(made))
+    if as_json:
+        print_json(made.record())
+        return
+    title = (
+        f"{request.model.name}, {request.gpus:,} × {request.hardware.name}, {request.seq:,} tokens × {request.batch:,}"
+    )
+    print_table(title, COLUMNS, [_cells(made, index) for index in range(len(made.options))], left=2)
+    _show_shares(made)
+    for option in made.options:
+        if option.reason is not None:
+            print_lines(f"{option.name}: {option.reason}")
+    print_lines(f"Searched in {seconds:.1f} s. {UNTRIED}")
+
+
+COLUMNS = ("recipe", "layout", "step (80 %)", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
+
+
+def _cells(made: Plan, index: int) -> tuple[str, ...]:
+    option = made.options[index]
+    candidate = option.candidate
+    if candidate is None:
+        return (option.name, *("–" for _ in COLUMNS[1:]))
+    record = made.record()["options"][index]
+    times = " ".join(
+        (
+            number(record["step_time_s"], 3),
+            f"({number(record['step_time_low_s'], 3)}–",
+        )
+    )
+    return (
+        option.name,
+        f"{record['layout']} mb{record['micro_batch']}",
+        f"{times}{number(record['step_time_high_s'], 3)}) s",
+        number(round(record["tokens_per_s_per_gpu"])),
+        f"{record['mfu']:.0%}",
+        f"{record['memory_gb']:.0f} GB",
+        number(record["days"], 3),
+        number(record["cost"] and round(record["cost"])),
+        number(record["megawatt_hours"], 3),
+        "1" if option.speedup is None else f"{option.speedup[0]:.2f} ({option.speedup[1]:.2f}–{option.speedup[2]:.2f})",
+    )
+
+
+def _show_shares(made: Plan) -> None:
+    """Where the time goes, and which layers gain."""
+    shown = [option for option in (made.options[0], made.best_fp8) if option is not None and option.candidate]
+    names = [name for name in made.bf16.seconds if name != "total"]
+    cells = []
+    for name in names:
+        seconds = [option.candidate.seconds for option in shown if option.candidate]
+        cells.append((name.replace("_", " "), *(f"{each[name] / each['total']:.1%}" for each in seconds)))
+    print_table("Where the time goes", ("", *(option.name for option in shown)), cells)
+    layers = [
+        (each.name, f"{each.share:.0%}", f"{each.speedup:.2f}", "" if each.speedup >= 1 else "keep in BF16")
+        for each in made.layers
+    ]
+    if layers:
+        print_table("Layers in FP8", ("layer", "share of FLOPs", "× BF16", ""), layers)
+
+
+def _show_service(service: ServingRequest, *, as_json: bool) -> None:
+    points, refused = serving_points(service, fitted_constants())
+    if as_json:
+        print_json({"points": [point.record() for point in points], "refused": refused})
+        return
+    cells = [
+        (
+            point.precision,
+            number(point.requests),
+            number(point.token_ms, 3),
+            number(point.first_token_ms, 3),
+            number(round(point.tokens_per_s)),
+            f"{point.weights_gb:.0f} GB",
+            f"{point.kv_gb:.1f} GB",
+            number(point.gpus_needed or None),
+        )
+        for point in points
+    ]
+    columns = ("precision", "requests", "ms a token", "ms to the first", "tokens/s", "weights", "KV", "GPUs needed")
+    title = f"{service.model.name}, {service.gpus} × {service.hardware.name}, {service.prompt}/{service.answer} tokens"
+    print_table(title, columns, cells)
+    print_lines(*(f"{name}: {reason}" for name, reason in refused.items()), UNTRIED)
+
+
+def _show_comparison(first: Path, second: Path, *, as_json: bool) -> None:
+    differences = compare_plans(read_plan(first), read_plan(second))
+    if as_json:
+        print_json([asdict(each) for each in differences])
+        return
+    cells = [
+        (
+            each.recipe,
+            *(f"{number(pair[0], 3)} → {number(pair[1], 3)}" for pair in (each.step_time_s, each.days, each.memory_gb)),
+            f"{each.step_time_s[0] / each.step_time_s[1]:.2f}",
+        )
+        for each in differences
+    ]
+    title = f"{first.name} → {second.name}"
+    print_table(title, ("recipe", "step, s", "days", "memory, GB", "times as fast"), cells)

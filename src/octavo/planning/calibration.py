@@ -1,0 +1,102 @@
+"""Constants of one's own GPU: GEMM efficiencies from a result of ``python -m benchmarks.hopper`` instead of the fit's.
+
+The largest linear layer that the run timed gives each recipe's kernel its constant; casts, launches and everything else
+keep the fitted ones.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from octavo import recipes
+from octavo.errors import DataError
+from octavo.parsing import read_object
+from octavo.planning.constants import Constants, gemm_seconds
+from octavo.planning.gemm_costs import gemm_parts, kernel_part
+from octavo.planning.hardware import Hardware
+from octavo.planning.jobs import GemmJob
+from octavo.planning.precision import precision_of_recipe
+
+__all__ = ["calibrated", "read_calibration"]
+
+MODES = ("CUDA graph", "compiled", "eager")  # the first that was measured counts: launches are the planner's own
+Timing = tuple[str, tuple[int, int, int], float]
+
+
+def read_calibration(path: Path) -> list[Timing]:
+    """Read recipe, M, N and K, and median seconds of forward and backward of the linear layers in a result.
+
+    Raises:
+        DataError: the file is no result of the benchmark, or has no linear layers.
+        OSError: it cannot be opened.
+    """
+    advice = "give the .json of python -m benchmarks.hopper --only linears"
+    try:
+        record = read_object(path)
+    except DataError as error:
+        raise DataError(f"{str(path)!r} cannot be read: {error}; {advice}") from error
+    sections = [section for section in _sections(record) if str(section.get("title", "")).startswith("Linear, ")]
+    for mode in MODES:
+        found = [timing for section in sections for timing in _timings(section, mode)]
+        if found:
+            return found
+    raise DataError(f"{str(path)!r} has no timings of linear layers; {advice}")
+
+
+def _sections(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    parts = record.get("parts")
+    for part in parts if isinstance(parts, list) else ():
+        sections = part.get("sections") if isinstance(part, Mapping) else None
+        yield from (each for each in (sections if isinstance(sections, list) else ()) if isinstance(each, Mapping))
+
+
+def _timings(section: Mapping[str, Any], mode: str) -> Iterator[Timing]:
+    shape = _shape(str(section["title"]))
+    raw = section.get("raw")
+    seconds = raw.get("seconds") if isinstance(raw, Mapping) else None
+    if shape is None or not isinstance(seconds, Mapping):
+        return
+    for name, rounds in seconds.items():
+        recipe = name.removesuffix(f", {mode}")
+        numbers = (
+            [each for each in rounds if isinstance(each, float) and 0 < each < 1e4] if isinstance(rounds, list) else []
+        )
+        if numbers and recipe != name and recipe in recipes.names():
+            yield recipe, shape, median(numbers)
+
+
+def _shape(title: str) -> tuple[int, int, int] | None:
+    """M, N and K of a title such as "Linear, eager, forward and backward, 8192×4096×14336" or "…, 4096³"."""
+    last = title.rsplit(", ", 1)[-1]
+    if match := re.fullmatch(r"(\d{1,6})³", last):
+        side = int(match.group(1))
+        return (side, side, side) if side else None
+    match = re.fullmatch(r"(\d{1,6})×(\d{1,6})×(\d{1,6})", last)
+    if match is None or "0" in match.groups():
+        return None
+    m, n, k = map(int, match.groups())
+    return m, n, k
+
+
+def calibrated(constants: Constants, timings: list[Timing], hardware: Hardware) -> Constants:
+    """Return the constants with the kernels' efficiencies that were timed on ``hardware``."""
+    values = dict(constants.values)
+    largest: dict[str, Timing] = {}
+    for timing in timings:
+        known = largest.get(timing[0])
+        if known is None or math.prod(timing[1]) > math.prod(known[1]):
+            largest[timing[0]] = timing
+    for recipe, shape, seconds in largest.values():
+        precision = precision_of_recipe(recipe)
+        if precision.hp_grad_weight and not precision.is_bf16:
+            continue  # its kernel is the same recipe's without high precision
+        parts = gemm_parts(GemmJob(shapes=(shape,), hardware=hardware, precision=precision))
+        kernel = kernel_part(precision.kernel, hardware)
+        others = gemm_seconds({name: value for name, value in parts.items() if name != kernel}, values)["total"]
+        if parts[kernel] > 0 and seconds > 1.05 * float(others):
+            values[kernel] = math.log((seconds - float(others)) / parts[kernel])
+    return replace(constants, values=values)

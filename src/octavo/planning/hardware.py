@@ -1,0 +1,142 @@
+"""Accelerators: vendors' peaks, bandwidths, links and power, found by published names.
+
+``hardware.toml`` has the figures with their sources. They are limits; the share of them that programs reach is fitted
+(:mod:`octavo.planning.constants`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.parsing import parse_toml
+
+__all__ = ["Hardware", "find_hardware", "hardware_names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One accelerator, and how it is connected.
+
+    Attributes:
+        name: key of the table.
+        bf16: peak of dense BF16 products, TFLOP/s; likewise ``fp8`` and ``int8``, 0 where there are no such units.
+        memory: GB.
+        bandwidth: of memory, GB/s.
+        link: GB/s a GPU in one direction, to the others of its domain.
+        domain: GPUs that ``link`` connects.
+        network: GB/s a GPU to other domains.
+        processors: multiprocessors, for wave quantization.
+        watts: board power.
+        generation: of the units: ampere, ada, hopper, blackwell, cdna or cpu.
+        source: of the figures.
+    """
+
+    name: str
+    bf16: float
+    fp8: float
+    int8: float
+    memory: float
+    bandwidth: float
+    link: float
+    domain: int
+    network: float
+    processors: int
+    watts: float
+    generation: str
+    source: str
+
+    @property
+    def has_fp8(self) -> bool:
+        """Return whether it multiplies FP8."""
+        return self.fp8 > 0
+
+    def peak(self, bits: int) -> float:
+        """Peak of dense products of operands of 16, 8 or 4 bits, FLOP/s."""
+        if bits == 16:
+            return self.bf16 * 1e12
+        fastest = self.fp8 if bits == 8 or self.generation != "blackwell" else _fp4(self)
+        return (fastest or self.bf16) * 1e12
+
+    def capped(self, watts: float) -> "Hardware":
+        """This accelerator under a power limit: its clock follows the cube root of the power."""
+        share = min(1.0, (watts / self.watts) ** (1 / 3))
+        rates = {name: getattr(self, name) * share for name in ("bf16", "fp8", "int8")}
+        return replace(self, watts=min(watts, self.watts), **rates)
+
+
+def _fp4(hardware: Hardware) -> float:
+    """Peak of FP4, TFLOP/s: twice FP8's, three times on Blackwell Ultra (NVIDIA DGX B300 datasheet)."""
+    return hardware.fp8 * (3 if "b300" in hardware.name else 2)
+
+
+SPELLINGS = (
+    (r"h100.*96 ?gb", "h100-96gb"),
+    (r"gh200", "gh200"),
+    (r"gb300", "gb300"),
+    (r"gb200", "gb200"),
+    (r"b300", "b300"),
+    (r"b200|b100", "b200"),
+    (r"h200.*nvl", "h200-nvl"),
+    (r"h200", "h200"),
+    (r"h100.*nvl(?!ink)", "h100-nvl"),
+    (r"h100.*pcie", "h100-pcie"),
+    (r"h100|hopper", "h100"),
+    (r"h800", "h800"),
+    (r"h20\b", "h20"),
+    (r"a100|a800", "a100"),
+    (r"v100", "v100"),
+    (r"l40", "l40s"),
+    (r"\bl4\b", "l4"),
+    (r"4090|6000 ?ada", "rtx-4090"),
+    (r"mi300", "mi300x"),
+    (r"mi325", "mi325x"),
+    (r"mi350", "mi350x"),
+    (r"mi355", "mi355x"),
+)
+
+
+def find_hardware(text: str) -> Hardware:
+    """Return the accelerator of a published name.
+
+    Args:
+        text: such as ``h100``, ``DGX-GB200`` or "H100 SXM 96GB HBM2e (500W cap)"; a power limit is followed.
+
+    Raises:
+        ConfigError: the table has no such accelerator.
+
+    Example:
+        >>> find_hardware("DGX H100 80GB SXM").fp8
+        1978.9
+        >>> find_hardware("A100").has_fp8
+        False
+    """
+    lower = text.lower()
+    key = next((key for pattern, key in SPELLINGS if re.search(pattern, lower)), None)
+    if key is None:
+        raise ConfigError(f"no figures are known for hardware {text!r}; use one of {', '.join(hardware_names())}")
+    hardware = _table()[key]
+    limit = re.search(r"(\d+) ?w cap", lower)
+    return hardware.capped(float(limit.group(1))) if limit and float(limit.group(1)) else hardware
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names of all accelerators in the table."""
+    return tuple(_table())
+
+
+@cache
+def _table() -> dict[str, Hardware]:
+    text = resources.files("octavo.planning").joinpath("hardware.toml").read_text(encoding="utf-8")
+    entries = parse_toml(text)
+    return {name: Hardware(name=name, **_fields(name, entries)) for name in entries}
+
+
+def _fields(name: str, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of an entry, those of the one it is like included."""
+    own = dict(entries[name])
+    like = own.pop("like", None)
+    return _fields(like, entries) | own if like else own

@@ -1,0 +1,236 @@
+"""A plan: BF16 and every FP8 recipe of one training, each in its best layout, with time, memory, money and energy."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo import recipes
+from octavo.errors import ConfigError
+from octavo.planning.constants import Constants, training_seconds
+from octavo.planning.hardware import Hardware
+from octavo.planning.jobs import Framework, Layout, TrainingJob
+from octavo.planning.model_shapes import Linear, ModelShape, Part
+from octavo.planning.precision import BF16, precision_of_recipe
+from octavo.planning.search import Candidate, best_layout, layouts, unsupported_reason
+from octavo.planning.training_costs import linear_parts, linear_precision
+
+__all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_plan"]
+
+# Recipes with another name for the same cost, or not for training, are left out.
+TRIED = tuple(name for name in recipes.names() if name not in ("static", "weight_only", "article", "delayed_te"))
+BEST_OF_BF16 = 24  # layouts that FP8 recipes try: FP8 changes what limits them, not which ones are good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A training to plan.
+
+    Attributes:
+        model: its shape.
+        hardware: of each GPU.
+        gpus: how many.
+        seq: tokens of a sequence.
+        global_batch: sequences a step; 0 for about four million tokens, and one a GPU at least.
+        tokens: of the whole training.
+        price: of a GPU and an hour; 0 leaves costs out.
+        framework: that trains.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    gpus: int
+    seq: int = 8192
+    global_batch: int = 0
+    tokens: float = 1e12
+    price: float = 0.0
+    framework: Framework = Framework.TITAN
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.seq < 1 or self.global_batch < 0:
+            raise ConfigError("gpus and seq must be 1 or more, and global-batch 0 or more")
+        if not 0 < self.tokens < 1e18 or not 0 <= self.price < 1e6:
+            raise ConfigError("tokens must be above 0 and below 1e18, and price between 0 and 1e6")
+
+    @property
+    def batch(self) -> int:
+        """Sequences a step, a multiple of the GPUs where none was given."""
+        return self.global_batch or self.gpus * max(1, round(4e6 / self.seq / self.gpus))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One precision of a plan; ``candidate`` is None with a reason.
+
+    Attributes:
+        name: of the recipe.
+        candidate: its best layout.
+        reason: why there is none.
+        speedup: over BF16's best layout, with the ends of its 80 % interval.
+    """
+
+    name: str
+    candidate: Candidate | None
+    reason: str | None = None
+    speedup: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGain:
+    """One kind of linear layer: time of a micro-batch in BF16 and in FP8, seconds."""
+
+    name: str
+    share: float
+    bf16: float
+    fp8: float
+
+    @property
+    def speedup(self) -> float:
+        """BF16's time over FP8's; below 1 the layer should stay in BF16."""
+        return self.bf16 / self.fp8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All options of a request, and the layers of the fastest FP8 recipe."""
+
+    request: PlanRequest
+    options: tuple[Option, ...]
+    layers: tuple[LayerGain, ...]
+    width: float
+
+    @property
+    def bf16(self) -> Candidate:
+        """BF16's best layout."""
+        found = self.options[0].candidate
+        assert found is not None
+        return found
+
+    @property
+    def best(self) -> Option:
+        """The fastest option, BF16 included."""
+        usable = [option for option in self.options if option.candidate is not None]
+        return min(usable, key=lambda option: option.candidate.seconds["total"] if option.candidate else math.inf)
+
+    @property
+    def best_fp8(self) -> Option | None:
+        """The fastest FP8 recipe; None where the hardware runs none."""
+        usable = [option for option in self.options[1:] if option.candidate is not None]
+        return min(
+            usable, key=lambda each: each.candidate.seconds["total"] if each.candidate else math.inf, default=None
+        )
+
+    def days(self, candidate: Candidate) -> float:
+        """Days of the whole training."""
+        return self.request.tokens / (candidate.tokens_per_s_per_gpu * self.request.gpus) / 86400
+
+    def cost(self, candidate: Candidate) -> float:
+        """Price of all GPUs and hours."""
+        return self.days(candidate) * 24 * self.request.gpus * self.request.price
+
+    def megawatt_hours(self, candidate: Candidate) -> float:
+        """Energy at board power, without cooling and hosts."""
+        return self.days(candidate) * 24 * self.request.gpus * self.request.hardware.watts / 1e6
+
+    def record(self) -> dict[str, Any]:
+        """Everything as JSON: the file that ``--compare`` reads."""
+        request = self.request
+        return {
+            "model": request.model.name,
+            "parameters": request.model.parameters,
+            "hardware": request.hardware.name,
+            "gpus": request.gpus,
+            "seq": request.seq,
+            "global_batch": request.batch,
+            "tokens": request.tokens,
+            "price": request.price,
+            "options": [self._option_record(option) for option in self.options],
+            "layers": [
+                {"name": each.name, "share_of_flops": each.share, "speedup": each.speedup} for each in self.layers
+            ],
+        }
+
+    def _option_record(self, option: Option) -> dict[str, Any]:
+        candidate = option.candidate
+        if candidate is None:
+            return {"recipe": option.name, "reason": option.reason}
+        factor = math.exp(self.width)
+        step = candidate.seconds["total"]
+        return {
+            "recipe": option.name,
+            "layout": str(candidate.job.layout),
+            "micro_batch": candidate.job.micro_batch,
+            "recompute": str(candidate.recompute[0]),
+            "recomputed_blocks": candidate.recompute[1],
+            "step_time_s": step,
+            "step_time_low_s": step / factor,
+            "step_time_high_s": step * factor,
+            "tokens_per_s_per_gpu": candidate.tokens_per_s_per_gpu,
+            "mfu": candidate.mfu,
+            "memory_gb": candidate.memory.total / 1e9,
+            "days": self.days(candidate),
+            "cost": self.cost(candidate) if self.request.price else None,
+            "megawatt_hours": self.megawatt_hours(candidate),
+            "speedup": option.speedup,
+            "seconds": candidate.seconds,
+        }
+
+
+def make_plan(request: PlanRequest, constants: Constants) -> Plan:
+    """Return the plan of a training.
+
+    Raises:
+        ConfigError: not even BF16 fits.
+    """
+    layout = Layout(gpus=request.gpus)
+    job = TrainingJob(
+        model=request.model,
+        hardware=request.hardware,
+        layout=layout,
+        seq=request.seq,
+        global_batch=request.batch,
+        micro_batch=1,
+        precision=BF16,
+        framework=request.framework,
+    )
+    every = list(layouts(request.model, request.hardware, request.gpus, seq=request.seq))
+    in_bf16 = best_layout(job, constants, every)
+    good = list(dict.fromkeys(candidate.job.layout for candidate in in_bf16))[:BEST_OF_BF16]
+    options = [Option(name="bf16", candidate=in_bf16[0])]
+    options += [_option(name, job, constants, good, in_bf16[0]) for name in TRIED if name != "bf16"]
+    width = constants.intervals.get("train", 0.3)
+    plan = Plan(request=request, options=tuple(options), layers=(), width=width)
+    best = plan.best_fp8
+    gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()
+    return replace(plan, layers=gains)
+
+
+def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout], bf16: Candidate) -> Option:
+    precision = precision_of_recipe(name)
+    reason = unsupported_reason(precision, job.hardware)
+    if reason is not None:
+        return Option(name=name, candidate=None, reason=reason)
+    try:
+        best = best_layout(job.at(precision), constants, good)[0]
+    except ConfigError as error:
+        return Option(name=name, candidate=None, reason=str(error))
+    speedup = bf16.seconds["total"] / best.seconds["total"]
+    factor = math.exp(constants.intervals.get("speedup", 0.15))
+    return Option(name=name, candidate=best, speedup=(speedup, speedup / factor, speedup * factor))
+
+
+def layer_gains(job: TrainingJob, constants: Constants) -> tuple[LayerGain, ...]:
+    """Return what FP8 does to each kind of linear layer, casts and launches included."""
+    found = []
+    total = sum(linear.multiplied for linear in job.model.linears())
+    for linear in job.model.linears():
+        if linear.part == Part.HEAD or linear_precision(job.precision, linear).is_bf16:
+            continue
+        seconds = [_layer_seconds(each, linear, constants) for each in (job.at(BF16), job)]
+        found.append(LayerGain(name=linear.name, share=linear.multiplied / total, bf16=seconds[0], fp8=seconds[1]))
+    return tuple(found)
+
+
+def _layer_seconds(job: TrainingJob, linear: Linear, constants: Constants) -> float:
+    """Seconds of one kind of linear layer: what the GPU computes, or what the host takes to launch it."""
+    parts = linear_parts(job, linear) | {"micro_batches": 1.0, "bubble": 0.0, "scale": 0.0}
+    return float(training_seconds(parts, constants.values)["total"])

@@ -1,0 +1,61 @@
+"""Two plans that ``octavo plan --json`` printed, side by side."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import DataError
+from octavo.parsing import read_object
+
+__all__ = ["PlanDifference", "compare_plans", "read_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDifference:
+    """One recipe in two plans: step times in seconds, days and memory in GB, first plan before second."""
+
+    recipe: str
+    step_time_s: tuple[float, float]
+    days: tuple[float, float]
+    memory_gb: tuple[float, float]
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Read a plan that ``octavo plan --json`` printed.
+
+    Raises:
+        DataError: the file is not a plan, or is damaged.
+        OSError: it cannot be opened.
+    """
+    advice = "give a file that octavo plan --json wrote"
+    try:
+        record = read_object(path)
+    except DataError as error:
+        raise DataError(f"{str(path)!r} is not a plan: {error}; {advice}") from error
+    options = record.get("options")
+    if not isinstance(options, list) or not all(isinstance(option, dict) for option in options):
+        raise DataError(f"{str(path)!r} is not a plan: it has no list of options; {advice}")
+    for option in options:
+        numbers = [option.get(name) for name in ("step_time_s", "days", "memory_gb")]
+        if not isinstance(option.get("recipe"), str):
+            raise DataError(f"{str(path)!r} is not a plan: an option has no recipe; {advice}")
+        if option.get("reason") is None and not all(_is_positive(number) for number in numbers):
+            raise DataError(f"{str(path)!r} is not a plan: {option['recipe']} has no times above 0; {advice}")
+    return record
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
+
+
+def compare_plans(first: dict[str, Any], second: dict[str, Any]) -> list[PlanDifference]:
+    """Return the recipes that both plans have, in the order of the first."""
+    others = {option["recipe"]: option for option in second["options"] if option.get("reason") is None}
+    found = []
+    for option in first["options"]:
+        other = others.get(option["recipe"])
+        if other is None or option.get("reason") is not None:
+            continue
+        pairs = {name: (option[name], other[name]) for name in ("step_time_s", "days", "memory_gb")}
+        found.append(PlanDifference(recipe=option["recipe"], **pairs))
+    return found

@@ -1,0 +1,218 @@
+"""Precisions by their published names, and the bytes that their casts move.
+
+Which operand of which GEMM is cast how is read from octavo's recipes. A published name ("fp8 delayed scaling (TE,
+hybrid)") is translated to the recipe whose scales it uses; FP4, which octavo has no recipe for, casts like MXFP8 and
+stores half the bits.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from octavo import recipes
+from octavo.numerics import CastSpec, PerBlock, PerTensor, Scaling
+from octavo.recipes import Recipe
+
+__all__ = ["BF16", "Kernel", "Precision", "bytes_cast", "cast_kernels", "find_precision", "precision_of_recipe"]
+
+
+class Kernel(StrEnum):
+    """Kind of GEMM kernel; each reaches a share of the peak of its own."""
+
+    BF16 = "bf16"
+    TENSOR = "tensor"  # one scale a tensor
+    ROW = "row"
+    BLOCK = "block"  # 1x128 and 128x128, cuBLAS
+    TRITON = "triton"  # the same in plain Triton
+    DEEPGEMM = "deepgemm"  # the same by DeepGEMM
+    MX = "mx"  # 1x32 with E8M0 scales, in hardware
+    FP4 = "fp4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Precision of a training or an inference.
+
+    Attributes:
+        name: as it was given.
+        recipe: octavo's recipe whose casts it makes.
+        kernel: that multiplies.
+        bits: of its operands.
+        casts: whether the time includes casts; False where the operands were quantized before.
+        covers_dense: whether dense layers use it; ``covers_experts``: whether experts do.
+        gathers_codes: whether FSDP gathers weights as codes.
+        stores_codes: whether activations and optimizer states are kept in FP8 (COAT).
+        kv_bytes: bytes of an element of the KV cache.
+        integer: INT8 instead of FP8.
+        hp_grad_weight: whether grad_weight's GEMM is in high precision.
+    """
+
+    name: str
+    recipe: Recipe
+    kernel: Kernel
+    bits: int = 8
+    casts: bool = True
+    covers_dense: bool = True
+    covers_experts: bool = True
+    gathers_codes: bool = False
+    stores_codes: bool = False
+    kv_bytes: int = 2
+    integer: bool = False
+
+    @property
+    def is_bf16(self) -> bool:
+        """Return whether nothing is cast."""
+        return self.kernel == Kernel.BF16
+
+    @property
+    def hp_grad_weight(self) -> bool:
+        """Return whether grad_weight's GEMM is in high precision."""
+        return self.recipe.grad_weight.b is None
+
+
+BF16 = Precision(name="bf16", recipe=recipes.get("bf16"), kernel=Kernel.BF16, bits=16)
+_KERNELS = ((PerTensor, Kernel.TENSOR), (PerBlock, Kernel.BLOCK))
+
+
+def precision_of_recipe(name: str) -> Precision:
+    """Return the precision of one of octavo's recipes.
+
+    Example:
+        >>> precision_of_recipe("mxfp8").kernel, precision_of_recipe("rowwise").kernel
+        (<Kernel.MX: 'mx'>, <Kernel.ROW: 'row'>)
+    """
+    recipe = recipes.get(name)
+    if recipe.is_high_precision:
+        return BF16
+    spec = recipe.output.a or recipe.output.b
+    assert spec is not None
+    granularity = spec.granularity
+    kernel = next((kernel for kind, kernel in _KERNELS if isinstance(granularity, kind)), Kernel.ROW)
+    if isinstance(granularity, PerBlock) and granularity.columns == 32:
+        kernel = Kernel.MX
+    return Precision(name=name, recipe=recipe, kernel=kernel, gathers_codes=kernel == Kernel.TENSOR)
+
+
+# A pattern of the published name, the recipe, and the kernel where it is not the recipe's own.
+SPELLINGS: tuple[tuple[str, str, Kernel | None], ...] = (
+    (r"fp4|int4", "mxfp8", Kernel.FP4),
+    (r"triton", "blockwise", Kernel.TRITON),
+    (r"1x128 x 128x128", "blockwise", Kernel.DEEPGEMM),
+    (r"mxfp8|fp8[- ]?mx|\bmx\b", "mxfp8", None),
+    (r"block", "blockwise", None),
+    (r"row-?wise|per-?(?:row|token|channel)", "rowwise", None),
+    (r"current|fp8-?cs|tensor-?wise|maxtext|w8a8|modelopt|generation", "tensorwise", None),
+    (r"fp8|float8|e4m3|int8|w8", "delayed_te", None),
+)
+
+
+def find_precision(text: str, *, generation: str = "hopper") -> Precision:
+    """Return the precision of a published name; a name that says nothing of 8 or 4 bits is BF16.
+
+    Args:
+        text: as published.
+        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling.
+
+    Example:
+        >>> find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
+        True
+        >>> find_precision("bf16") is BF16
+        True
+    """
+    lower = text.lower()
+    match = next((entry for entry in SPELLINGS if re.search(entry[0], lower)), None)
+    if match is None or lower.startswith(("bf16", "fp16", "not stated")):
+        return BF16
+    if "block/mx" in lower and generation != "blackwell":
+        match = (match[0], "blockwise", None)
+    _, recipe, kernel = match
+    usual = precision_of_recipe(recipe)
+    return Precision(
+        name=text,
+        recipe=usual.recipe,
+        kernel=kernel or usual.kernel,
+        bits=4 if kernel == Kernel.FP4 else 8,
+        casts="prequant" not in lower and kernel != Kernel.DEEPGEMM,
+        covers_dense=not re.search(r"\bgrouped\b(?! gemm)", lower),
+        covers_experts=not re.search(r"linears$", lower),
+        gathers_codes="all-gather" in lower or "float8 tensorwise" in lower,
+        stores_codes="coat" in lower,
+        kv_bytes=1 if re.search(r"kv|modelopt", lower) else 2,
+        integer="int8" in lower,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RoleBytes:
+    """Bytes that casting one element moves, by role, both orientations included.
+
+    Attributes:
+        input: an element of a layer's input.
+        weight: of its weight.
+        grad_output: of its output's gradient.
+    """
+
+    input: float
+    weight: float
+    grad_output: float
+
+
+def bytes_cast(precision: Precision) -> RoleBytes:
+    """Return the bytes that each role's casts move, an element in BF16.
+
+    Example:
+        >>> bytes_cast(precision_of_recipe("delayed_te")).input, bytes_cast(precision_of_recipe("tensorwise")).input
+        (4.0, 6.0)
+    """
+    if precision.is_bf16 or not precision.casts:
+        return RoleBytes(0.0, 0.0, 0.0)
+    recipe, share = precision.recipe, precision.bits / 8
+    return RoleBytes(
+        _both_ways(recipe.output.a, recipe.grad_weight.b, share),
+        _both_ways(recipe.output.b, recipe.grad_input.b, share),
+        _both_ways(recipe.grad_input.a, recipe.grad_weight.a, share),
+    )
+
+
+def cast_kernels(precision: Precision) -> float:
+    """Return the kernels that one cast launches: a scale from the whole tensor's amax takes several small ones.
+
+    Example:
+        >>> cast_kernels(precision_of_recipe("tensorwise")) > cast_kernels(precision_of_recipe("delayed_te"))
+        True
+    """
+    if precision.is_bf16 or not precision.casts:
+        return 0.0
+    spec = precision.recipe.output.a or precision.recipe.output.b
+    assert spec is not None
+    if isinstance(spec.granularity, PerTensor):
+        return 4.0 if spec.scaling == Scaling.DYNAMIC else 2.0  # two for the amax, one for the scale, the cast
+    return 1.0 if _fuses(spec) else 2.0
+
+
+def _both_ways(spec: CastSpec | None, transposed: CastSpec | None, share: float) -> float:
+    """Bytes of the casts of an element for its two GEMMs; one reading serves both where they are alike."""
+    specs = [each for each in (spec, transposed) if each is not None]
+    if not specs:
+        return 0.0
+    reads = sum(map(_read_bytes, specs)) if len(set(specs)) > 1 or not _fuses(specs[0]) else _read_bytes(specs[0])
+    reads += 0.0 if share == 1.0 else 4.0  # FP4 measures the tensor as well, and rotates both orientations
+    return reads + sum(share + _scale_bytes(each) for each in specs)
+
+
+def _fuses(spec: CastSpec) -> bool:
+    """Return whether one pass casts both orientations: a block is read once, a row and a column are not."""
+    return isinstance(spec.granularity, PerTensor | PerBlock)
+
+
+def _read_bytes(spec: CastSpec) -> float:
+    """BF16 elements are read once, and once before where the scale comes from the whole tensor's amax."""
+    return 4.0 if isinstance(spec.granularity, PerTensor) and spec.scaling == Scaling.DYNAMIC else 2.0
+
+
+def _scale_bytes(spec: CastSpec) -> float:
+    granularity = spec.granularity
+    if not isinstance(granularity, PerBlock):
+        return 0.0
+    width = 1.0 if granularity.columns == 32 else 4.0
+    return width / (granularity.rows * granularity.columns)

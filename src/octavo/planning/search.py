@@ -1,0 +1,136 @@
+"""The fastest parallel layout of a training: every sensible one is predicted.
+
+Tensor parallelism stays inside the links' domain, pipelines divide the layers, experts divide evenly, and sequences are
+divided only where one does not fit. Layouts that do not fit into memory with every block recomputed are skipped.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from octavo.errors import ConfigError
+from octavo.planning.constants import Constants, training_seconds
+from octavo.planning.hardware import Hardware
+from octavo.planning.jobs import Layout, Recompute, Sharding, TrainingJob
+from octavo.planning.model_shapes import ModelShape
+from octavo.planning.precision import Kernel, Precision
+from octavo.planning.training_costs import training_parts
+from octavo.planning.training_memory import Memory, planned_memory, recomputed_share, training_memory
+
+__all__ = ["Candidate", "best_layout", "layouts", "unsupported_reason"]
+
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A layout and what it is predicted to do.
+
+    Attributes:
+        job: the step.
+        seconds: of the step by kind; ``total`` is all.
+        memory: of the fullest GPU.
+        recompute: policy, and the share of blocks that are computed again.
+    """
+
+    job: TrainingJob
+    seconds: dict[str, float]
+    memory: Memory
+    recompute: tuple[Recompute, float]
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens a second and a GPU."""
+        return self.job.global_batch * self.job.seq / self.seconds["total"] / self.job.layout.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Share of the BF16 peak that the model's FLOPs are, recomputation not counted."""
+        flops = self.tokens_per_s_per_gpu * self.job.model.training_flops(self.job.seq)
+        return flops / self.job.hardware.peak(16)
+
+
+def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
+    """Return why an accelerator cannot run a precision; None if it can."""
+    if precision.is_bf16:
+        return None
+    if not hardware.has_fp8:
+        return f"{hardware.name} has no FP8 units: FP8 would be slower than BF16 there; train in BF16"
+    if precision.kernel == Kernel.MX and hardware.generation != "blackwell" and not hardware.name.startswith("mi35"):
+        return f"{hardware.name} has no MX scales in hardware; use tensorwise, rowwise or blockwise"
+    return None
+
+
+def layouts(model: ModelShape, hardware: Hardware, gpus: int, *, seq: int) -> Iterator[Layout]:
+    """Return the layouts that are worth predicting."""
+    for tp in POWERS:
+        if tp > min(8, hardware.domain, model.heads) or gpus % tp:
+            continue
+        for pp in POWERS:
+            if pp > 16 or gpus % (tp * pp) or model.layers < 2 * pp:
+                continue
+            for cp in POWERS if seq >= 16384 else (1,):
+                if cp > 16 or gpus % (tp * pp * cp) or seq // cp < 4096 * (cp > 1):
+                    continue
+                yield from _with_experts(model, Layout(gpus=gpus, tp=tp, pp=pp, cp=cp))
+
+
+def _with_experts(model: ModelShape, layout: Layout) -> Iterator[Layout]:
+    """A layout with every division of the experts, and with weights sharded or not."""
+    vp = max(1, min(4, model.layers // (2 * layout.pp))) if layout.pp > 1 else 1
+    kinds = (Sharding.FSDP, Sharding.ZERO1) if layout.pp == 1 else (Sharding.ZERO1,)
+    ranks = layout.gpus // layout.pp
+    for ep in POWERS if model.experts else (1,):
+        if ep > 1 and (model.experts % ep or ranks % ep):
+            continue
+        for kind in kinds:
+            yield replace(layout, vp=vp, ep=ep, sharding=kind)
+
+
+def best_layout(job: TrainingJob, constants: Constants, candidates: list[Layout] | None = None) -> list[Candidate]:
+    """Return the candidates that fit, the fastest first.
+
+    Args:
+        job: model, hardware, batch and precision; its layout gives the number of GPUs.
+        constants: of the fit.
+        candidates: layouts to try; None for all sensible ones.
+
+    Raises:
+        ConfigError: nothing fits, or the accelerator cannot run the precision.
+    """
+    reason = unsupported_reason(job.precision, job.hardware)
+    if reason is not None:
+        raise ConfigError(reason)
+    gpus = job.layout.gpus
+    tried = list(layouts(job.model, job.hardware, gpus, seq=job.seq)) if candidates is None else candidates
+    found = [candidate for layout in tried for candidate in _batches(job, layout, constants)]
+    if not found:
+        raise ConfigError(
+            f"{job.model.name} does not fit into {gpus} × {job.hardware.memory:g} GB in any layout; use more GPUs, "
+            "larger ones, or a shorter sequence"
+        )
+    return sorted(found, key=lambda candidate: candidate.seconds["total"])
+
+
+def _batches(job: TrainingJob, layout: Layout, constants: Constants) -> Iterator[Candidate]:
+    """Predictions of a layout with micro-batches that divide the batch and fit."""
+    if job.global_batch % layout.dp:
+        return
+    room = 0.95 * job.hardware.memory * 1e9
+    for micro in (1, 2, 4, 8, 16):
+        if (job.global_batch // layout.dp) % micro or micro * job.seq // layout.cp > 65536:
+            continue
+        each = replace(job, layout=layout, micro_batch=micro)
+        if training_memory(each, each.recompute or Recompute.FULL).total > room:
+            return
+        yield predicted(each, constants)
+
+
+def predicted(job: TrainingJob, constants: Constants) -> Candidate:
+    """Return the prediction of one layout."""
+    seconds = training_seconds(training_parts(job), constants.values)
+    return Candidate(
+        job=job,
+        seconds={name: float(value) for name, value in seconds.items()},
+        memory=planned_memory(job),
+        recompute=recomputed_share(job),
+    )

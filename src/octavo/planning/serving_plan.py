@@ -1,0 +1,122 @@
+"""A plan of inference: latency, throughput and memory of each precision over the number of requests in flight."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.planning.constants import Constants, serving_seconds
+from octavo.planning.hardware import Hardware
+from octavo.planning.jobs import ServingJob
+from octavo.planning.model_shapes import ModelShape
+from octavo.planning.precision import BF16, Kernel, Precision, precision_of_recipe
+from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, serving_parts, weight_bytes
+
+__all__ = ["ServingPoint", "ServingRequest", "serving_points"]
+
+BATCHES = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRequest:
+    """A service to plan.
+
+    Attributes:
+        model: its shape.
+        hardware: of each GPU.
+        gpus: of one replica.
+        prompt: tokens of a prompt; ``answer``: of what is generated.
+        load: tokens a second that all replicas together must generate; 0 leaves the number of GPUs out.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    gpus: int
+    prompt: int
+    answer: int
+    load: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.gpus, self.prompt, self.answer) < 1 or self.load < 0:
+            raise ConfigError("gpus, prompt and answer must be 1 or more, and load 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPoint:
+    """One precision with one number of requests in flight.
+
+    Attributes:
+        precision: its name.
+        requests: in flight.
+        token_ms: time between two tokens of one request.
+        first_token_ms: time of a prompt that is computed alone.
+        tokens_per_s: of the replica.
+        weights_gb: of the replica; ``kv_gb``: keys and values of all requests at their longest.
+        gpus_needed: for the load; 0 if none was given.
+    """
+
+    precision: str
+    requests: int
+    token_ms: float
+    first_token_ms: float
+    tokens_per_s: float
+    weights_gb: float
+    kv_gb: float
+    gpus_needed: int
+
+    def record(self) -> dict[str, Any]:
+        """Its fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[ServingPoint], dict[str, str]]:
+    """Return all points, and why a precision has none, by its name."""
+    found, refused = [], {}
+    fp8 = precision_of_recipe("tensorwise")
+    tried = (BF16, replace(fp8, name="int8", integer=True, kernel=Kernel.TENSOR), replace(fp8, name="fp8"))
+    for precision in (*tried, replace(fp8, name="fp8, FP8 cache", kv_bytes=1)):
+        reason = _unsupported(precision, request.hardware)
+        job = ServingJob(
+            model=request.model,
+            hardware=request.hardware,
+            gpus=request.gpus,
+            tp=request.gpus,
+            prompt=request.prompt,
+            answer=request.answer,
+            precision=precision,
+        )
+        try:
+            if reason is not None:
+                raise ConfigError(reason)
+            most = requests_in_flight(job)
+        except ConfigError as error:
+            refused[precision.name] = str(error)
+            continue
+        sizes = sorted({size for size in BATCHES if size < most} | {most})
+        found += [_point(replace(job, requests=size), request.load, constants) for size in sizes]
+    return found, refused
+
+
+def _unsupported(precision: Precision, hardware: Hardware) -> str | None:
+    if precision.integer and not hardware.int8:
+        return f"{hardware.name} has no INT8 units"
+    if not precision.integer and not precision.is_bf16 and not hardware.has_fp8:
+        return f"{hardware.name} has no FP8 units; INT8 or FP8 weights alone save memory there"
+    return None
+
+
+def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
+    seconds = {name: float(value) for name, value in serving_seconds(serving_parts(job), constants.values).items()}
+    alone = serving_seconds(serving_parts(replace(job, requests=1)), constants.values)
+    prompts = sum(float(value) for name, value in alone.items() if name.startswith("prompt")) * job.answer
+    positions = job.prompt + job.answer
+    rate = 1.0 / seconds["total"]
+    return ServingPoint(
+        precision=job.precision.name,
+        requests=job.requests,
+        token_ms=seconds["total"] * job.requests * 1e3,
+        first_token_ms=prompts * 1e3,
+        tokens_per_s=rate,
+        weights_gb=weight_bytes(job) / 1e9,
+        kv_gb=kv_bytes_of_token(job) * positions * job.requests / 1e9,
+        gpus_needed=job.gpus * -int(-load // rate) if load else 0,
+    )

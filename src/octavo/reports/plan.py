@@ -1,0 +1,92 @@
+"""HTML page of a plan: the recipes, and where the time of each step goes."""
+
+from typing import Any
+
+from octavo.planning import Option, Plan
+from octavo.reports.figures import PALETTE, new_figure, plain
+from octavo.reports.rendering import check_report_extra, render
+
+__all__ = ["plan_page"]
+
+COLOURS = dict(
+    zip(
+        (
+            "gemm",
+            "attention",
+            "elementwise",
+            "cast",
+            "communication",
+            "host",
+            "bubble",
+            "data_parallel",
+            "optimizer",
+            "stragglers",
+        ),
+        PALETTE.values(),
+        strict=True,
+    )
+)
+COLUMNS = ("recipe", "layout", "step", "80 %", "tokens/s/GPU", "MFU", "memory", "days", "× BF16")
+
+
+def plan_page(plan: Plan) -> str:
+    """HTML of a plan.
+
+    Raises:
+        ConfigError: plotly or jinja2 is not installed.
+    """
+    check_report_extra("the page of a plan")
+    request = plan.request
+    heading = f"{request.model.name} on {request.gpus:,} × {request.hardware.name}"
+    facts = {
+        "parameters": f"{request.model.parameters / 1e9:,.1f} billion",
+        "sequence": f"{request.seq:,} tokens",
+        "batch": f"{request.batch:,} sequences",
+        "training": f"{request.tokens:,.3g} tokens",
+        "hardware": request.hardware.source,
+    }
+    layers = [
+        (layer.name, f"{layer.share:.0%}", f"{layer.speedup:.2f}", "gains" if layer.speedup >= 1 else "keep in BF16")
+        for layer in plan.layers
+    ]
+    return render(
+        "plan",
+        heading=heading,
+        facts=facts,
+        columns=COLUMNS,
+        rows=[_cells(plan, option) for option in plan.options if option.candidate is not None],
+        refused=[(option.name, option.reason) for option in plan.options if option.candidate is None],
+        legend=[(name.replace("_", " "), colour) for name, colour in COLOURS.items()],
+        figure=_figure(plan),
+        layers=layers,
+    )
+
+
+def _cells(plan: Plan, option: Option) -> tuple[str, ...]:
+    record = next(each for each in plan.record()["options"] if each["recipe"] == option.name)
+    return (
+        option.name,
+        f"{record['layout']}, micro-batch {record['micro_batch']}, recompute {record['recompute']}",
+        f"{record['step_time_s']:.3g} s",
+        f"{record['step_time_low_s']:.3g}–{record['step_time_high_s']:.3g} s",
+        f"{record['tokens_per_s_per_gpu']:,.0f}",
+        f"{record['mfu']:.0%}",
+        f"{record['memory_gb']:.0f} GB",
+        f"{record['days']:.3g}",
+        "1" if option.speedup is None else f"{option.speedup[0]:.2f}",
+    )
+
+
+def _figure(plan: Plan) -> Any:
+    """A bar a recipe, divided by where the time goes, from the step's start on the left."""
+    figure = new_figure("", x="seconds of a step")
+    shown = [option for option in plan.options if option.candidate is not None][::-1]
+    for name, colour in COLOURS.items():
+        values = [option.candidate.seconds.get(name, 0.0) for option in shown if option.candidate is not None]
+        labels = [plain(option.name) for option in shown]
+        figure.add_bar(
+            x=values, y=labels, name=plain(name.replace("_", " ")), orientation="h", marker={"color": colour}
+        )
+    figure.update_layout(barmode="stack", hovermode="closest")
+    figure.update_yaxes(type="category", showgrid=False)
+    return figure

@@ -1,0 +1,84 @@
+"""octavo plan and octavo advise, as a shell would see them."""
+
+import json
+import time
+
+import pytest
+
+PLAN = ("plan", "--model", "llama-3-8b", "--gpus", 64)
+
+
+def test_plan_as_json_and_compared(octavo, tmp_path):
+    paths = []
+    for hardware in ("h100", "b200"):
+        result = octavo(*PLAN, "--hardware", hardware, "--tokens", "2T", "--price", "2.5/h", "--json")
+        assert result.exit_code == 0
+        record = json.loads(result.stdout)
+        assert record["tokens"] == 2e12
+        assert record["options"][0]["cost"] > 0
+        paths.append(tmp_path / f"{hardware}.json")
+        paths[-1].write_text(result.stdout)
+    found = json.loads(octavo("plan", "--compare", *paths, "--json").stdout)
+    assert all(each["step_time_s"][1] < each["step_time_s"][0] for each in found)
+    assert "times as fast" in octavo("plan", "--compare", *paths).stdout
+
+
+def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
+    pytest.importorskip("plotly")
+    page = tmp_path / "plan.html"
+    shown = octavo(*PLAN, "--report", page)
+    assert shown.exit_code == 0, shown.output
+    assert "Where the time goes" in shown.stdout
+    assert "published measurements" in shown.stdout
+    html = page.read_text()
+    assert html.count('<div data-figure="') == 1
+    assert 'src="http' not in html
+
+
+def test_a_search_of_1024_gpus_takes_less_than_five_seconds(octavo):
+    started = time.process_time()
+    assert octavo("plan", "--model", "llama-3-70b", "--gpus", 1024, "--json").exit_code == 0
+    assert time.process_time() - started < 5
+
+
+def test_rows_are_predicted_as_one_list(octavo, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("id,kind,model,hardware,gpus,metric\na,train,Llama-3-8B,H100,8,step_time_s\nb,train,?,H100,8,x\n")
+    found = json.loads(octavo("plan", "--rows", path, "--json").stdout)
+    assert [each["id"] for each in found] == ["a", "b"]
+    assert set(found[0]) == {"id", "value", "low", "high", "bf16_value", "reason"}
+    assert found[0]["reason"] is None
+    assert found[1]["value"] is None
+    assert "no shape is known" in octavo("plan", "--rows", path).stdout.replace("\n", " ")
+
+
+def test_inference_is_planned_with_an_answer(octavo):
+    arguments = ("plan", "--model", "llama-3-8b", "--gpus", 1, "--answer", 256, "--load", 20000)
+    found = json.loads(octavo(*arguments, "--json").stdout)
+    assert {point["precision"] for point in found["points"]} >= {"bf16", "int8", "fp8"}
+    assert "ms a token" in octavo(*arguments).stdout
+
+
+def test_advice(octavo):
+    assert octavo("advise", "llama-3-70b", "--gpus", 256).stdout.startswith("Use FP8")
+    refused = json.loads(octavo("advise", "llama-3-8b", "--hardware", "a100", "--json").stdout)
+    assert refused["use_fp8"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan",), "name a model"),
+        (("plan", "--model", "unheard"), "no shape is known"),
+        (("plan", "--model", "llama-3-8b", "--hardware", "abacus"), "no figures are known"),
+        (("plan", "--model", "llama-3-8b", "--tokens", "many"), "is not a number"),
+        (("plan", "--model", "llama-3-405b", "--gpus", 8), "use more GPUs"),
+        (("plan", "--model", "llama-3-8b", "--gpus", 0), "1 or more"),
+        (("plan", "--rows", "nowhere.csv"), "nowhere.csv"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(octavo, arguments, words):
+    result = octavo(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("error:") == 1

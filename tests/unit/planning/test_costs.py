@@ -1,0 +1,182 @@
+"""Ideal seconds and bytes: counted by hand, by torch, or known to grow and shrink with one setting."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import recipes
+from octavo.planning.gemm_costs import add_gemm, gemm_parts, wave_efficiency
+from octavo.planning.hardware import find_hardware, hardware_names
+from octavo.planning.jobs import Framework, GemmJob, GemmPass, Layout, Recompute, ServingJob, Sharding, TrainingJob
+from octavo.planning.model_names import find_model
+from octavo.planning.model_shapes import ModelShape
+from octavo.planning.precision import BF16, Kernel, bytes_cast, find_precision, precision_of_recipe
+from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, weight_bytes
+from octavo.planning.training_costs import training_parts
+from octavo.planning.training_memory import recomputed_share, training_memory
+
+H100 = find_hardware("h100")
+
+
+def job(**changes):
+    settings: dict[str, Any] = {
+        "model": find_model("llama-3-8b"),
+        "hardware": H100,
+        "layout": Layout(gpus=64),
+        "seq": 8192,
+        "global_batch": 64,
+        "micro_batch": 1,
+        "precision": BF16,
+    }
+    return TrainingJob(**(settings | changes))
+
+
+def test_a_large_product_takes_its_flops_at_the_peak():
+    parts = gemm_parts(GemmJob(shapes=((16384, 16384, 16384),), hardware=H100, precision=BF16, passes=GemmPass.ALL))
+    ideal = 3 * 2 * 16384**3 / 989.4e12
+    assert ideal < parts["gemm_bf16_hopper"] < 1.1 * ideal
+
+
+def test_a_product_of_one_row_takes_the_time_to_read_its_weight():
+    parts = gemm_parts(GemmJob(shapes=((1, 8192, 8192),), hardware=H100, precision=BF16, passes=GemmPass.FORWARD))
+    assert parts["reading"] == pytest.approx(2 * 8192**2 / 3350e9, rel=0.05)
+
+
+def test_waves_that_are_partly_empty_cost_efficiency():
+    full = wave_efficiency((128 * 132, 256, 8192), 132)
+    assert wave_efficiency((128 * 133, 256, 8192), 132) < full <= 1
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
+def test_bytes_of_casts_follow_the_recipe(name):
+    """At least one reading and two writings of codes; a scale from the whole tensor needs a second reading."""
+    moved = bytes_cast(precision_of_recipe(name))
+    assert min(moved.input, moved.weight, moved.grad_output) >= 2 + 1 + 1
+    if name == "tensorwise":
+        assert moved.input == bytes_cast(precision_of_recipe("delayed")).input + 2
+    assert bytes_cast(replace(precision_of_recipe(name), casts=False)).input == 0
+
+
+def test_a_high_precision_grad_weight_is_multiplied_in_bf16():
+    precision = precision_of_recipe("rowwise_hp_grad_weight")
+    parts = gemm_parts(GemmJob(shapes=((4096, 4096, 4096),), hardware=H100, precision=precision))
+    assert parts["gemm_bf16_hopper"] > 0 < parts["gemm_row_hopper"]
+    assert recipes.get("rowwise_hp_grad_weight").grad_weight.b is None
+
+
+def test_published_names_of_precisions():
+    assert find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
+    assert find_precision("fp8-block/mx (parenthesised)", generation="blackwell").kernel == Kernel.MX
+    assert find_precision("fp8-block/mx (parenthesised)").kernel == Kernel.BLOCK
+    assert find_precision("nvfp4").bits == 4
+    assert find_precision("bf16").is_bf16
+    assert find_precision("mxfp8 grouped").covers_dense is False
+    assert find_precision("mxfp8 linears").covers_experts is False
+
+
+def test_gemms_of_a_step_have_the_flops_of_the_model():
+    model = find_model("llama-3-8b")
+    parts = training_parts(job(recompute=Recompute.NONE))
+    ideal = 6 * model.active_parameters * 8192 / H100.peak(16)
+    assert ideal < parts["gemm_bf16_hopper"] < 1.15 * ideal
+    again = training_parts(job(recompute=Recompute.FULL))
+    blocks = 2 * (model.active_parameters - model.vocab * model.hidden) * 8192 / H100.peak(16)
+    assert again["gemm_bf16_hopper"] - parts["gemm_bf16_hopper"] == pytest.approx(blocks, rel=0.15)
+
+
+def test_frozen_weights_take_no_gradient():
+    parts, frozen = training_parts(job(recompute=Recompute.NONE)), training_parts(job(frozen=True))
+    assert frozen["gemm_bf16_hopper"] == pytest.approx(parts["gemm_bf16_hopper"] * 2 / 3, rel=0.05)
+    assert frozen["optimizer"] == 0
+
+
+def test_a_pipeline_is_idle_while_it_fills():
+    layout = Layout(gpus=64, pp=4, sharding=Sharding.ZERO1)
+    parts = training_parts(job(layout=layout, global_batch=16 * 16))
+    assert parts["micro_batches"] == 16
+    assert parts["bubble"] == 3 / 16
+    assert training_parts(job(layout=replace(layout, vp=2), global_batch=16 * 16))["bubble"] == 3 / 32
+
+
+def test_fsdp_moves_every_weight_thrice_a_micro_batch():
+    parts = training_parts(job(layout=Layout(gpus=8), global_batch=8))
+    sent = (2 + 2 + 4) * find_model("llama-3-8b").parameters * 7 / 8
+    assert parts["fsdp"] == pytest.approx(sent / 450e9)
+
+
+def test_memory_of_a_toy_layer_is_what_torch_saves():
+    """Activations of one SwiGLU block against the tensors that autograd keeps of the same block in BF16."""
+    hidden, ffn, tokens = 64, 192, 32
+    gate_up, down = nn.Linear(hidden, 2 * ffn, bias=False).bfloat16(), nn.Linear(ffn, hidden, bias=False).bfloat16()
+    saved: dict[int, int] = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        gate, up = gate_up(x).chunk(2, -1)
+        out = down(nn.functional.silu(gate) * up)
+    weights = {gate_up.weight.untyped_storage().data_ptr(), down.weight.untyped_storage().data_ptr()}
+    measured = sum(size for place, size in saved.items() if place not in weights)
+    model = ModelShape(name="toy", layers=1, hidden=hidden, heads=1, vocab=1, ffn=ffn, attention_layers=0, mlp_layers=1)
+    step = job(model=model, layout=Layout(gpus=1), seq=tokens, global_batch=1, framework=Framework.EAGER)
+    norm = tokens * hidden * (2 + 4)  # of the norm before the MLP, which the toy does not have
+    assert training_memory(step, Recompute.NONE).activations - norm == pytest.approx(measured, rel=0.01)
+    assert out.shape == (tokens, hidden)
+
+
+def test_states_of_a_step_take_sixteen_bytes_a_parameter():
+    memory = training_memory(job(layout=Layout(gpus=8), global_batch=8), Recompute.FULL)
+    parameters = find_model("llama-3-8b").parameters
+    assert memory.weights + memory.gradients + memory.moments == pytest.approx(16 * parameters / 8)
+
+
+def test_recomputation_is_the_least_that_fits():
+    small = job(model=find_model("llama-3-1b"), seq=2048)
+    assert recomputed_share(small) == (Recompute.NONE, 0.0)
+    policy, share = recomputed_share(job(model=find_model("llama-3-70b")))
+    assert policy == Recompute.SELECTIVE
+    assert 0 < share <= 1
+    assert recomputed_share(job(recompute=Recompute.FULL)) == (Recompute.FULL, 1.0)
+
+
+def test_fp8_halves_weights_and_leaves_room_for_more_requests():
+    service = ServingJob(
+        model=find_model("llama-3-8b"), hardware=H100, gpus=1, tp=1, prompt=1024, answer=1024, precision=BF16
+    )
+    fp8 = replace(service, precision=precision_of_recipe("tensorwise"))
+    model = service.model
+    embeddings = 2 * model.vocab * model.hidden
+    assert weight_bytes(service) == 2 * model.parameters
+    assert weight_bytes(fp8) == model.parameters - embeddings + 2 * embeddings
+    assert kv_bytes_of_token(service) == 2 * 32 * 8 * 128 * 2
+    assert requests_in_flight(fp8) > requests_in_flight(service)
+
+
+def test_every_accelerator_has_positive_figures():
+    for name in hardware_names():
+        hardware = find_hardware(name)
+        assert hardware.name == name
+        figures = (hardware.bf16, hardware.memory, hardware.bandwidth, hardware.link, hardware.network, hardware.watts)
+        assert min(figures) > 0
+        assert hardware.source
+
+
+def test_a_power_limit_slows_the_clock():
+    limited = find_hardware("H100 SXM 96GB HBM2e (2.4TB/s, 500W cap)")
+    assert limited.bf16 == pytest.approx(989.4 * (500 / 700) ** (1 / 3))
+    assert limited.bandwidth == 2400
+
+
+def test_products_of_nothing_cost_nothing():
+    parts = gemm_parts(GemmJob(shapes=((128, 128, 128),), hardware=H100, precision=BF16))
+    before = dict(parts)
+    add_gemm(parts, (0, 128, 128), BF16, H100)
+    assert parts == before
+    assert all(math.isfinite(value) for value in parts.values())
