@@ -1,9 +1,8 @@
 """Rule for a loss that rises far above its beginning or loses most of its progress.
 
 Medians of the losses at the end, at the beginning and at the best point are compared, relative to the scatter of the
-losses. Overshoots of a warm-up or a restarted learning rate recover, so only lasting rises are reported: those of the
-last tenth of the run, of half of it, whether it recovered or not, or, at the unigram entropy, where a model predicts
-token frequencies alone, of a few steps.
+losses. Overshoots of a warm-up or a restarted learning rate recover, so only lasting rises are reported: those of a
+tenth of the run, or, at the unigram entropy, where a model predicts token frequencies alone, of a few steps.
 """
 
 from collections.abc import Iterator
@@ -27,10 +26,9 @@ NORMAL_DISTANCE = 0.954  # median distance of two normal samples, in standard de
 
 @dataclass(frozen=True, slots=True)
 class _Rise:
-    """Rise of a loss from ``began`` to ``level``, its end, its first step, and its description."""
+    """Rise of a loss from ``began`` to ``ended``, its first step, and its description."""
 
     began: float
-    level: float
     ended: float
     first_step: float
     description: str
@@ -40,9 +38,9 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find a loss that ends far above its beginning or far above its best.
 
     Of 15 losses or more, the median of the last five is ``diverged_loss`` times that of the first five and the newest
-    has not recovered; or the median of all losses is; or a gain of ``least_gain`` of the first loss is lost again by
-    ``lost_gain`` for ``lasting_rise`` steps or a tenth of the run. Severity fail where the losses settle at one level,
-    such as the unigram entropy of the tokens; otherwise a warning, since BF16 may diverge too.
+    has not recovered; or a gain of ``least_gain`` of the first loss is lost again by ``lost_gain`` for
+    ``lasting_rise`` steps or a tenth of the run. Severity fail where the losses settle at one level, such as the
+    unigram entropy of the tokens; otherwise a warning, since BF16 may diverge too.
     """
     steps, losses = series.curve("loss")
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
@@ -67,7 +65,7 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
         | ({} if unigram is None else {"unigram_nats": unigram}),
         cause=f"{rise.description} since step {rise.first_step:.0f}{plateau or ''}; later FP8 findings "
         "follow from it, so check the learning rate and the data",
-        weight=rise.level / rise.began if plateau is None else COLLAPSED,
+        weight=rise.ended / rise.began if plateau is None else COLLAPSED,
     )
 
 
@@ -76,7 +74,7 @@ def _rise_and_level(
 ) -> tuple[_Rise, str | None] | None:
     """Rise, and description of the level at which the losses settle; arguments as of :func:`_above_its_best`."""
     few, (_, unigram) = int(limits.lasting_rise), warmup_and_unigram
-    rise = _above_its_beginning(steps, losses, limits) or _above_for_half(steps, losses, limits)
+    rise = _above_its_beginning(steps, losses, limits)
     rise = rise or _above_its_best(steps, losses, warmup_and_unigram, limits, lasting=max(few, len(losses) // 10))
     if rise is not None:
         return rise, _describe_plateau(losses[steps >= rise.first_step], unigram, limits)
@@ -112,18 +110,8 @@ def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _
         return None
     first_step = float(steps[np.flatnonzero(losses <= began)[-1] + 1])
     return _Rise(
-        began, ended, ended, first_step, f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning"
+        began, ended, first_step, f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning"
     )
-
-
-def _above_for_half(steps: Floats, losses: Floats, limits: Thresholds) -> _Rise | None:
-    """Rise of half of the losses above the beginning."""
-    began, level = min(float(losses[0]), float(np.median(losses[:EDGE]))), float(np.median(losses))
-    if began <= 0 or level < limits.diverged_loss * began or level - began <= _min_rise(losses, 1, limits):
-        return None
-    first_step = float(steps[np.flatnonzero(losses >= limits.diverged_loss * began)[0]])
-    description = f"the loss began at {began:.3g}, and half of the losses are above {level:.3g}"
-    return _Rise(began, level, float(np.median(losses[-EDGE:])), first_step, description)
 
 
 def _above_its_best(
@@ -156,7 +144,7 @@ def _above_its_best(
     description = (
         f"the loss fell from {began:.3g} to {best:.3g} and ends at {ended:.3g}, having lost what it had gained"
     )
-    return _Rise(began, ended, ended, first_step, description)
+    return _Rise(began, ended, first_step, description)
 
 
 def _min_rise(losses: Floats, apart: int, limits: Thresholds) -> float:

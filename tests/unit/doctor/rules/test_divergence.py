@@ -32,8 +32,6 @@ def found(losses, **numbers):
         ([1.0, *np.geomspace(30, 10, 29)], 1),  # of which only the first loss is older than the damage
         ([1.0] * 9 + [0.5, 1.5] * 10 + [2.0, 3.0] * 3, 0),  # 2.5 in the mean, of a scatter of 0.5
         ([7.0] * 50 + [30.0] * 49 + [6.9], 0),  # the newest step came back
-        ([7.0] + [30.0] * 52 + [6.9] * 47, 1),  # but half of the run was lost
-        ([7.0] + [13.9] * 52 + [6.9] * 47, 0),
     ],
 )
 def test_a_loss_that_ends_at_twice_its_beginning(losses, count):
@@ -98,9 +96,6 @@ def test_divergence_reports_severity_steps_and_cause():
     assert (one.severity, one.path, one.first_step, one.last_step) == (Severity.WARN, "", 12, 25)
     assert one.evidence["seen_at"] == 15
     assert one.cause.startswith("the loss began at 1.11 and ends at 4.1e+03, above its beginning since step 12;")
-    (one,) = found([7.0] + [30.0] * 52 + [6.5] * 47)
-    assert (one.first_step, one.evidence["loss_ended"]) == (2, 6.5)
-    assert one.cause.startswith("the loss began at 7, and half of the losses are above 30 since step 2;")
     (one,) = found(falling() + [8.0] * 24)
     assert (one.first_step, one.last_step) == (61, 84)  # no look is later
     assert one.cause.startswith(
