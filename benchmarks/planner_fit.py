@@ -369,16 +369,8 @@ def report(
     """Return everything as Markdown."""
     text = ["## Bars, left-one-family-out", ""]
     text += [f"- {'met' if is_met else 'missed'}: {name}: {figures}" for name, figures, is_met in lines]
-    text += ["", "## Signed error a source", "", "| source and group | kind | rows | mean | least | most |"]
-    text += ["| --- | --- | --- | --- | --- | --- |"]
-    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for outcome in outcomes:
-        row = outcome.point.row
-        groups[row.source, _group(row).split("=")[-1], outcome.point.problem.kind].append(outcome.metric_error)
-    for (source, group, kind), errors in sorted(groups.items()):
-        cells = [sum(errors) / len(errors), min(errors), max(errors)]
-        shown = " | ".join(f"{each:+.0%}" for each in cells)
-        text.append(f"| {source}, {group[:44]} | {kind} | {len(errors)} | {shown} |")
+    text += _table_of_errors("Signed error a source", outcomes, lambda row: row.source)
+    text += _table_of_errors("Signed error a group of rows", outcomes, lambda row: _group(row).split("=")[-1][:48])
     text += ["", "## Worst rows", "", "| row | family | value off by | speed-up off by |", "| --- | --- | --- | --- |"]
     for each in sorted(outcomes, key=lambda outcome: -abs(outcome.metric_error))[:20]:
         ratio = "–" if each.ratio_error is None else f"{math.expm1(each.ratio_error):+.0%}"
@@ -389,6 +381,18 @@ def report(
         mean, deviation = PRIORS[name]
         text.append(f"| {name} | {mean:.2f} ± {deviation:.2f} | {value:.2f} ± {deviations[name]:.2f} |")
     return "\n".join(text) + "\n"
+
+
+def _table_of_errors(title: str, outcomes: Sequence[Outcome], name: Callable[[Row], str]) -> list[str]:
+    """Mean and range of the errors, in the rows' metrics, by a name of the row."""
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[name(outcome.point.row), outcome.point.problem.kind].append(outcome.metric_error)
+    lines = ["", f"## {title}", "", "| | kind | rows | mean | least | most |", "| --- | --- | --- | --- | --- | --- |"]
+    for (label, kind), errors in sorted(groups.items()):
+        cells = " | ".join(f"{each:+.0%}" for each in (sum(errors) / len(errors), min(errors), max(errors)))
+        lines.append(f"| {label} | {kind} | {len(errors)} | {cells} |")
+    return lines
 
 
 def main() -> None:

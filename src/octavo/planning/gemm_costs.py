@@ -113,7 +113,7 @@ def _add_passes(parts: Parts, job: GemmJob, shape: tuple[int, int, int]) -> None
         GemmPass.GRAD_WEIGHT: (n, k, m),
     }
     for name, each in shapes.items():
-        if job.passes in (name, GemmPass.ALL):
+        if job.passes in (name, GemmPass.ALL, GemmPass.SUM):
             precision = BF16 if name == GemmPass.GRAD_WEIGHT and job.precision.hp_grad_weight else job.precision
             add_gemm(parts, each, precision, job.hardware, groups=job.groups, is_grouped=job.is_grouped)
 
@@ -126,13 +126,13 @@ def _add_casts(parts: Parts, job: GemmJob, shape: tuple[int, int, int], moved: R
         "weight": 0.0 if job.weight_cached else n * job.groups * k * moved.weight,
         "grad_output": m * job.groups * n * moved.grad_output,
     }
-    used = {
+    roles = {
         GemmPass.FORWARD: ("input", "weight"),
         GemmPass.GRAD_INPUT: ("grad_output", "weight"),
         GemmPass.GRAD_WEIGHT: ("grad_output", "input"),
-        GemmPass.ALL: ("input", "weight", "grad_output"),
-    }[job.passes]
-    share = 1.0 if job.passes == GemmPass.ALL else 0.75  # a pass writes one orientation of the two
+    }
+    used = roles.get(job.passes, tuple(sizes) if job.passes == GemmPass.ALL else sum(roles.values(), ()))
+    share = 1.0 if job.passes == GemmPass.ALL else 0.75  # a pass by itself writes one orientation of the two
     total = sum(sizes[name] for name in used) * share
     parts["cast"] += total / (job.hardware.bandwidth * 1e9)
     parts["launches"] += len(used) * cast_kernels(job.precision)

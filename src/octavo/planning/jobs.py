@@ -181,6 +181,7 @@ class GemmPass(StrEnum):
     GRAD_INPUT = "grad_input"
     GRAD_WEIGHT = "grad_weight"
     ALL = "all"
+    SUM = "sum"  # of the three, each measured with casts of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from octavo.errors import OctavoError
 from octavo.planning.constants import Constants, gemm_seconds, serving_seconds, training_seconds
 from octavo.planning.gemm_costs import gemm_parts
-from octavo.planning.jobs import GemmJob, ServingJob, TrainingJob
+from octavo.planning.jobs import GemmJob, GemmPass, ServingJob, TrainingJob
 from octavo.planning.precision import BF16
 from octavo.planning.rows import Row, gemm_job, serving_job, training_job
 from octavo.planning.serving_costs import requests_in_flight, serving_parts
@@ -125,6 +125,8 @@ def predict_row(row: Row, constants: Constants) -> Prediction:
         if problem.memory is not None:
             return _of_memory(row, problem, constants)
         assert problem.measure is not None
+        if re.search(r"speed-?up|ratio", row["metric"].lower()):
+            return _of_ratio(row, problem, constants)
         value = problem.measure(problem.seconds(constants.values))
         bf16 = None
         if problem.bf16 is not None and problem.bf16_measure is not None:
@@ -132,6 +134,14 @@ def predict_row(row: Row, constants: Constants) -> Prediction:
     except (OctavoError, ValueError, ArithmeticError) as error:
         return Prediction(id=row["id"], reason=str(error))
     return _with_interval(row["id"], value, bf16, constants.intervals.get(problem.kind, 0.3))
+
+
+def _of_ratio(row: Row, problem: Problem, constants: Constants) -> Prediction:
+    """Prediction of a speed-up over BF16, whose own is 1."""
+    if problem.bf16 is None:
+        return Prediction(id=row["id"], reason="BF16 does not fit there, so there is no speed-up over it")
+    gain = problem.seconds(constants.values, bf16=True) / problem.seconds(constants.values)
+    return _with_interval(row["id"], gain, 1.0, constants.intervals.get("speedup", 0.15))
 
 
 def _of_memory(row: Row, problem: Problem, constants: Constants) -> Prediction:
@@ -224,7 +234,7 @@ def _product_measure(row: Row, job: GemmJob) -> Callable[[float], float]:
     """From seconds of products to the row's metric."""
     metric = row["metric"].lower()
     if "tflop" in metric:
-        passes = 3.0 if job.passes == "all" else 1.0
+        passes = 3.0 if job.passes in (GemmPass.ALL, GemmPass.SUM) else 1.0
         flops = passes * sum(2.0 * m * n * k for m, n, k in job.shapes) * job.groups / 1e12
         return lambda seconds: flops / seconds
     if "token" in metric:

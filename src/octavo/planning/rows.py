@@ -297,7 +297,8 @@ def _shapes(text: str, groups: int) -> tuple[tuple[int, int, int], ...]:
 
 def _passes(row: Row) -> GemmPass:
     patterns = (
-        (r"fwd ?\+ ?bwd|fwd_bwd|\btotal\b|transformerlayer|forward ?(?:\+|and) ?backward", GemmPass.ALL),
+        (r"\btotal\b", GemmPass.SUM),
+        (r"fwd ?\+ ?bwd|fwd_bwd|transformerlayer|forward ?(?:\+|and) ?backward", GemmPass.ALL),
         (r"dgrad|grad_input", GemmPass.GRAD_INPUT),
         (r"wgrad|grad_weight", GemmPass.GRAD_WEIGHT),
         (r"fprop|forward|\bfwd\b", GemmPass.FORWARD),

@@ -9,7 +9,7 @@ from octavo.errors import ConfigError
 from octavo.planning.gemm_costs import Parts, add_gemm
 from octavo.planning.jobs import Framework, ServingJob
 from octavo.planning.model_shapes import Linear, Part, Split
-from octavo.planning.precision import BF16
+from octavo.planning.precision import BF16, Kernel
 
 __all__ = ["kv_bytes_of_token", "requests_in_flight", "serving_parts", "weight_bytes"]
 
@@ -89,6 +89,8 @@ def _add_pass(parts: Parts, job: ServingJob, *, tokens: int, share: float, prefi
     parts[f"{prefix}_gemm"] += sum(found.values()) * share
     parts[f"{prefix}_launches"] += (launches + 3 * model.layers) * share
     wide = sum(linear.count * linear.copies * (linear.n + linear.k) for linear in model.linears())
+    if job.precision.kernel == Kernel.ROW:  # scales of rows are measured while serving; those of tensors are known
+        wide += sum(linear.count * linear.copies * linear.k for linear in model.linears())
     own_rows = tokens / job.gpus if job.divides_experts else tokens
     parts[f"{prefix}_memory"] += 4.0 * wide * own_rows / job.tp * share / (job.hardware.bandwidth * 1e9)
     if job.gpus > 1:

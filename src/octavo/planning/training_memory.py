@@ -80,7 +80,9 @@ def recomputed_share(job: TrainingJob) -> tuple[Recompute, float]:
     activation functions, then as many whole blocks as it takes.
     """
     if job.recompute is not None:
-        return job.recompute, 1.0 if job.recompute == Recompute.FULL else 0.0
+        # torchtitan's selective policy keeps every other matrix product
+        again = 0.5 if job.recompute == Recompute.SELECTIVE and job.framework == Framework.TITAN else 0.0
+        return job.recompute, 1.0 if job.recompute == Recompute.FULL else again
     room = 0.95 * job.hardware.memory * GB
     totals = {policy: training_memory(job, policy).total for policy in Recompute}
     if totals[Recompute.NONE] <= room:

@@ -66,6 +66,13 @@ def test_nanochat_d12_loses_and_d32_gains():
     assert advise(small, CONSTANTS).use_fp8 is False
 
 
+def test_a_speedup_is_a_metric_too():
+    cells = {"kind": "gemm", "gpus": 1, "model": "linear M=16384 N=16384 K=16384 fwd+bwd"}
+    found, timed = predicted(metric="speedup", **cells), predicted(metric="time_us", **cells)
+    assert found.value == pytest.approx(timed.bf16_value / timed.value)
+    assert found.bf16_value == 1
+
+
 def test_an_a100_is_refused():
     made = plan(hardware="a100")
     assert made.best_fp8 is None
