@@ -39,11 +39,11 @@ def test_command_list_fits_80_columns(octavo, monkeypatch):
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_command_list_has_three_groups(octavo):
+def test_command_list_has_four_groups(octavo):
     lines = octavo("--help").stdout.splitlines()
     after = lines[lines.index("Commands:") :]
     headings = [line for line in after if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Commands:", "More on models:", "Data, formats and serving:"]
+    assert headings == ["Commands:", "More on models:", "Before renting GPUs:", "Data, formats and serving:"]
     assert [line.split()[0] for line in after[1 : after.index("")]] == MAIN_ROAD
 
 
