@@ -94,7 +94,10 @@ def test_codes_and_scales_are_those_of_the_reference(granularity: Granularity, t
         assert [code for _, code in finite] == [reference.encode(value, E4M3) for value, _ in finite]
 
 
-def test_an_expert_without_rows_keeps_its_history():
+@pytest.mark.parametrize("together", [True, False])
+def test_an_expert_without_rows_keeps_its_history(together, monkeypatch):
+    if not together:
+        monkeypatch.setattr(each, "backend_of_cast", lambda *_: "none that takes several")
     layer = GroupedLinear(EXPERTS, K, N, recipe="delayed", manual_scale_updates=True)
     alone = [octavo.nn.Linear(K, N, bias=False, recipe="delayed", manual_scale_updates=True) for _ in range(EXPERTS)]
     for expert, one in enumerate(alone):
@@ -184,7 +187,7 @@ def test_checkpointing_records_and_counts_once():
 
 def test_each_matrix_is_measured_into_its_own_place():
     largest, marks, count = torch.full((5,), -1.0), torch.zeros(5, dtype=torch.bool), torch.zeros((), dtype=torch.int64)
-    record = EachRecord(torch.tensor([4, 1]), largest, marks, count)
+    record = EachRecord((4, 1), largest, marks, count)
     cast_each([torch.tensor([[2.0, -3.0]]), torch.tensor([[float("inf"), 1.0]])], CastSpec(format=E4M3), record=record)
     assert largest.tolist() == [-1, 1, -1, -1, 3]
     assert marks.tolist() == [False, True, False, False, False]

@@ -7,7 +7,8 @@ from typing import TypeGuard
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.convert.experts import other_modules, routers, unable
+from octavo.convert.experts import linear_shapes, other_modules, routers, unable
+from octavo.convert.other_modules import ConvertedModule
 from octavo.convert.report import shown
 from octavo.convert.weight_readers import WeightReader, weight_readers
 from octavo.errors import ConfigError
@@ -103,7 +104,8 @@ def choose_others(
         if reason is None:
             selected[path] = module
         else:
-            left[path] = reason
+            recipes = {layer.recipe.name for _, layer in module.layers()} if isinstance(module, ConvertedModule) else ()
+            left[path] = "; ".join([reason, *(f"keeps its recipe {name}" for name in recipes)])
     return selected, left
 
 
@@ -114,11 +116,8 @@ def _reason_of_weights(
     min_weight_elements: int,
 ) -> str | None:
     """Reason why a module's weights stay: the filter, asked about one expert's layer of each, or their size."""
-    for name, weight in module.named_parameters(recurse=False):
-        if name.endswith("bias"):
-            continue
-        rows, columns = weight.shape[-2:]
-        layer = torch.nn.Linear(columns, rows, device="meta", dtype=weight.dtype)
+    for name, (rows, columns) in linear_shapes(module).items():
+        layer = torch.nn.Linear(columns, rows, device="meta")
         if layer_filter is not None and not layer_filter(f"{path}.{name}" if path else name, layer):
             return "filter"
         if rows * columns < min_weight_elements:

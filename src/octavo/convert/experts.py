@@ -22,7 +22,7 @@ from octavo.kernels.tracing import is_distributed
 from octavo.nn.grouped_linear import ExpertsProjection
 from octavo.nn.scaled_layer import ScaledLayer
 
-__all__ = ["kind_of", "other_modules", "routers", "unable"]
+__all__ = ["kind_of", "linear_shapes", "other_modules", "routers", "unable"]
 
 _ROUTER = "router: it decides which experts a token is sent to, and stays in high precision"
 
@@ -33,7 +33,6 @@ class InterfaceExperts(ConvertedModule):
     num_experts: int
     has_gate: bool
     has_bias: bool
-    is_transposed: bool
     has_post_expert_norm: bool
 
     def weights(self) -> tuple[str, ...]:
@@ -72,6 +71,7 @@ class BatchedExperts(ConvertedModule):
     """Llama 4's experts: as many rows for each, gate and up side by side, weights [E, K, N]."""
 
     act_fn: Any
+    is_transposed = True
 
     def weights(self) -> tuple[str, ...]:
         """The two stacks of matrices."""
@@ -133,6 +133,16 @@ def kind_of(module: torch.nn.Module) -> type[ConvertedModule] | None:
     known = _BY_CLASS.get(f"{own.__module__}.{own.__qualname__}")
     has_stack = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
     return known or (InterfaceExperts if has_stack and _follows_interface(own) else None)
+
+
+def linear_shapes(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """N and K of the linear layers that a module that :func:`kind_of` knows stands for, by their weight's name."""
+    kind = kind_of(module)
+    own = vars(module).get("is_transposed")  # the flag of transformers' interface
+    is_transposed = own if isinstance(own, bool) else kind is not None and kind.is_transposed
+    weights = {name: weight for name, weight in module.named_parameters(recurse=False) if not name.endswith("bias")}
+    shapes = {name: (int(weight.shape[-2]), int(weight.shape[-1])) for name, weight in weights.items()}
+    return {name: shape[::-1] if is_transposed else shape for name, shape in shapes.items()}
 
 
 def _follows_interface(module_class: type[torch.nn.Module]) -> bool:

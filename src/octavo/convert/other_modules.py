@@ -30,6 +30,7 @@ class ConvertedModule(torch.nn.Module):
     """Base of the modules that run a recipe; a subclass's forward calls the layers of the weights."""
 
     restored_class: ClassVar[type[torch.nn.Module]]
+    is_transposed: bool = False  # whether a weight is [..., K, N]
 
     def weights(self) -> tuple[str, ...]:
         """Names of the parameters that the module multiplies by."""
@@ -138,6 +139,8 @@ class _TransposedProjection(ScaledLayer):
 
 class ConvertedConv1D(ConvertedModule):
     """transformers' ``Conv1D``."""
+
+    is_transposed = True
 
     def weights(self) -> tuple[str, ...]:
         """Its one weight, [K, N]."""

@@ -187,7 +187,8 @@ def bare_weights(model: torch.nn.Module, left: Mapping[str, str] = MappingProxyT
     for path, module in model.named_modules():
         if module in layers:
             continue
-        converted = {name for name, _ in module.layers()} if isinstance(module, ConvertedModule) else set()
+        runs = isinstance(module, ConvertedModule) and path not in left
+        converted = {name for name, _ in module.layers()} if runs else set()
         for name, parameter in module.named_parameters(recurse=False):
             if not torch.nn.parameter.is_lazy(parameter) and _is_matrix(parameter) and name not in converted:
                 where = f"{path}.{name}" if path else name

@@ -247,9 +247,8 @@ def _scaling(scaling: LayerScaling, role: int, rows: _Rows) -> _Scaling:
     of_role: OperandScaling = scaling.of(role)
     index = torch.tensor(rows.experts, dtype=torch.int64)
     amax, scale = (None if each is None else each[index.to(each.device)] for each in (of_role.amax, of_role.scale))
-    buffers = of_role.pending, of_role.overflowed, of_role.nonfinite
-    device = next((each.device for each in buffers if each is not None), index.device)
-    return _Scaling(amax, scale, EachRecord(index.to(device), *buffers))
+    record = EachRecord(rows.experts, of_role.pending, of_role.overflowed, of_role.nonfinite)
+    return _Scaling(amax, scale, record)
 
 
 def _cast(

@@ -15,7 +15,7 @@ import octavo.kernels.native_each as native_each
 import octavo.kernels.native_gemm as native_gemm
 from octavo.kernels.backend import ScaleSource, block_widths
 from octavo.kernels.dispatch import backend_of_cast, cast, scaled_mm, select_product
-from octavo.kernels.tracing import is_plain
+from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, AmaxRecord, CastSpec, PerTensor, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales
 
@@ -27,13 +27,13 @@ class EachRecord:
     """Buffers that accumulate measurements of several matrices in place; a None accumulates nothing.
 
     Attributes:
-        at: int64 [G], where each matrix's numbers are; None where there are no buffers.
+        at: where each matrix's numbers are; None where there are no buffers.
         amax: float32 [E], raised to the amax; below 0 where nothing was measured.
         overflowed: bool [E], set by NaN or ±Inf.
         nonfinite: int64 [], raised by the number of NaN and ±Inf elements of all.
     """
 
-    at: Tensor | None = None
+    at: tuple[int, ...] | None = None
     amax: Tensor | None = None
     overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
@@ -47,13 +47,14 @@ class EachRecord:
         return AmaxRecord(amax, overflowed, self.nonfinite)
 
     def add(self, amaxes: Tensor, nonfinite: Sequence[int]) -> None:
-        """Accumulate the largest magnitude and the count of non-finite elements of each matrix."""
+        """Accumulate the largest magnitude and the count of non-finite elements of each matrix, on a CPU."""
+        at = torch.tensor(self.at or (), dtype=torch.int64, device="cpu")
         if self.amax is not None:
-            self.amax[self.at] = torch.maximum(self.amax[self.at], amaxes)
+            self.amax[at] = torch.maximum(self.amax[at], amaxes)
         if not any(nonfinite):
             return
         if self.overflowed is not None:
-            self.overflowed[self.at] |= torch.tensor(nonfinite, device="cpu") > 0
+            self.overflowed[at] |= torch.tensor(nonfinite, device="cpu") > 0
         if self.nonfinite is not None:
             self.nonfinite.add_(sum(nonfinite))
 
@@ -86,7 +87,7 @@ def cast_each(
         Their codes and scales; and for one scale a matrix their amaxes, float32 [G], where one call measured them all.
     """
     sources = [_source(number, amax, scale, measure_if_zero=measure_if_zero) for number in range(len(matrices))]
-    if backend_of_cast(matrices[0], spec, sources[0]) == "native" and is_plain(matrices[0]):
+    if backend_of_cast(matrices[0], spec, sources[0]) == "native" and not is_traced(matrices[0]):
         operands, amaxes, nonfinite = native_each.cast_each(
             matrices, spec, transposed=transposed, amax=amax, scale=scale, measure_if_zero=measure_if_zero
         )
@@ -127,7 +128,7 @@ def scaled_mm_each(
     """Write ``a[i] @ b[i].T + biases[i]`` into ``outs[i]``, contiguous; arguments as in :func:`octavo.scaled_mm`."""
     out_dtype, bias = outs[0].dtype, None if biases is None else biases[0]
     backend, problem = select_product(a[0], b[0], out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-    if backend == "native" and is_plain(a[0].data):
+    if backend == "native" and not is_traced(a[0].data):
         native_gemm.gemm_each(
             [(left.data, rows_of_scales(left)) for left in a],
             [(right.data, rows_of_scales(right)) for right in b],
