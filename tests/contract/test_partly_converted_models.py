@@ -94,12 +94,20 @@ def _names(report, ending: str) -> set[str]:
 
 def test_experts_convolutions_and_conv1d_stand_in_the_report():
     moe = octavo.convert(_mixtral()[0])
+    assert len(moe.weights) == 4
+    assert all(name.endswith(("gate_up_proj", "down_proj")) for name in moe.weights)
+    assert all("router" in moe.parameters[name] for name in _names(moe, "gate.weight"))
+    assert moe.shares.multiplications > 0.9
+    left = octavo.convert(_mixtral()[0], skip=["*.experts"])
     for name in ("gate_up_proj", "down_proj", "gate.weight"):
-        assert len(_names(moe, name)) == 2
-    assert moe.shares.multiplications < 0.2 < min(moe.shares.by_path["model.layers.0.mlp.experts.gate_up_proj"])
+        assert len(_names(left, name)) == 2
+    assert left.shares.multiplications < 0.2 < min(left.shares.by_path["model.layers.0.mlp.experts.gate_up_proj"])
     assert len(_names(octavo.convert(_mamba()[0]), "conv1d.weight")) == 2
-    with pytest.warns(UserWarning, match=r"convert changed nothing: .*c_fc\.weight, the largest: .* of Conv1D"):
-        gpt2 = octavo.convert(_gpt2()[0])
+    gpt2 = octavo.convert(_gpt2()[0])
+    assert len(gpt2.weights) == 8
+    assert not gpt2.parameters
+    with pytest.warns(UserWarning, match=r"convert changed nothing: .*c_fc\.weight, the largest: skip pattern"):
+        gpt2 = octavo.convert(_gpt2()[0], skip=["*.c_*"])
     assert len(_names(gpt2, "c_attn.weight")) == len(_names(gpt2, "c_fc.weight")) == 2
     assert len(gpt2.parameters) == 8
     assert len(str(gpt2).splitlines()) == 2 + 3 + 4
@@ -112,6 +120,7 @@ def test_every_matrix_of_the_model_is_converted_or_has_its_reason(build):
         warnings.simplefilter("ignore")
         report = octavo.convert(model)
     named = {f"{path}.weight" for path in (*report.converted, *report.skipped)} | report.parameters.keys()
+    named |= set(report.weights)
     matrices = {n for n, p in model.named_parameters(remove_duplicate=False) if sum(size > 1 for size in p.shape) > 1}
     assert matrices <= named
 

@@ -32,7 +32,7 @@ PUBLIC = {
 }  # fmt: skip
 PUBLIC_NN = {
     # linear layers, alone and behind a norm
-    "LayerNormLinear", "LayerNormMLP", "Linear",
+    "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",
     # what stands between them
     "DotProductAttention", "KVCache", "LayerNorm", "RMSNorm", "rotary_table", "rotate",
     # made of both

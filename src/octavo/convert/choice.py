@@ -7,6 +7,8 @@ from typing import TypeGuard
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from octavo.convert.experts import linear_shapes, other_modules, routers, unable
+from octavo.convert.other_modules import ConvertedModule
 from octavo.convert.report import shown
 from octavo.convert.weight_readers import WeightReader, weight_readers
 from octavo.errors import ConfigError
@@ -14,7 +16,17 @@ from octavo.nn import Linear
 from octavo.nn.fp8_weight import is_own_linear
 from octavo.numerics.cast_spec import check_integer
 
-__all__ = ["HEAD_NAMES", "all_paths", "candidates_of", "check_patterns", "choose_layers", "heads_of", "matches"]
+__all__ = [
+    "HEAD_NAMES",
+    "all_paths",
+    "candidates_of",
+    "check_patterns",
+    "choose_layers",
+    "choose_others",
+    "heads_of",
+    "matches",
+    "multiplying_modules",
+]
 
 _TWINS = {"encoder": "decoder", "decoder": "encoder"}
 HEAD_NAMES = ("lm_head", "embed_out", "output_projection", "classifier", "score")
@@ -49,9 +61,11 @@ def choose_layers(
         raise ConfigError(f"skip takes a list of patterns; write skip=[{skip!r}]")
     candidates = dict(candidates_of(model))
     paths, readers = all_paths(model), weight_readers(model)
-    check_patterns(skip, candidates, paths)
+    every = multiplying_modules(model)
+    check_patterns(skip, every, paths)
     reasons = _heads(candidates) if not convert_head else {}
-    reasons |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
+    reasons |= _outer_blocks(model, every, keep_first_blocks, keep_last_blocks)
+    reasons |= {name.removesuffix(".weight"): reason for name, reason in routers(model).items()}
     for path, module in candidates.items():
         if isinstance(module, torch.nn.Linear) and (reason := _unable(module, readers)) is not None:
             reasons[path] = reason
@@ -64,6 +78,51 @@ def choose_layers(
         else:
             skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if is_own_linear(module) else reason
     return selected, skipped
+
+
+def choose_others(
+    model: torch.nn.Module,
+    *,
+    skip: Sequence[str] = (),
+    layer_filter: Callable[[str, torch.nn.Linear], bool] | None = None,
+    min_weight_elements: int = 1,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
+    """Select the experts and other modules, no linear layers, that :func:`convert` would convert.
+
+    Returns:
+        The modules by path, and the path of each that is left with the reason.
+    """
+    others, paths = other_modules(model), all_paths(model)
+    reasons = _outer_blocks(model, multiplying_modules(model), keep_first_blocks, keep_last_blocks) if others else {}
+    selected, left = {}, {}
+    for path, module in others.items():
+        pattern = next((each for each in skip if matches(each, paths[module])), None)
+        reason = unable(module) if pattern is None else f"skip pattern {pattern!r}"
+        reason = reason or _reason_of_weights(path, module, layer_filter, min_weight_elements) or reasons.get(path)
+        if reason is None:
+            selected[path] = module
+        else:
+            recipes = {layer.recipe.name for _, layer in module.layers()} if isinstance(module, ConvertedModule) else ()
+            left[path] = "; ".join([reason, *(f"keeps its recipe {name}" for name in recipes)])
+    return selected, left
+
+
+def _reason_of_weights(
+    path: str,
+    module: torch.nn.Module,
+    layer_filter: Callable[[str, torch.nn.Linear], bool] | None,
+    min_weight_elements: int,
+) -> str | None:
+    """Reason why a module's weights stay: the filter, asked about one expert's layer of each, or their size."""
+    for name, (rows, columns) in linear_shapes(module).items():
+        layer = torch.nn.Linear(columns, rows, device="meta")
+        if layer_filter is not None and not layer_filter(f"{path}.{name}" if path else name, layer):
+            return "filter"
+        if rows * columns < min_weight_elements:
+            return f"shape: {rows * columns} weights, fewer than {min_weight_elements}"
+    return None
 
 
 def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightReader]) -> str | None:
@@ -151,10 +210,15 @@ def candidates_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
             yield path, module
 
 
+def multiplying_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Linear and embedding layers, and the other modules that octavo can convert, by path."""
+    return dict(candidates_of(model)) | other_modules(model)
+
+
 def check_patterns(
     patterns: Iterable[str], candidates: dict[str, torch.nn.Module], paths: dict[torch.nn.Module, list[str]]
 ) -> None:
-    """Refuse a pattern that matches no linear or embedding layer."""
+    """Refuse a pattern that matches none of the candidates."""
     for pattern in patterns:
         if not any(matches(pattern, paths[module]) for module in candidates.values()):
             linears = [path for path, module in candidates.items() if isinstance(module, torch.nn.Linear)]

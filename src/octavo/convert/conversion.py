@@ -12,8 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from octavo import recipes
-from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
+from octavo.convert.choice import (
+    all_paths,
+    check_patterns,
+    choose_layers,
+    choose_others,
+    matches,
+    multiplying_modules,
+)
+from octavo.convert.experts import kind_of
 from octavo.convert.fp8_storage import refuse_sharded, store_weights_as_codes
+from octavo.convert.other_modules import ConvertedModule, convert_module, restore_module
 from octavo.convert.plain_checkpoint import allow_save_pretrained
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
 from octavo.convert.weight_readers import has_fast_path, weight_readers
@@ -49,18 +58,22 @@ def convert(
     amax_group: "torch.distributed.ProcessGroup | str | None" = None,
     cache_weights: bool = False,
     frozen: str | None = None,
+    strict: float | None = None,
 ) -> ConversionReport:
-    """Let a model's linear layers run ``recipe``, in place.
+    """Let a model's linear layers and experts run ``recipe``, in place.
 
-    Stay as they are, each with its reason in the report: embeddings; the head (see Args); layers that ``skip`` or
-    ``layer_filter`` name or that are too small; subclasses of ``nn.Linear``, whose forward may be their own; layers
-    that their owner never calls; weights that another library has quantized; and weights that are no linear layer's.
+    Experts in one module with weights of three dimensions, as transformers has them, have scales and amax histories for
+    each expert. Stay as they are, each with its reason in the report: embeddings; the head (see Args); routers; layers
+    that ``skip`` or ``layer_filter`` name or that are too small; subclasses of ``nn.Linear``, whose forward may be
+    their own; layers that their owner never calls; weights that another library has quantized; and weights that are no
+    linear layer's.
 
     Args:
         model: any module. Layers converted before take the new recipe.
         recipe: a preset's name or a recipe.
         skip: shell patterns of module paths, such as "lm_head" or "layers.0.*".
-        layer_filter: called with path and layer; False skips it.
+        layer_filter: called with path and layer; False skips it. For the weight of experts, with its name and a layer
+            of one expert's shape, on the meta device.
         convert_head: convert the language-model head too: a layer named lm_head (or embed_out, output_projection,
             classifier, score), or one that shares its weight with an embedding, or else the last one that has an
             embedding's shape. It is among the layers that suffer most.
@@ -78,12 +91,14 @@ def convert(
             codes' bytes between steps; a compiled graph does not use it.
         frozen: "fp8" stores weights that take no gradient as FP8 codes, one byte an element, such as the base that a
             LoRA fine-tune adapts. The ``state_dict`` then has ``weight_codes`` and ``weight_scale``
-            in the place of ``weight``.
+            in the place of ``weight``. Weights of experts are not stored so.
+        strict: the least share of multiplications that must run in FP8, from 0 to 1; a model of which less does is
+            restored and refused.
 
     Raises:
-        ConfigError: a traced or scripted module, unknown recipe, ``scale_updates``, ``amax_group`` or ``frozen``, a
-            ``skip`` that is a bare string, ``overrides`` that are no mapping, a pattern that matches nothing, an
-            override of layers that all stay as they are, more blocks to keep than there are.
+        ConfigError: a share below ``strict``; a traced or scripted module, unknown recipe, ``scale_updates``,
+            ``amax_group`` or ``frozen``, a ``skip`` that is a bare string, ``overrides`` that are no mapping, a pattern
+            that matches nothing, an override of layers that all stay as they are, more blocks to keep than there are.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -99,7 +114,15 @@ def convert(
     _check_words(scale_updates, frozen)
     overriding = _looked_up(overrides)
     paths = all_paths(model)
-    check_patterns(overriding, dict(candidates_of(model)), paths)
+    check_patterns(overriding, multiplying_modules(model), paths)
+    others, others_left = choose_others(
+        model,
+        skip=skip,
+        layer_filter=layer_filter,
+        min_weight_elements=min_weight_elements,
+        keep_first_blocks=keep_first_blocks,
+        keep_last_blocks=keep_last_blocks,
+    )
     chosen, skipped = choose_layers(
         model,
         skip=skip,
@@ -109,7 +132,7 @@ def convert(
         keep_first_blocks=keep_first_blocks,
         keep_last_blocks=keep_last_blocks,
     )
-    _check_effect(overriding, paths, skipped, chosen)
+    _check_effect(overriding, paths, skipped | others_left, chosen | others)
     updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
@@ -118,8 +141,15 @@ def convert(
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
         module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
+    weights: dict[str, Recipe] = {}
+    for path, other in others.items():
+        kind, its_recipe = kind_of(other), _overridden(paths[other], overriding, resolved)
+        assert kind is not None
+        weights |= dict.fromkeys(convert_module(other, kind, its_recipe, updates, path=path), its_recipe)
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
-    report = _report(model, resolved, followed, skipped, not_stored)
+    report = _report(model, resolved, followed, skipped, not_stored=not_stored, others=(weights, others_left))
+    if strict is not None:
+        _check_share(model, report, strict)
     _warn_if_nothing_changed(report, resolved)
     if frozen is not None:
         _warn_if_nothing_stored(report)
@@ -132,19 +162,40 @@ def _report(
     default: Recipe,
     followed: Mapping[str, Recipe],
     skipped: dict[str, str],
+    *,
     not_stored: dict[str, str],
+    others: tuple[Mapping[str, Recipe], Mapping[str, str]],
 ) -> ConversionReport:
-    bare = list(bare_weights(model))
+    weights, left = others  # that run a recipe; modules that do not, and why
+    bare = list(bare_weights(model, left))
     return ConversionReport(
         recipe=default.name,
         converted=tuple(followed),
-        overridden={path: other.name for path, other in followed.items() if other != default},
+        weights=tuple(weights),
+        overridden={path: other.name for path, other in {**followed, **weights}.items() if other != default},
         stored=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
         not_stored=not_stored,
         skipped=skipped,
         parameters={weight.path: weight.reason for weight in bare} | dict(packed_weights(model)),
         notes=dict(_notes(model)),
-        shares=shares_of(model, followed, skipped, bare),
+        shares=shares_of(model, followed, skipped, bare, weights),
+    )
+
+
+def _check_share(model: torch.nn.Module, report: ConversionReport, least: float) -> None:
+    """Refuse a model of whose multiplications too few run in FP8, naming the largest weight that stays."""
+    if not 0 <= least <= 1:
+        restore(model)
+        raise ConfigError(f"strict must be a share from 0 to 1, not {least!r}")
+    share, rest = report.shares.multiplications, report.shares.by_path
+    if share >= least:
+        return
+    why = report.skipped | report.parameters
+    largest = max(why, key=lambda path: rest[path].multiplications if path in rest else 0.0)
+    restore(model)
+    raise ConfigError(
+        f"{share:.3f} of the multiplications would run in FP8, less than strict={least}; the largest weight that stays "
+        f"is {shown(largest)}: {why[largest]}; the model is restored"
     )
 
 
@@ -153,7 +204,7 @@ def _stores_codes(layer: torch.nn.Module) -> bool:
 
 
 def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
-    if report.converted or recipe.is_high_precision:
+    if report.converted or report.weights or recipe.is_high_precision:
         return
     why = report.skipped | report.parameters
     shares = report.shares.by_path
@@ -177,7 +228,9 @@ def _warn_if_nothing_stored(report: ConversionReport) -> None:
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Make every octavo linear layer a plain ``nn.Linear`` again; weights are untouched, scaling state is dropped.
+    """Make every octavo linear layer a plain ``nn.Linear`` again, and experts what they were.
+
+    Weights are untouched, scaling state is dropped.
 
     Layers of Megatron-Core that ``octavo.compat.megatron`` converted become Megatron's again.
 
@@ -197,8 +250,11 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """
     refuse_sharded(model)
     restored = []
-    for path, module in model.named_modules():
-        if is_own_linear(module) or (isinstance(module, Linear) and module.restored_class is not torch.nn.Linear):
+    for path, module in list(model.named_modules()):
+        if isinstance(module, ConvertedModule):
+            restore_module(module)
+            restored.append(path)
+        elif is_own_linear(module) or (isinstance(module, Linear) and module.restored_class is not torch.nn.Linear):
             stop_following(module)
             if isinstance(module, FP8WeightLinear):
                 module.release_weight()

@@ -10,13 +10,17 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+from octavo.convert.experts import routers
+from octavo.convert.other_modules import ConvertedModule
 from octavo.html.notebook import Table, summary
 from octavo.html.wording import counted
 from octavo.nn.fp8_weight import runs_in_fp8
+from octavo.recipes import Recipe
 
 __all__ = [
     "BareWeight",
@@ -77,6 +81,7 @@ class ConversionReport:
         recipe: the recipe's name.
         converted: paths of the layers that run it, or what ``overrides`` give them.
         overridden: path of each converted layer that runs another recipe, and its name.
+        weights: names of the parameters of other modules, such as experts, that run a recipe.
         stored: paths of the layers whose weight is stored as FP8 codes.
         not_stored: path of each converted layer whose frozen weight could not be stored as FP8 codes, and why.
         skipped: path of every other linear or embedding layer, and why it stays as it is.
@@ -89,6 +94,7 @@ class ConversionReport:
     recipe: str
     converted: tuple[str, ...]
     overridden: dict[str, str] = field(default_factory=dict)
+    weights: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     not_stored: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -110,9 +116,12 @@ class ConversionReport:
 
     def __str__(self) -> str:
         """Totals, then one line for all layers that differ in the numbers of their paths alone."""
-        following, left = len(self.converted) - len(self.overridden), len(self.skipped)
+        following = len(self.converted) + len(self.weights) - len(self.overridden)
+        left = len(self.skipped)
         runs = f"{counted(following, 'layer')} {'runs' if following == 1 else 'run'} {self.recipe}"
-        lines = [f"{runs}, {left} {'stays as it is' if left == 1 else 'stay as they are'}", self.shares.sentence()]
+        experts = f", {len(self.weights)} of them weights of experts and other modules" if self.weights else ""
+        stay = f"{left} {'stays as it is' if left == 1 else 'stay as they are'}"
+        lines = [f"{runs}{experts}, {stay}", self.shares.sentence()]
         if self.stored:
             lines.append(f"{len(self.stored)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
@@ -127,12 +136,12 @@ class ConversionReport:
         facts = {
             "in FP8": f"{_percent(self.shares.parameters)} of the parameters, "
             f"{_percent(self.shares.multiplications)} of the multiplications, counting each weight once a token",
-            "converted": counted(len(self.converted), "layer"),
+            "converted": counted(len(self.converted) + len(self.weights), "layer"),
             "high precision": counted(len(self.skipped), "layer"),
         }
         if self.stored:
             facts["stored as codes"] = counted(len(self.stored), "weight")
-        runs = {path: self.overridden.get(path, self.recipe) for path in self.converted}
+        runs = {path: self.overridden.get(path, self.recipe) for path in (*self.converted, *self.weights)}
         stay = self.skipped | self.parameters
         tables = (
             Table(title="Converted layers", columns=("layers", "recipe"), rows=list(_grouped(runs))),
@@ -166,16 +175,27 @@ class BareWeight(NamedTuple):
     multiplies: bool
 
 
-def bare_weights(model: torch.nn.Module) -> Iterator[BareWeight]:
-    """Find all of them; each once, under its first name."""
+def bare_weights(model: torch.nn.Module, left: Mapping[str, str] = MappingProxyType({})) -> Iterator[BareWeight]:
+    """Find all of them; each once, under its first name.
+
+    Args:
+        model: converted; weights of experts that run a recipe are left out.
+        left: path of each module that could run one and does not, with the reason.
+    """
+    choosing = routers(model)
     layers = {inner for module in model.modules() if isinstance(module, LAYERS) for inner in module.modules()}
     for path, module in model.named_modules():
         if module in layers:
             continue
+        runs = isinstance(module, ConvertedModule) and path not in left
+        converted = {name for name, _ in module.layers()} if runs else set()
         for name, parameter in module.named_parameters(recurse=False):
-            if not torch.nn.parameter.is_lazy(parameter) and _is_matrix(parameter):
+            if not torch.nn.parameter.is_lazy(parameter) and _is_matrix(parameter) and name not in converted:
                 where = f"{path}.{name}" if path else name
-                yield BareWeight(where, parameter, _why_bare(module, parameter), not isinstance(module, LOOK_UPS))
+                why = left.get(path) or choosing.get(where) or _why_bare(module, parameter)
+                adds = name.endswith("bias")
+                why = "stays as it is: a bias, which is added" if adds else why
+                yield BareWeight(where, parameter, why, not adds and not isinstance(module, LOOK_UPS))
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -204,7 +224,11 @@ def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
 
 
 def shares_of(
-    model: torch.nn.Module, converted: Iterable[str], skipped: Iterable[str], bare: Sequence[BareWeight]
+    model: torch.nn.Module,
+    converted: Iterable[str],
+    skipped: Iterable[str],
+    bare: Sequence[BareWeight],
+    weights: Mapping[str, Recipe],
 ) -> Shares:
     """Count elements.
 
@@ -213,15 +237,18 @@ def shares_of(
         converted: paths of the layers that run a recipe.
         skipped: paths of the other linear and embedding layers.
         bare: its other weights.
+        weights: names of the weights of experts and other modules that run a recipe, and which.
     """
+    others = {model.get_parameter(name): recipe for name, recipe in weights.items()}
     taken = [model.get_submodule(path) for path in converted]
-    others = {path: model.get_submodule(path) for path in skipped}
+    staying_layers = {path: model.get_submodule(path) for path in skipped}
     total = _sum(model.parameters())
-    multiplying = {path: layer.weight for path, layer in others.items() if not isinstance(layer, LOOK_UPS)}
+    multiplying = {path: layer.weight for path, layer in staying_layers.items() if not isinstance(layer, LOOK_UPS)}
     multiplying |= {weight.path: weight.parameter for weight in bare if weight.multiplies}
-    products = _sum(layer.weight for layer in taken) + _sum(multiplying.values())
+    products = _sum(layer.weight for layer in taken) + _sum(others) + _sum(multiplying.values())
     cast = _sum(layer.weight for layer in taken if runs_in_fp8(layer))
-    staying = {path: layer.weight for path, layer in others.items()}
+    cast += _sum(weight for weight, recipe in others.items() if not recipe.is_high_precision)
+    staying = {path: layer.weight for path, layer in staying_layers.items()}
     staying |= {weight.path: weight.parameter for weight in bare}
     return Shares(
         parameters=_fraction(cast, total),

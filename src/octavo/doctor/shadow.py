@@ -19,7 +19,7 @@ from octavo.doctor.rerun import Rerun
 from octavo.doctor.series import CastKey, ProductKey, Sample
 from octavo.doctor.statistics import cast_numbers, product_numbers
 from octavo.nn import Linear
-from octavo.nn.linear import autocast_dtype
+from octavo.nn.scaled_layer import autocast_dtype
 from octavo.recipes import Recipe
 from octavo.scaling import ROLES
 

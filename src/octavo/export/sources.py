@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo import recipes
 from octavo.checkpoints import FORMATS, CodedTable, is_quantized, load_quantized
 from octavo.checkpoints.contents import nothing_in_fp8
-from octavo.convert import choose_layers, convert, store_weights_as_codes
+from octavo.convert import choose_layers, convert, other_modules, store_weights_as_codes
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, from_quantized, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
@@ -132,7 +132,8 @@ def load_source(model: str, fmt: str, request: ConversionOptions, *, device: Dev
     recipe = _recipe(name, power_of_two=request.power_of_two)
     if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
         raise ConfigError(nothing_in_fp8(loaded.model))
-    convert(loaded.model, recipe, skip=request.skip, convert_head=request.convert_head)
+    skip = [*request.skip, *other_modules(loaded.model)]  # experts are stored as they are
+    convert(loaded.model, recipe, skip=skip, convert_head=request.convert_head)
     return _store_codes(loaded)
 
 

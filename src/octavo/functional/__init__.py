@@ -1,5 +1,6 @@
 """The linear layer in FP8 as a function: operands cast by their roles, three GEMMs, and what backward needs of them."""
 
+from octavo.functional.grouped_linear import fp8_grouped_linear
 from octavo.functional.linear import fp8_linear, multiply
 from octavo.functional.saved_operands import (
     InputOperands,
@@ -21,6 +22,7 @@ __all__ = [
     "WeightOperands",
     "cast_input",
     "cast_operand",
+    "fp8_grouped_linear",
     "fp8_linear",
     "multiply",
     "quantize_operand",

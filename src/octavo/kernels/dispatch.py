@@ -39,6 +39,7 @@ __all__ = [
     "BACKENDS",
     "CAST_BACKENDS",
     "Selection",
+    "backend_of_cast",
     "cast",
     "cast_selections",
     "check_operands",
@@ -46,6 +47,7 @@ __all__ = [
     "explain",
     "fake_quantize",
     "scaled_mm",
+    "select_product",
     "selections",
 ]
 
@@ -123,6 +125,11 @@ def _select_cast(x: Tensor, spec: CastSpec, source: ScaleSource) -> CastBackend:
     if entry is None:
         entry = _choose_cast(key, _describe_cast(x, spec, scale_given=scale_given))
     return entry[0]
+
+
+def backend_of_cast(x: Tensor, spec: CastSpec, source: ScaleSource) -> str:
+    """Name of the backend that :func:`cast` selects; arguments as there."""
+    return _select_cast(x, spec, source).name
 
 
 def _choose_cast(key: tuple[object, ...], problem: CastProblem) -> tuple[CastBackend, Selection[CastProblem]]:
@@ -239,6 +246,33 @@ def scaled_mm(
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         selected = _first_able(problem, BACKENDS)[0] if backend == "auto" else _named(backend, problem)
         return selected.scaled_mm(a, b, bias, problem)
+    selected, problem = _select_product(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+    return selected.scaled_mm(a, b, bias, problem)
+
+
+def select_product(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None,
+    accumulate: Accumulate,
+    *,
+    fast_accumulation: bool,
+) -> tuple[str, MatmulProblem]:
+    """Name of the backend that :func:`scaled_mm` selects, and the problem; arguments as there."""
+    selected, problem = _select_product(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+    return selected.name, problem
+
+
+def _select_product(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None,
+    accumulate: Accumulate,
+    *,
+    fast_accumulation: bool,
+) -> tuple[Backend, MatmulProblem]:
     call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation, torch.is_grad_enabled())
     try:
         entry = _gemm_choices.get(call)
@@ -250,7 +284,7 @@ def scaled_mm(
         if len(_gemm_choices) < _MOST_CHOICES:
             _gemm_choices[call] = entry
     selected, selection = entry
-    return selected.scaled_mm(a, b, bias, selection.problem)
+    return selected, selection.problem
 
 
 def _call(a: object, b: object, *options: object) -> tuple[object, ...]:

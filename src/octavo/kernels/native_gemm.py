@@ -4,6 +4,8 @@ Operands are passed as addresses, so they are checked here. The calls are those 
 native/few_rows.h and native/hopper.h.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from octavo.errors import BackendError
 from octavo.numerics import Accumulate
 from octavo.numerics.accumulate import CHAIN
 
-__all__ = ["compare", "gemm", "hopper_sums"]
+__all__ = ["compare", "gemm", "gemm_each", "hopper_sums"]
 
 _TENSOR_CORE = (Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW)
 
@@ -73,6 +75,46 @@ def gemm(
         native_bindings.DTYPES.index(out_dtype),
     )
     return out
+
+
+def gemm_each(
+    a: Sequence[tuple[Tensor, Tensor]],
+    b: Sequence[tuple[Tensor, Tensor]],
+    outs: Sequence[Tensor],
+    *,
+    biases: Sequence[Tensor] | None,
+    block: int,
+) -> None:
+    """:func:`gemm` of several pairs of codes, with their scales, in one call.
+
+    Args:
+        a: codes [M, K] and scales of each, as in :func:`gemm`.
+        b: codes [N, K] and scales of each.
+        outs: where to write, contiguous [M, N], of one dtype.
+        biases: [N] each, or None.
+        block: as in :func:`gemm`.
+
+    Raises:
+        BackendError: operands, scales or outputs of other dtypes or shapes.
+    """
+    products, alive = [], []
+    for number, ((left, left_scale), (right, right_scale), out) in enumerate(zip(a, b, outs, strict=True)):
+        _check(left, right, native_bindings.CODES)
+        (m, k), n = left.shape, right.shape[0]
+        if 0 in (m, k, n) or out.shape != (m, n) or out.dtype is not outs[0].dtype or not out.is_contiguous():
+            raise BackendError(
+                f"a product of {tuple(left.shape)} and {tuple(right.shape)} fills {tuple(out.shape)} not"
+            )
+        width = 0 if block >= k else block
+        blocks = -(-k // width) if width else 1
+        scales = _scales(left_scale, m, blocks), _scales(right_scale, n, blocks)
+        matrices = _dense_one_way(left), _dense_one_way(right)
+        bias = None if biases is None else native_bindings.in_memory(biases[number].float()).contiguous()
+        operands = map(_operand, matrices, scales)
+        products.append((*operands, m, n, k, width, native_bindings.address(bias), out.data_ptr()))
+        alive.append((scales, matrices, bias))
+    out_dtype = native_bindings.DTYPES.index(outs[0].dtype)
+    native_bindings.extension().gemm_each(native_bindings.level_number(None), products, out_dtype)
 
 
 def hopper_sums(

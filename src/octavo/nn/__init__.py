@@ -1,6 +1,7 @@
 """Modules whose GEMMs run in FP8, and what stands between them in a transformer."""
 
 from octavo.nn.attention import DotProductAttention
+from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.kv_cache import KVCache
 from octavo.nn.layernorm_linear import LayerNormLinear
 from octavo.nn.layernorm_mlp import LayerNormMLP
@@ -12,6 +13,7 @@ from octavo.nn.transformer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
+    "GroupedLinear",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

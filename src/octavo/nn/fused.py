@@ -23,8 +23,9 @@ from octavo.kernels import fused_casts
 from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast
 from octavo.nn.activations import ACTIVATIONS
 from octavo.nn.fp8_weight import FP8WeightLinear
-from octavo.nn.linear import Linear, autocast_dtype
+from octavo.nn.linear import Linear
 from octavo.nn.norms import LayerNorm, RMSNorm
+from octavo.nn.scaled_layer import autocast_dtype
 from octavo.numerics import PerTensor
 from octavo.recipes import CastSpec, Recipe, Scaling
 from octavo.scaling import Operand, OperandScaling, inside_backward

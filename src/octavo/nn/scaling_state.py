@@ -5,7 +5,8 @@
     layers.0.q_proj.input.steps          []       int64, closed steps
     layers.0.q_proj.input.scale          []       float32, decodes; 0 until it is loaded           static recipes
 
-They are ready for safetensors and separate from the model's ``state_dict``. Dynamic recipes have none. A layer that is
+A layer of experts has them for each, with a first dimension [experts]. They are ready for safetensors and separate from
+the model's ``state_dict``. Dynamic recipes have none. A layer that is
 delayed only under ``octavo.autocast`` has a history from its first training forward on.
 """
 
@@ -21,7 +22,8 @@ from torch import Tensor
 from octavo import recipes
 from octavo.autocast import autocast_region
 from octavo.errors import CheckpointError, ConfigError
-from octavo.nn import Linear
+from octavo.nn.linear import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 from octavo.recipes import Recipe
 from octavo.scaling import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
 from octavo.scaling.scale_updates import close_over_ranks, is_written, reduces
@@ -218,15 +220,16 @@ def load_scaling_state(
             )
         _check_tensor(key, state[key], slot)
     for key, slot in slots.items():
-        if slot.ndim:
+        if _is_window(key):
+            entries = min(slot.shape[-1], state[key].shape[-1])
             slot.fill_(EMPTY)
-            slot[: len(state[key])].copy_(state[key][: len(slot)])
+            slot[..., :entries].copy_(state[key][..., :entries])
         else:
             slot.copy_(state[key])
     for path, history in histories.items():
         windows = [state[f"{_prefix(path)}{role}.amax_history"] for role in ROLES]
-        cut = [bool((window[history.spec.length :] != EMPTY).any()) for window in windows]
-        history.follow_window(torch.tensor(cut, device=history.amax.device))
+        cut = [(window[..., history.spec.length :] != EMPTY).any(-1) for window in windows]
+        history.follow_window(torch.stack(cut).to(history.amax.device))
         history.discard()
     for path, layer in _layers(model).items():
         layer.keep_history(histories.get(path))
@@ -297,7 +300,8 @@ def _check_keys(slots: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Non
 def _check_tensor(key: str, value: object, slot: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise CheckpointError(f"scaling state {key!r} is {type(value).__name__}, expected a tensor")
-    if value.ndim != slot.ndim or not value.numel():
+    dimensions = slice(-1) if _is_window(key) else slice(None)  # a window may have another length
+    if value.ndim != slot.ndim or not value.numel() or value.shape[dimensions] != slot.shape[dimensions]:
         raise CheckpointError(f"scaling state {key!r} has shape {tuple(value.shape)}, expected {tuple(slot.shape)}")
     if value.dtype is not slot.dtype:
         raise CheckpointError(f"scaling state {key!r} is {value.dtype}, expected {slot.dtype}")
@@ -306,20 +310,26 @@ def _check_tensor(key: str, value: object, slot: Tensor) -> None:
     if wrong.numel():
         raise CheckpointError(f"scaling state {key!r} holds {wrong.flatten()[0].item()}; {rule}")
     empty = value == EMPTY
-    if slot.ndim and bool((empty[:-1] & ~empty[1:]).any()):
+    if _is_window(key) and bool((empty[..., :-1] & ~empty[..., 1:]).any()):
         raise CheckpointError(f"scaling state {key!r} holds an amax that is older than none; the newest comes first")
 
 
+def _is_window(key: str) -> bool:
+    return key.endswith(".amax_history")
+
+
 def _forget_cached_weights(model: torch.nn.Module) -> None:
-    for layer in _layers(model).values():
+    for layer in model.modules():
+        if not isinstance(layer, Linear):
+            continue
         if layer.weight_cache is not None:
             layer.weight_cache.clear()
         if layer.weight_gather is not None:
             layer.weight_gather.clear()
 
 
-def _layers(model: torch.nn.Module) -> dict[str, Linear]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
+def _layers(model: torch.nn.Module) -> dict[str, ScaledLayer]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, ScaledLayer)}
 
 
 def _histories(model: torch.nn.Module) -> dict[str, AmaxHistory]:

@@ -109,10 +109,11 @@ class WeightSeen:
 
 
 class AmaxHistory(StatefulModule):
-    """The amaxes of one layer's three roles.
+    """The amaxes of one layer's three roles; of a layer of experts, of each expert's.
 
     Attributes:
-        window: [3, length] float32, newest first; -1 where nothing was recorded.
+        window: [3, length] float32, newest first; -1 where nothing was recorded. Of experts [3, experts, length], and
+            the others [3, experts].
         amax: [3] float32, from which the current scales are computed; 0 before the first step is closed.
         pending: [3] float32, the running step's maximum; -1 where nothing was recorded.
         overflowed: [3] bool, whether the running step saw NaN or ±Inf.
@@ -148,9 +149,11 @@ class AmaxHistory(StatefulModule):
         updates: ScaleUpdates | None = None,
         path: str = "",
         device: torch.device | None = None,
+        experts: int | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
+        self._shape = (len(ROLES),) if experts is None else (len(ROLES), experts)
         self.updates = ScaleUpdates() if updates is None else updates
         self.path = path
         self.unclosed_backwards = 0
@@ -160,13 +163,13 @@ class AmaxHistory(StatefulModule):
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
         """Initial state: nothing recorded."""
-        roles = len(ROLES)
+        shape = self._shape
         return {
-            "window": torch.full((roles, self.spec.length), EMPTY, dtype=torch.float32, device=device),
-            "amax": torch.zeros(roles, dtype=torch.float32, device=device),
-            "pending": torch.full((roles,), EMPTY, dtype=torch.float32, device=device),
-            "overflowed": torch.zeros(roles, dtype=torch.bool, device=device),
-            "steps": torch.zeros(roles, dtype=torch.int64, device=device),
+            "window": torch.full((*shape, self.spec.length), EMPTY, dtype=torch.float32, device=device),
+            "amax": torch.zeros(shape, dtype=torch.float32, device=device),
+            "pending": torch.full(shape, EMPTY, dtype=torch.float32, device=device),
+            "overflowed": torch.zeros(shape, dtype=torch.bool, device=device),
+            "steps": torch.zeros(shape, dtype=torch.int64, device=device),
             "region": torch.zeros((), dtype=torch.int64, device=device),
         }
 
@@ -227,8 +230,8 @@ class AmaxHistory(StatefulModule):
         ran = self.pending >= 0 if condition is None else (self.pending >= 0) & condition
         enters = ran & (self.pending > 0)
         self.steps.add_(enters)
-        shifted = torch.cat([self.pending[:, None], self.window[:, :-1]], dim=1)
-        self.window.copy_(torch.where(enters[:, None], shifted, self.window))
+        shifted = torch.cat([self.pending[..., None], self.window[..., :-1]], dim=-1)
+        self.window.copy_(torch.where(enters[..., None], shifted, self.window))
         due = (self.steps % self.spec.update_interval == 0) | (self.amax <= 0)
         statistic = self._statistic()
         followed = torch.where(enters & due & (statistic > 0), statistic, self.amax)
@@ -242,10 +245,11 @@ class AmaxHistory(StatefulModule):
 
     @property
     def _has_kernel(self) -> bool:
-        return self.spec.statistic in (Statistic.MAX, Statistic.LATEST) and triton_bindings.closes_steps(self.window)
+        known = self.spec.statistic in (Statistic.MAX, Statistic.LATEST)
+        return known and self.window.ndim == 2 and triton_bindings.closes_steps(self.window)
 
     def _statistic(self) -> Tensor:
-        """One finite amax a role from its window [3, length]; not positive where the window has none."""
+        """One finite amax a role, or a role's expert, from its window; not positive where the window has none."""
         statistic = self.spec.statistic
         if isinstance(statistic, Statistic):
             return _statistic(self.window, statistic)
@@ -254,7 +258,7 @@ class AmaxHistory(StatefulModule):
             returned = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"{type(result).__name__}"
             raise ConfigError(
                 f"the function that is a history's statistic returned {returned}; it must return a tensor of shape "
-                f"[{len(ROLES)}], the next amaxes of {', '.join(ROLES)}"
+                f"{list(self.amax.shape)}, the next amaxes of {', '.join(ROLES)}"
             )
         return result.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -281,7 +285,7 @@ class AmaxHistory(StatefulModule):
 
     @torch.no_grad()
     def follow_window(self, roles: Tensor) -> None:
-        """Compute the current amaxes from the window, for the roles of the mask ``roles`` [3] whose window has one."""
+        """Compute the current amaxes from the window, where it has one and ``roles``, shaped like them, is true."""
         statistic = self._statistic()
         self.amax.copy_(torch.where(roles & (statistic > 0), statistic, self.amax))
 
@@ -326,10 +330,10 @@ class AmaxHistory(StatefulModule):
 def _statistic(window: Tensor, statistic: Statistic) -> Tensor:
     match statistic:
         case Statistic.MAX:
-            return window.amax(dim=1)
+            return window.amax(dim=-1)
         case Statistic.LATEST:
-            return window[:, 0]
+            return window[..., 0]
         case Statistic.MEAN:  # the mean of the encode scales maximum / amax is that of the amaxes' harmonic mean
             positive = window > 0
             reciprocals = torch.where(positive, window.double().reciprocal(), 0.0)
-            return (positive.sum(dim=1) / reciprocals.sum(dim=1)).nan_to_num(nan=0.0).float()
+            return (positive.sum(dim=-1) / reciprocals.sum(dim=-1)).nan_to_num(nan=0.0).float()

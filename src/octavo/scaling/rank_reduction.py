@@ -3,7 +3,7 @@
 Ranks that close different steps must not mix their amaxes, nor hang in tensors of different lengths. So the tensor that
 is reduced has one fixed length, and begins with a digest of the layers and of the number of their step:
 
-    float32 [4096] = digest [4], amaxes and overflow marks of 682 layers [682, 6], 0     further layers: a second reduce
+    float32 [4096] = digest [4], the amaxes of up to 682 layers, their overflow marks, 0     more: a second reduce
 
 Its maximum is the rank's own digest on every rank, or on none: then all of them say what they have and raise.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from octavo.errors import ConfigError
 from octavo.recipes import Recipe
 from octavo.scaling.amax_history import EMPTY, AmaxHistory, ScaleUpdates
+from octavo.scaling.operand_scaling import ROLES
 
 __all__ = ["DelayedLayer", "default_group", "reduce_amaxes"]
 
@@ -33,6 +34,7 @@ class DelayedLayer(Protocol):
     """A layer that may keep an amax history."""
 
     path: str
+    experts: int | None
     in_features: int
     out_features: int
     scale_updates: ScaleUpdates
@@ -67,23 +69,29 @@ def reduce_amaxes(layers: Sequence[DelayedLayer], group: "distributed.ProcessGro
     present = [history for history in histories if history is not None]
     if not present:
         return
-    recorded = _recorded(histories, present[0].pending)
-    rows = _reduced(recorded.flatten(), _described(layers), group).view_as(recorded)
-    pending, overflowed = rows.tensor_split(2, dim=1)
+    sizes = [len(ROLES) * (layer.experts or 1) for layer in layers]
+    recorded = _recorded(histories, sizes, present[0].pending.device)
+    pending, overflowed = _reduced(recorded, _described(layers), group).tensor_split(2)
     for old, new in (("pending", pending), ("overflowed", overflowed > 0)):
-        reduced = [row for row, history in zip(new.unbind(), histories, strict=True) if history is not None]
+        parts = zip(new.split(sizes), histories, strict=True)
+        reduced = [part.view_as(history.pending) for part, history in parts if history is not None]
         torch._foreach_copy_([getattr(history, old) for history in present], reduced)
 
 
-def _recorded(histories: Sequence[AmaxHistory | None], like: Tensor) -> Tensor:
-    """float32 [layers, 6]: pending amaxes and overflow marks; a layer without a history has none.
+def _recorded(histories: Sequence[AmaxHistory | None], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """float32 [2 n]: n pending amaxes, then as many overflow marks; a layer without a history has none.
 
     Of all layers at once: a few small operations a layer take longer than the reduction.
     """
-    nothing, unmarked = torch.full_like(like, EMPTY), torch.zeros_like(like, dtype=torch.bool)
-    pending = [nothing if history is None else history.pending.to(like.device) for history in histories]
-    marks = [unmarked if history is None else history.overflowed.to(like.device) for history in histories]
-    return torch.cat([torch.stack(pending), torch.stack(marks).to(like.dtype)], dim=1)
+    pending, marks = [], []
+    for history, size in zip(histories, sizes, strict=True):
+        if history is None:
+            pending.append(torch.full((size,), EMPTY, dtype=torch.float32, device=device))
+            marks.append(torch.zeros(size, dtype=torch.bool, device=device))
+        else:
+            pending.append(history.pending.to(device).flatten())
+            marks.append(history.overflowed.to(device).flatten())
+    return torch.cat([*pending, torch.cat(marks).float()])
 
 
 def _described(layers: Sequence[DelayedLayer]) -> list[str]:

@@ -242,14 +242,14 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
 
 def _is_readable(weight: Tensor) -> bool:
     """Return whether elements can be compared now: of a plain tensor, and not while a CUDA graph is captured."""
-    plain = type(weight) is torch.nn.Parameter and weight.ndim == 2 and not weight.is_meta  # FSDP1 leaves flat slices
+    plain = type(weight) is torch.nn.Parameter and weight.ndim > 1 and not weight.is_meta  # FSDP1 leaves flat slices
     return plain and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _sample(weight: Tensor) -> Tensor:
     """Some of a weight's elements, by value."""
-    rows, columns = (max(1, size // _SAMPLES) for size in weight.shape)
-    return weight.detach()[::rows, ::columns].clone()
+    rows, columns = (max(1, size // _SAMPLES) for size in weight.shape[-2:])
+    return weight.detach()[..., ::rows, ::columns].clone()
 
 
 def close_block_over_ranks(layer: DelayedLayer, region: Tensor) -> None:

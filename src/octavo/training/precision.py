@@ -62,7 +62,7 @@ def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -
     for module in model.modules():
         if isinstance(module, Linear):
             module.trained_recipe = None  # metrics.jsonl records the recipes of phases
-    plain = _leave_rest_plain(model, training, converted=report.converted if report else ())
+    plain = _leave_rest_plain(model, training, converted=(*report.converted, *report.weights) if report else ())
     return report or plain
 
 

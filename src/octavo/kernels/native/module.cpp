@@ -39,6 +39,22 @@ Operand operand(const BoundOperand& o) {
             at<const float>(std::get<4>(o)), std::get<5>(o)};
 }
 
+// Runs each of several problems. One that is more than half a thread's share of the work is shared among all threads; the others
+// run side by side, each on one, so that a small one costs no parallel region.
+template <class Problem, class Work, class Run>
+void run_each(const std::vector<Problem>& problems, const Work& work, const Run& run) {
+    double total = 0;
+    for (const Problem& problem : problems) total += work(problem);
+    std::vector<const Problem*> small;
+    for (const Problem& problem : problems) {
+        if (2 * max_threads() * work(problem) > total) run(problem);
+        else small.push_back(&problem);
+    }
+    parallel_for(static_cast<int64_t>(small.size()), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) run(*small[i]);
+    });
+}
+
 // A decoder's constant arguments, kept between calls: a token passes only addresses of what changes.
 class Decoder {
 public:
@@ -151,6 +167,36 @@ NB_MODULE(_native, m) {
             }
             return std::make_tuple(counts.nonfinite, counts.saturated, counts.underflowed);
         });
+    // Matrices of equal width, dtype and stride, cast as by quantize; codes, scales and amaxes of all lie one after the other.
+    // block_rows 0: all rows of each. Given amaxes and scales are one number a matrix. Returns counts of non-finite elements.
+    m.def("quantize_each",
+          [](int level, const std::vector<uintptr_t>& x, const std::vector<int64_t>& rows, int dtype, int64_t columns,
+             int64_t stride, int format, int64_t block_rows, int64_t block_columns, bool propagate, int rounding,
+             double amax_floor, int margin, uintptr_t given_amax, bool measure_if_zero, uintptr_t given_scale,
+             uintptr_t codes, uintptr_t scale, uintptr_t measured) {
+              const ScaleRule rule{ScaleRounding(rounding), amax_floor, margin};
+              std::vector<Counts> counts(x.size());
+              std::vector<QuantizeProblem> problems;
+              int64_t row = 0, group = 0;
+              for (size_t i = 0; i < x.size(); ++i) {
+                  const int64_t down = block_rows && block_rows < rows.at(i) ? block_rows : rows[i];
+                  problems.push_back(
+                      {{at<const void>(x[i]), Dtype(dtype), rows[i], columns, stride}, Format(format), down, block_columns,
+                       propagate, rule, given_amax ? at<const float>(given_amax) + i : nullptr, measure_if_zero,
+                       given_scale ? at<const float>(given_scale) + i : nullptr, at<uint8_t>(codes) + row * columns, nullptr,
+                       given_scale ? nullptr : at<float>(scale) + group, at<float>(measured) + group, false, &counts[i]});
+                  row += rows[i];
+                  group += (rows[i] + down - 1) / down * ((columns + block_columns - 1) / block_columns);
+              }
+              {
+                  nb::gil_scoped_release released;
+                  run_each(problems, [](const QuantizeProblem& p) { return double(p.x.rows) * double(p.x.columns); },
+                           kernels(level).quantize);
+              }
+              std::vector<int64_t> nonfinite;
+              for (const Counts& each : counts) nonfinite.push_back(each.nonfinite);
+              return nonfinite;
+          });
     // The number of doubles the caller allocates for the sums.
     m.attr("CAST_SUMS") = sizeof(CastSums) / sizeof(double);
     m.def("cast_sums",
@@ -188,6 +234,19 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             kernels(level).gemm(problem);
         });
+    // Products as by gemm: operands, sizes M, N, K and the block, bias, out.
+    m.def("gemm_each",
+          [](int level,
+             const std::vector<std::tuple<BoundOperand, BoundOperand, int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t>>& each,
+             int out_dtype) {
+              std::vector<GemmProblem> problems;
+              for (const auto& [a, b, rows, columns, depth, block, bias, out] : each)
+                  problems.push_back({operand(a), operand(b), rows, columns, depth, block, at<const float>(bias), at<void>(out),
+                                      Dtype(out_dtype)});
+              nb::gil_scoped_release released;
+              run_each(problems, [](const GemmProblem& p) { return double(p.m) * double(p.n) * double(p.k); },
+                       kernels(level).gemm);
+          });
     m.def(
         "hopper",
         [](int level, uintptr_t a, int a_element, int64_t a_row, int64_t a_column, uintptr_t a_scale, bool a_per_row,

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import KVTransform, LanguageModel
-from octavo.nn.linear import autocast_dtype
+from octavo.nn.scaled_layer import autocast_dtype
 from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 
 __all__ = [

@@ -32,7 +32,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import choose_layers, convert, restore
+from octavo.convert import choose_layers, convert, other_modules, restore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
@@ -145,7 +145,9 @@ def from_recipe(model: LanguageModel, name: str) -> FormatVariant:
     """Copy whose linears run the recipe ``RECIPES[name]``, with weights stored as codes."""
     check_has_layers(model.model, tuple(choose_layers(model.model)[0]))
     return _quantized_variant(
-        _bf16_rounded_copy(model), name, lambda inner: convert(inner, RECIPES[name], frozen="fp8")
+        _bf16_rounded_copy(model),
+        name,
+        lambda inner: convert(inner, RECIPES[name], skip=list(other_modules(inner)), frozen="fp8"),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from octavo import recipes
-from octavo.convert import ConversionReport, convert, restore
+from octavo.convert import ConversionReport, convert, other_modules, restore
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.projected_attention import join_projections, split_projections
@@ -100,7 +100,7 @@ def prepare_qat(
         report = convert(
             model,
             recipe,
-            skip=skip,
+            skip=[*skip, *other_modules(model)] if not isinstance(skip, str) else skip,  # experts are not tuned
             layer_filter=layer_filter,
             convert_head=convert_head,
             min_weight_elements=min_weight_elements,

@@ -24,7 +24,7 @@ from octavo import nn as octavo_nn
 from octavo.autocast import autocast_region
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Recipe
 from octavo.errors import ConfigError
-from octavo.nn.linear import autocast_dtype
+from octavo.nn.scaled_layer import autocast_dtype
 from octavo.numerics import PerTensor, measure
 from octavo.recipes import History
 from octavo.scaling import INPUT, WEIGHT, AmaxHistory, ScaleUpdates

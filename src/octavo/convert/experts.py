@@ -1,0 +1,193 @@
+"""Experts of a mixture in one module with three-dimensional weights: found by what they compute, and run in FP8.
+
+transformers registers expert modules with one interface (``use_experts_implementation``): a forward that takes tokens,
+the indices of each token's experts and their weights, parameters ``gate_up_proj`` (or ``up_proj``) and ``down_proj``, a
+gate, and flags that say how they are stored. Whatever class follows it is converted: there is no list of models to
+keep. A converted one sorts the tokens by expert, as transformers' own grouped implementation does, and multiplies by
+:class:`octavo.nn.GroupedLinear`'s rules. Expert modules that follow no interface are known by their class.
+
+A router stays in high precision: it decides which experts run, on differences smaller than FP8's steps.
+"""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.convert.other_modules import ConvertedConv1D, ConvertedModule
+from octavo.kernels.tracing import is_distributed
+from octavo.nn.grouped_linear import ExpertsProjection
+from octavo.nn.scaled_layer import ScaledLayer
+
+__all__ = ["kind_of", "linear_shapes", "other_modules", "routers", "unable"]
+
+_ROUTER = "router: it decides which experts a token is sent to, and stays in high precision"
+
+
+class InterfaceExperts(ConvertedModule):
+    """Experts of transformers' interface."""
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+
+    def weights(self) -> tuple[str, ...]:
+        """The two stacks of matrices."""
+        return ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+
+    def new_layer(self, weight: str) -> ScaledLayer:
+        """A layer with the parameters as the flags say."""
+        bias = f"{weight}_bias" if self.has_bias else None
+        return ExpertsProjection(self, weight, bias, transposed=self.is_transposed)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Send each token [K] to its experts, top_k of [tokens, top_k], and add up their outputs by their weights.
+
+        An index of ``num_experts`` stands for no expert.
+        """
+        up, down = (self.layer(name) for name in self.weights())
+        if up.recipe_now().is_high_precision:
+            return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        (tokens, top_k), width = top_k_index.shape, hidden_states.shape[-1]
+        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        offsets = _offsets(torch.bincount(experts, minlength=self.num_experts + 1)[: self.num_experts])
+        hidden = up(hidden_states[order // top_k], offsets)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)  # type: ignore[operator]
+        output = down(hidden, offsets)
+        if self.has_post_expert_norm:
+            output = self.post_expert_norm(output)  # type: ignore[operator]
+        weighted = output * top_k_weights.reshape(-1)[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        summed: Tensor = weighted[back].view(tokens, top_k, width).sum(dim=1)
+        return summed.to(hidden_states.dtype)
+
+
+class BatchedExperts(ConvertedModule):
+    """Llama 4's experts: as many rows for each, gate and up side by side, weights [E, K, N]."""
+
+    act_fn: Any
+    is_transposed = True
+
+    def weights(self) -> tuple[str, ...]:
+        """The two stacks of matrices."""
+        return ("gate_up_proj", "down_proj")
+
+    def new_layer(self, weight: str) -> ScaledLayer:
+        """A layer of transposed weights."""
+        return ExpertsProjection(self, weight, None, transposed=True)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map [E · rows, K] to the same shape."""
+        up, down = (self.layer(name) for name in self.weights())
+        if up.recipe_now().is_high_precision:
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
+        rows = hidden_states.reshape(-1, up.in_features)
+        offsets = torch.arange(up.experts + 1, device=rows.device) * (len(rows) // up.experts)
+        gate, value = up(rows, offsets).chunk(2, dim=-1)
+        result: Tensor = down(value * self.act_fn(gate), offsets)
+        return result
+
+
+class ParallelExperts(ConvertedModule):
+    """JetMoE's experts: one weight [E, N, K], rows sorted by expert, and a list of how many each has."""
+
+    def weights(self) -> tuple[str, ...]:
+        """Its one stack of matrices."""
+        return ("weight",)
+
+    def new_layer(self, weight: str) -> ScaledLayer:
+        """A layer without biases."""
+        return ExpertsProjection(self, weight, None, transposed=False)
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """Map [T, K] to [T, N]."""
+        layer = self.layer("weight")
+        if layer.recipe_now().is_high_precision:
+            return super().forward(inputs, expert_size)  # type: ignore[no-any-return]
+        result: Tensor = layer(inputs, _offsets(torch.as_tensor(expert_size, device=inputs.device)))
+        return result
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    """Where each expert's rows begin, and where the last one's end."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+_BY_CLASS: Mapping[str, type[ConvertedModule]] = {
+    "transformers.pytorch_utils.Conv1D": ConvertedConv1D,
+    "transformers.models.llama4.modeling_llama4.Llama4TextExperts": BatchedExperts,
+    "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": ParallelExperts,
+}
+
+
+def kind_of(module: torch.nn.Module) -> type[ConvertedModule] | None:
+    """How a module multiplies by its weights in FP8; None where octavo does not know."""
+    if isinstance(module, ConvertedModule):
+        return type(module).__bases__[0]
+    own = type(module)
+    known = _BY_CLASS.get(f"{own.__module__}.{own.__qualname__}")
+    has_stack = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    return known or (InterfaceExperts if has_stack and _follows_interface(own) else None)
+
+
+def linear_shapes(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """N and K of the linear layers that a module that :func:`kind_of` knows stands for, by their weight's name."""
+    kind = kind_of(module)
+    own = vars(module).get("is_transposed")  # the flag of transformers' interface
+    is_transposed = own if isinstance(own, bool) else kind is not None and kind.is_transposed
+    weights = {name: weight for name, weight in module.named_parameters(recurse=False) if not name.endswith("bias")}
+    shapes = {name: (int(weight.shape[-2]), int(weight.shape[-1])) for name, weight in weights.items()}
+    return {name: shape[::-1] if is_transposed else shape for name, shape in shapes.items()}
+
+
+def _follows_interface(module_class: type[torch.nn.Module]) -> bool:
+    """Return whether transformers dispatches the class's forward by its interface for experts."""
+    integration = sys.modules.get("transformers.integrations.moe")
+    forward = module_class.forward
+    if integration is None or not inspect.isfunction(forward) or not forward.__closure__:
+        return False
+    captured = inspect.getclosurevars(forward).nonlocals
+    return isinstance(captured.get("experts_interface"), integration.ExpertsInterface)
+
+
+def other_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules of a model that :func:`kind_of` knows, by path."""
+    return {path: module for path, module in model.named_modules() if kind_of(module) is not None}
+
+
+def unable(module: torch.nn.Module) -> str | None:
+    """Reason why a module that :func:`kind_of` knows cannot be converted."""
+    if "forward" in vars(module):
+        return "its forward was replaced by another library's (accelerate's hooks); convert the model before that"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over ranks by transformers, whose forward octavo does not replace"
+    for parameter in module.parameters(recurse=False):
+        if not is_distributed(parameter) and (not parameter.is_floating_point() or parameter.dtype.itemsize == 1):
+            return f"a weight is {parameter.dtype}, codes of another library and no numbers in high precision"
+    return None
+
+
+def routers(model: torch.nn.Module) -> dict[str, str]:
+    """Names of the weights of two dimensions that choose among experts, with the reason why they stay.
+
+    Such a weight has a row for each expert, and is its module's own beside the experts or in what is called a router.
+    """
+    found = {}
+    for path, module in other_modules(model).items():
+        experts = next((p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3), None)
+        if experts is None:
+            continue
+        block = path.rpartition(".")[0]
+        inside = f"{block}." if block else ""
+        for name, parameter in model.get_submodule(block).named_parameters():
+            own = f"{inside}{name}"
+            sibling, *rest = name.split(".")
+            beside = len(rest) == 1 or sibling in ("router", "gate")
+            if parameter.ndim == 2 and parameter.shape[0] == experts and beside and not own.startswith(f"{path}."):
+                found[own] = _ROUTER
+    return found

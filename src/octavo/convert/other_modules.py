@@ -1,0 +1,158 @@
+"""Modules of other libraries that multiply by weights of their own and are no ``nn.Linear``, run in FP8.
+
+A module keeps its parameters, its name and its place: it becomes a subclass of its own class, with a layer for each
+weight as a submodule, ``fp8_`` and the weight's name, which holds a recipe and scaling state and no parameter. In high
+precision, as inside ``octavo.autocast(enabled=False)``, its own forward runs.
+
+Which modules these are: :mod:`octavo.convert.experts`, and transformers' ``Conv1D``, a linear layer of GPT-2's family
+whose weight is stored transposed.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from octavo.functional import fp8_linear
+from octavo.nn.scaled_layer import ScaledLayer, in_autocast_dtype
+from octavo.numerics.cast import check_float
+from octavo.recipes import Recipe
+from octavo.scaling import ScaleUpdates
+from octavo.scaling.scale_updates import stop_following
+
+__all__ = ["ConvertedConv1D", "ConvertedModule", "convert_module", "restore_module"]
+
+_PREFIX = "fp8_"
+
+
+class ConvertedModule(torch.nn.Module):
+    """Base of the modules that run a recipe; a subclass's forward calls the layers of the weights."""
+
+    restored_class: ClassVar[type[torch.nn.Module]]
+    is_transposed: bool = False  # whether a weight is [..., K, N]
+
+    def weights(self) -> tuple[str, ...]:
+        """Names of the parameters that the module multiplies by."""
+        raise NotImplementedError
+
+    def new_layer(self, weight: str) -> ScaledLayer:
+        """Create the layer that multiplies by a parameter."""
+        raise NotImplementedError
+
+    def layer(self, weight: str) -> Any:
+        """The layer that multiplies by a parameter."""
+        return self._modules[f"{_PREFIX}{weight}"]
+
+    def layers(self) -> Iterator[tuple[str, ScaledLayer]]:
+        """The layers by their weight's name."""
+        for name, layer in self._modules.items():
+            if name.startswith(_PREFIX) and isinstance(layer, ScaledLayer):
+                yield name.removeprefix(_PREFIX), layer
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy and pickle: the class is made where it is loaded, since no module has it under a name."""
+        state = super().__reduce_ex__(protocol)[2]
+        return _blank, (type(self).__bases__[0], self.restored_class), state
+
+
+_classes: dict[tuple[type[ConvertedModule], type[torch.nn.Module]], type[ConvertedModule]] = {}
+
+
+def _subclass(kind: type[ConvertedModule], original: type[torch.nn.Module]) -> type[ConvertedModule]:
+    """The class of a converted module; ``original`` stays its base, for all that ask what it is."""
+    if (kind, original) not in _classes:
+        _classes[kind, original] = type(f"FP8{original.__name__}", (kind, original), {"restored_class": original})
+    return _classes[kind, original]
+
+
+def _blank(kind: type[ConvertedModule], original: type[torch.nn.Module]) -> ConvertedModule:
+    converted = _subclass(kind, original)
+    return converted.__new__(converted)
+
+
+def convert_module(
+    module: torch.nn.Module, kind: type[ConvertedModule], recipe: Recipe, updates: ScaleUpdates, *, path: str
+) -> tuple[str, ...]:
+    """Let a module run a recipe, in place, or another one than before.
+
+    Args:
+        module: of a class that ``kind`` is for, or converted before.
+        kind: how it multiplies.
+        recipe: the casts and GEMMs.
+        updates: when a delayed step ends.
+        path: the module's path in its model.
+
+    Returns:
+        The names of the weights in the model.
+    """
+    if not isinstance(module, ConvertedModule):
+        module.__class__ = _subclass(kind, type(module))
+        assert isinstance(module, ConvertedModule)
+        for weight in module.weights():
+            module.add_module(f"{_PREFIX}{weight}", module.new_layer(weight))
+    names = []
+    for weight, layer in module.layers():
+        names.append(f"{path}.{weight}" if path else weight)
+        layer.set_recipe(recipe, updates, path=names[-1])
+        layer.train(module.training)
+    return tuple(names)
+
+
+def restore_module(module: ConvertedModule) -> None:
+    """Make a module what it was; its parameters are untouched, scaling state is dropped."""
+    for weight, layer in list(module.layers()):
+        stop_following(layer)
+        del module._modules[f"{_PREFIX}{weight}"]  # noqa: SLF001 (an attribute's name may be any weight's)
+    module.__class__ = type(module).restored_class  # type: ignore[assignment]
+
+
+class _TransposedProjection(ScaledLayer):
+    """``y = x @ weight + bias`` with another module's parameters, weight [K, N]."""
+
+    def __init__(self, owner: torch.nn.Module) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner  # it is no submodule of this one
+        self.in_features, self.out_features = self.stored_weight.shape
+
+    @property
+    def stored_weight(self) -> Tensor:
+        weight: Tensor = self.__dict__["owner"].weight
+        return weight
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        owner: torch.nn.Module = self.__dict__["owner"]
+        return owner.parameters(recurse=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        recipe, bias = self.recipe_now(), self.__dict__["owner"].bias
+        check_float(x, f"the input of {self.called}")
+        y = fp8_linear(in_autocast_dtype(x), self.stored_weight.t(), bias, recipe, scaling=self._layer_scaling(recipe))
+        self._watch_backward(y)
+        return y
+
+    def _layer_scaling(self, recipe: Recipe) -> Any:
+        scaling = super()._layer_scaling(recipe)
+        scaling.weight_is_parameter = True  # its transpose is a view
+        return scaling
+
+
+class ConvertedConv1D(ConvertedModule):
+    """transformers' ``Conv1D``."""
+
+    is_transposed = True
+
+    def weights(self) -> tuple[str, ...]:
+        """Its one weight, [K, N]."""
+        return ("weight",)
+
+    def new_layer(self, weight: str) -> ScaledLayer:
+        """A layer that multiplies by the transpose."""
+        return _TransposedProjection(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., K] to [..., N]."""
+        layer = self.layer("weight")
+        if layer.recipe_now().is_high_precision:
+            return super().forward(x)  # type: ignore[no-any-return]
+        return layer(x)  # type: ignore[no-any-return]

@@ -1,0 +1,150 @@
+"""Several casts, or several GEMMs, as one call: what the experts of a layer need at once.
+
+Each has the numbers of :func:`octavo.kernels.cast` and :func:`octavo.kernels.scaled_mm`, which are the definition and
+run one by one where no backend takes them together. The native CPU kernels do: a call for each of 64 small experts
+costs several times the work in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import octavo.kernels.native_each as native_each
+import octavo.kernels.native_gemm as native_gemm
+from octavo.kernels.backend import ScaleSource, block_widths
+from octavo.kernels.dispatch import backend_of_cast, cast, scaled_mm, select_product
+from octavo.kernels.tracing import is_traced
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, PerTensor, QuantizedTensor
+from octavo.numerics.quantized import rows_of_scales
+
+__all__ = ["EachRecord", "cast_each", "scaled_mm_each"]
+
+
+@dataclass(frozen=True, slots=True)
+class EachRecord:
+    """Buffers that accumulate measurements of several matrices in place; a None accumulates nothing.
+
+    Attributes:
+        at: where each matrix's numbers are; None where there are no buffers.
+        amax: float32 [E], raised to the amax; below 0 where nothing was measured.
+        overflowed: bool [E], set by NaN or ±Inf.
+        nonfinite: int64 [], raised by the number of NaN and ±Inf elements of all.
+    """
+
+    at: tuple[int, ...] | None = None
+    amax: Tensor | None = None
+    overflowed: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    def of(self, matrix: int) -> AmaxRecord:
+        """The buffers of one matrix."""
+        if self.at is None:
+            return AmaxRecord()
+        at = self.at[matrix]
+        amax, overflowed = (None if each is None else each[at] for each in (self.amax, self.overflowed))
+        return AmaxRecord(amax, overflowed, self.nonfinite)
+
+    def add(self, amaxes: Tensor, nonfinite: Sequence[int]) -> None:
+        """Accumulate the largest magnitude and the count of non-finite elements of each matrix, on a CPU."""
+        at = torch.tensor(self.at or (), dtype=torch.int64, device="cpu")
+        if self.amax is not None:
+            self.amax[at] = torch.maximum(self.amax[at], amaxes)
+        if not any(nonfinite):
+            return
+        if self.overflowed is not None:
+            self.overflowed[at] |= torch.tensor(nonfinite, device="cpu") > 0
+        if self.nonfinite is not None:
+            self.nonfinite.add_(sum(nonfinite))
+
+
+_NOTHING = EachRecord()
+
+
+def cast_each(
+    matrices: Sequence[Tensor],
+    spec: CastSpec,
+    *,
+    transposed: bool = False,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    measure_if_zero: bool = False,
+    record: EachRecord = _NOTHING,
+) -> tuple[list[QuantizedTensor], Tensor | None]:
+    """Cast several matrices, or their transposes; none is empty.
+
+    Args:
+        matrices: of one dtype, width and row stride, their columns side by side.
+        spec: how to cast.
+        transposed: cast the transpose of each instead.
+        amax: float32 [G], to compute the scale of each from, for one scale a matrix; None measures.
+        scale: float32 [G], the scale of each.
+        measure_if_zero: use the measured amax where the passed one is 0.
+        record: buffers for what is measured.
+
+    Returns:
+        Their codes and scales; and for one scale a matrix their amaxes, float32 [G], where one call measured them all.
+    """
+    sources = [_source(number, amax, scale, measure_if_zero=measure_if_zero) for number in range(len(matrices))]
+    if backend_of_cast(matrices[0], spec, sources[0]) == "native" and not is_traced(matrices[0]):
+        operands, amaxes, nonfinite = native_each.cast_each(
+            matrices, spec, transposed=transposed, amax=amax, scale=scale, measure_if_zero=measure_if_zero
+        )
+        whole = isinstance(spec.granularity, PerTensor)
+        largest = torch.cat(amaxes).flatten() if whole else None
+        if record.at is not None:
+            record.add(torch.stack([each.amax() for each in amaxes]) if largest is None else largest, nonfinite)
+        return operands, largest
+    results = [
+        cast(
+            matrix.t() if transposed else matrix,
+            spec,
+            record=record.of(number),
+            **source,
+        )
+        for number, (matrix, source) in enumerate(zip(matrices, sources, strict=True))
+    ]
+    return [result.output for result in results], None
+
+
+def _source(number: int, amax: Tensor | None, scale: Tensor | None, *, measure_if_zero: bool) -> ScaleSource:
+    return {
+        "amax": None if amax is None else amax[number],
+        "scale": None if scale is None else scale[number],
+        "measure_if_zero": measure_if_zero,
+    }
+
+
+def scaled_mm_each(
+    a: Sequence[QuantizedTensor],
+    b: Sequence[QuantizedTensor],
+    outs: Sequence[Tensor],
+    *,
+    biases: Sequence[Tensor] | None = None,
+    accumulate: Accumulate = Accumulate.FP32,
+    fast_accumulation: bool = False,
+) -> None:
+    """Write ``a[i] @ b[i].T + biases[i]`` into ``outs[i]``, contiguous; arguments as in :func:`octavo.scaled_mm`."""
+    out_dtype, bias = outs[0].dtype, None if biases is None else biases[0]
+    backend, problem = select_product(a[0], b[0], out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+    if backend == "native" and not is_traced(a[0].data):
+        native_gemm.gemm_each(
+            [(left.data, rows_of_scales(left)) for left in a],
+            [(right.data, rows_of_scales(right)) for right in b],
+            outs,
+            biases=biases,
+            block=max(block_widths(problem), default=0),
+        )
+        return
+    for number, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
+        out.copy_(
+            scaled_mm(
+                left,
+                right,
+                out_dtype=out_dtype,
+                bias=None if biases is None else biases[number],
+                accumulate=accumulate,
+                fast_accumulation=fast_accumulation,
+            )
+        )

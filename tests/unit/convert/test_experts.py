@@ -1,0 +1,212 @@
+"""Experts of transformers' interface: what they compute in FP8, what is found, and what is left with its reason."""
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.convert.experts import InterfaceExperts, kind_of, routers
+from octavo.convert.other_modules import ConvertedModule
+from octavo.errors import ConfigError
+from octavo.functional import fp8_linear
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: no experts to convert")
+
+EXPERTS, K, INTERMEDIATE, TOKENS = 4, 32, 48, 20
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": INTERMEDIATE, "num_experts_per_tok": 2},
+    "GptOss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
+}
+each_model = pytest.mark.parametrize("name", CONFIGS)
+
+
+def build(name: str) -> Any:
+    sizes = {"vocab_size": 40, "hidden_size": K, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **CONFIGS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)  # also biases, which begin as zeros
+    return model
+
+
+def routing() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    indices = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(TOKENS)])  # the last expert gets nothing
+    return torch.randn(TOKENS, K), indices, torch.rand(TOKENS, 2)
+
+
+def experts_of(model: nn.Module) -> Any:
+    return model.get_submodule("model.layers.0.mlp.experts")
+
+
+@each_model
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"])
+def test_outputs_and_gradients_are_near_those_of_the_plain_experts(name, recipe):
+    model, (x, indices, weights) = build(name), routing()
+    grad = torch.randn(TOKENS, K)
+    results = []
+    for _ in ("plain", "converted"):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = experts_of(model)(leaf, indices, weights)
+        y.backward(grad)
+        found = {key: p.grad for key, p in experts_of(model).named_parameters()}
+        results.append({"output": y.detach(), "input": leaf.grad, **found})
+        octavo.convert(model, recipe)
+    plain, converted = results
+    for key, expected in plain.items():
+        assert converted[key].dtype is expected.dtype
+        error = (converted[key] - expected).norm() / expected.norm()
+        assert 0 < error < 0.12, (key, error)
+    assert not converted["down_proj"][-1].any()
+
+
+@each_model
+def test_codes_are_those_of_a_linear_layer_for_each_expert(name):
+    model, (x, indices, weights) = build(name), routing()
+    octavo.convert(model, "rowwise")
+    module, recipe = experts_of(model), recipes.get("rowwise")
+    expected = torch.zeros(TOKENS, K)
+    rows = torch.zeros(TOKENS, 2, K)
+    for expert in range(EXPERTS):
+        token, place = torch.where(indices == expert)
+        if not len(token):
+            continue
+        up, down = (getattr(module, each)[expert] for each in ("gate_up_proj", "down_proj"))
+        biases = [
+            getattr(module, f"{each}_bias")[expert] if module.has_bias else None
+            for each in ("gate_up_proj", "down_proj")
+        ]
+        if module.is_transposed:
+            up, down = up.t(), down.t()
+        hidden = module._apply_gate(fp8_linear(x[token], up, biases[0], recipe))
+        rows[token, place] = fp8_linear(hidden, down, biases[1], recipe) * weights[token, place, None]
+    expected = rows.sum(1)
+    assert torch.equal(module(x, indices, weights), expected)
+
+
+@each_model
+def test_copies_files_and_state_dicts_keep_working(name):
+    model, tokens = build(name), torch.arange(16).reshape(2, 8)
+    plain, classes = copy.deepcopy(model), [type(module) for module in model.modules()]
+    octavo.convert(model, "delayed")
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert [key for key, _ in model.named_parameters()] == [key for key, _ in plain.named_parameters()]
+    model(tokens)[0].sum().backward()
+    octavo.update_scales(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    for each in copies:
+        assert torch.equal(each(tokens)[0], model(tokens)[0])
+        assert experts_of(each).layer("down_proj").stored_weight is experts_of(each).down_proj
+    with octavo.autocast(enabled=False):
+        assert torch.equal(model(tokens)[0], plain(tokens)[0])
+    octavo.restore(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(tokens)[0], plain(tokens)[0])
+
+
+def test_an_expert_that_no_token_is_sent_to_keeps_its_history_through_steps():
+    model, (x, indices, weights) = build("Mixtral"), routing()
+    octavo.convert(model, "delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        experts_of(model)(x, indices, weights).sum().backward()
+        optimizer.step()
+    state = octavo.scaling_state(model)
+    assert state["model.layers.0.mlp.experts.fp8_down_proj.weight.steps"].tolist() == [3, 3, 3, 0]
+    assert state["model.layers.1.mlp.experts.fp8_down_proj.input.steps"].tolist() == [0, 0, 0, 0]
+
+
+def test_an_index_beyond_the_experts_stands_for_none():
+    model, (x, indices, weights) = build("Mixtral"), routing()
+    octavo.convert(model, "rowwise")
+    alone = experts_of(model)(x, torch.where(indices == 0, EXPERTS, indices), torch.where(indices == 0, 7.0, weights))
+    assert torch.equal(alone, experts_of(model)(x, indices, torch.where(indices == 0, 0.0, weights)))
+
+
+def test_routers_stay_also_where_they_are_linear_layers():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = experts_of(build("Mixtral"))
+            self.gate = nn.Linear(K, EXPERTS, bias=False)
+            self.shared = nn.Sequential(nn.Linear(K, EXPERTS))
+
+    block = Block()
+    assert list(routers(block)) == ["gate.weight"]
+    report = octavo.convert(block)
+    assert report.converted == ("shared.0",)
+    assert "router" in report.skipped["gate"]
+    assert report.weights == ("experts.gate_up_proj", "experts.down_proj")
+
+
+def test_patterns_filters_and_sizes_leave_experts_with_the_reason():
+    asked = []
+
+    def smaller(path: str, layer: nn.Linear) -> bool:
+        asked.append((path, layer.in_features, layer.out_features))
+        return not path.endswith("_up_proj")
+
+    model = build("GptOss")
+    report = octavo.convert(model, layer_filter=smaller)
+    assert ("model.layers.0.mlp.experts.gate_up_proj", K, 2 * INTERMEDIATE) in asked
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert report.parameters[name] == "filter"
+    assert report.parameters["model.layers.0.mlp.experts.down_proj"] == "filter"
+    assert octavo.convert(model, skip=["*.experts"]).parameters[name] == "skip pattern '*.experts'"
+    with pytest.warns(UserWarning, match="changed nothing"):
+        small = octavo.convert(build("GptOss"), min_weight_elements=2 * K * INTERMEDIATE)
+    assert small.parameters[name] == "shape: 1536 weights, fewer than 3072"
+    assert "block 0" in octavo.convert(model, keep_first_blocks=1).parameters[name]
+    report = octavo.convert(model, overrides={"*.experts": "rowwise"})
+    assert report.overridden[name] == "rowwise"
+    again = octavo.convert(model, "tensorwise", skip=["*.experts"])
+    assert (
+        again.parameters["model.layers.1.mlp.experts.down_proj"] == "skip pattern '*.experts'; keeps its recipe rowwise"
+    )
+
+
+def test_a_share_below_strict_is_refused_and_the_model_is_restored():
+    model = build("Mixtral")
+    with pytest.raises(ConfigError, match=r"less than strict=0.99.*lm_head"):
+        octavo.convert(model, strict=0.99)
+    assert not any(isinstance(each, octavo.nn.Linear | ConvertedModule) for each in model.modules())
+    octavo.convert(model, strict=0.9)
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        octavo.convert(model, strict=90.0)
+
+
+def test_experts_that_transformers_spreads_over_ranks_stay():
+    model = build("Mixtral")
+    experts_of(model)._is_expert_parallel = True
+    report = octavo.convert(model)
+    assert "spread over ranks" in report.parameters["model.layers.0.mlp.experts.down_proj"]
+
+
+def test_only_what_follows_the_interface_is_taken_for_experts():
+    class Lookalike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(EXPERTS, 2 * INTERMEDIATE, K))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.gate_up_proj[0].t()
+
+    assert kind_of(Lookalike()) is None
+    assert kind_of(experts_of(build("Mixtral"))) is InterfaceExperts
+    report = octavo.convert(nn.Sequential(Lookalike(), nn.Linear(K, K)))
+    assert "4 matrices in one" in report.parameters["0.gate_up_proj"]
