@@ -12,6 +12,7 @@ from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.errors import ConfigError
 from octavo.planning import (
     Constants,
+    Hardware,
     Plan,
     PlanRequest,
     advise,
@@ -25,13 +26,16 @@ from octavo.planning import (
 from octavo.planning.calibration import calibrated, read_calibration
 from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.planning.serving_plan import ServingRequest, serving_points
+from octavo.planning.this_cpu import measure_cpu
 
 __all__ = ["advise_on_model", "plan"]
 
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 UNTRIED = "Predicted from published measurements of other programs; octavo's own kernels have few figures on GPUs."
 Model = Annotated[str | None, typer.Option("--model", help="A model's name, its config.json, or a folder with one.")]
-Accelerator = Annotated[str, typer.Option("--hardware", help="a100, h100, h200, b200, gb200, b300, mi300x, l40s, …")]
+Accelerator = Annotated[
+    str, typer.Option("--hardware", help="a100, h100, h200, b200, gb200, b300, mi300x, l40s, …; cpu measures this one")
+]
 Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -71,7 +75,7 @@ def plan(
     elif answer:
         service = ServingRequest(
             model=load_shape(model),
-            hardware=find_hardware(hardware),
+            hardware=_accelerator(hardware),
             gpus=gpus,
             prompt=prompt,
             answer=answer,
@@ -81,7 +85,7 @@ def plan(
     else:
         request = PlanRequest(
             model=load_shape(model),
-            hardware=find_hardware(hardware),
+            hardware=_accelerator(hardware),
             gpus=gpus,
             seq=seq,
             global_batch=global_batch,
@@ -107,7 +111,7 @@ def advise_on_model(
 ) -> None:
     """Say whether to train a model in FP8, with which recipe, why, and what would change it."""
     constants = fitted_constants()
-    request = PlanRequest(model=load_shape(model), hardware=find_hardware(hardware), gpus=gpus, seq=seq)
+    request = PlanRequest(model=load_shape(model), hardware=_accelerator(hardware), gpus=gpus, seq=seq)
     made = make_plan(request, constants)
     advice = advise(made, constants, tolerance=tolerance)
     if as_json:
@@ -117,6 +121,11 @@ def advise_on_model(
     marks = {True: "yes", False: "no", None: "unknown"}
     print_table("Checks", ("check", "holds", ""), [(c.name, marks[c.holds], c.sentence) for c in advice.checks], left=3)
     print_lines(*(f"What would change it: {change}" for change in advice.changes), UNTRIED)
+
+
+def _accelerator(name: str) -> Hardware:
+    """The accelerator of a name; ``cpu`` is this machine's, measured now."""
+    return measure_cpu() if name.lower() == "cpu" else find_hardware(name)
 
 
 def _amount(text: str) -> float:

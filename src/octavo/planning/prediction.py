@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from octavo.errors import OctavoError
 from octavo.planning.constants import Constants, gemm_seconds, serving_seconds, training_seconds
 from octavo.planning.gemm_costs import gemm_parts
@@ -120,6 +122,11 @@ def problem_of(row: Row) -> Problem:
 
 def predict_row(row: Row, constants: Constants) -> Prediction:
     """Return the prediction of a row; one that cannot be made has a reason, and nothing is raised."""
+    with np.errstate(all="ignore"):  # absurd sizes overflow, and are refused as not finite
+        return _predicted(row, constants)
+
+
+def _predicted(row: Row, constants: Constants) -> Prediction:
     try:
         problem = problem_of(row)
         if problem.memory is not None:

@@ -59,6 +59,13 @@ def test_inference_is_planned_with_an_answer(octavo):
     assert "ms a token" in octavo(*arguments).stdout
 
 
+def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
+    result = octavo("plan", "--model", "smollm2-135m", "--hardware", "cpu", "--gpus", 1, "--seq", 512, "--json")
+    bf16, *others = json.loads(result.stdout)["options"]
+    assert bf16["tokens_per_s_per_gpu"] > 0
+    assert all("no FP8 units" in option["reason"] for option in others)
+
+
 def test_advice(octavo):
     assert octavo("advise", "llama-3-70b", "--gpus", 256).stdout.startswith("Use FP8")
     refused = json.loads(octavo("advise", "llama-3-8b", "--hardware", "a100", "--json").stdout)

@@ -188,6 +188,13 @@ def test_a_row_that_cannot_be_predicted_says_why(cells, words):
     assert words in found.reason
 
 
+def test_absurd_sizes_are_refused_without_warnings():
+    found = predicted(model="Llama-3-8B", seq="9" * 40, micro_batch=1, global_batch=8, metric="step_time_s")
+    assert found.value is None or found.value > 1e9
+    huge = predicted(model="Llama-3-8B", seq="9" * 200, micro_batch=1, global_batch=8, metric="step_time_s")
+    assert huge.reason is not None
+
+
 def test_a_file_without_columns_is_refused(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("id,model\na,b\n")
