@@ -143,13 +143,11 @@ def convert(
         module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
     weights: dict[str, Recipe] = {}
     for path, other in others.items():
-        kind, its_recipe = kind_of(other), _overridden(paths[other], overriding, resolved)
-        assert kind is not None
-        weights |= dict.fromkeys(convert_module(other, kind, its_recipe, updates, path=path), its_recipe)
+        its_recipe = _overridden(paths[other], overriding, resolved)
+        weights |= dict.fromkeys(convert_module(other, kind_of(other), its_recipe, updates, path=path), its_recipe)
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
     report = _report(model, resolved, followed, skipped, not_stored=not_stored, others=(weights, others_left))
-    if strict is not None:
-        _check_share(model, report, strict)
+    _check_share(model, report, strict)
     _warn_if_nothing_changed(report, resolved)
     if frozen is not None:
         _warn_if_nothing_stored(report)
@@ -182,8 +180,10 @@ def _report(
     )
 
 
-def _check_share(model: torch.nn.Module, report: ConversionReport, least: float) -> None:
+def _check_share(model: torch.nn.Module, report: ConversionReport, least: float | None) -> None:
     """Refuse a model of whose multiplications too few run in FP8, naming the largest weight that stays."""
+    if least is None:
+        return
     if not 0 <= least <= 1:
         restore(model)
         raise ConfigError(f"strict must be a share from 0 to 1, not {least!r}")
