@@ -107,8 +107,6 @@ def convert(
         in FP8: 71.1 % of the parameters and 80.0 % of the multiplications, counting each weight once a token
           1: skip pattern '1' (17.8 % of the parameters, 20.0 % of the multiplications)
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     _check_uncompiled(model)
     resolved = recipes.get(recipe)
     _check_words(scale_updates, frozen)
@@ -149,8 +147,7 @@ def convert(
     report = _report(model, resolved, followed, skipped, not_stored=not_stored, others=(weights, others_left))
     _check_share(model, report, strict)
     _warn_if_nothing_changed(report, resolved)
-    if frozen is not None:
-        _warn_if_nothing_stored(report)
+    _warn_if_nothing_stored(report, frozen)
     logging.getLogger("octavo").info("%s", report)
     return report
 
@@ -217,8 +214,8 @@ def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
     )
 
 
-def _warn_if_nothing_stored(report: ConversionReport) -> None:
-    if report.stored or not report.converted:
+def _warn_if_nothing_stored(report: ConversionReport, frozen: str | None) -> None:
+    if frozen is None or report.stored or not report.converted:
         return
     reasons = [f"{shown(path)}: {reason}" for path, reason in report.not_stored.items()]
     reasons.append("they all take gradients; freeze some with requires_grad_(False), then call convert again")
@@ -277,7 +274,9 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(restored)
 
 
-def _check_uncompiled(model: torch.nn.Module) -> None:
+def _check_uncompiled(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
