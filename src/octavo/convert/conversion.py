@@ -37,6 +37,7 @@ from octavo.scaling.scale_updates import stop_following
 
 __all__ = ["convert", "restore"]
 
+_NO_CODES = "experts and Conv1D keep their weights in high precision and cast them"
 _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
     "torch.backends.mha.set_fastpath_enabled(False) turns it off"
@@ -144,6 +145,7 @@ def convert(
         its_recipe = _overridden(paths[other], overriding, resolved)
         weights |= dict.fromkeys(convert_module(other, kind_of(other), its_recipe, updates, path=path), its_recipe)
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
+    not_stored |= dict.fromkeys(weights if frozen is not None else (), _NO_CODES)
     report = _report(model, resolved, followed, skipped, not_stored=not_stored, others=(weights, others_left))
     _check_share(model, report, strict)
     _warn_if_nothing_changed(report, resolved)
