@@ -40,6 +40,7 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LARGEST = 20_000_000  # parameters of a model that --all builds
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 MLA: dict[str, Any] = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
@@ -131,14 +132,15 @@ class Multiplications(TorchDispatchMode):
     @property
     def share(self) -> float:
         """The share in FP8."""
-        return float(self.in_fp8 / max(1, self.in_fp8 + self.others))
+        share: float = self.in_fp8 / max(1, self.in_fp8 + self.others)
+        return share
 
 
 def measured_share(model: nn.Module, tokens: Tensor) -> float:
     """Share of the multiplications of one forward that run in FP8."""
     with torch.no_grad(), Multiplications(model) as counted:
         model(input_ids=tokens)
-    return counted.share
+    return float(counted.share)
 
 
 def check(model: nn.Module, tokens: Tensor) -> str:
@@ -196,8 +198,13 @@ def every_causal_model() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 
         def make(config_class: Any = config_class, model_class: Any = model_class) -> nn.Module:
             known = {*config_class().to_dict(), *config_class.attribute_map}
+            config = config_class(**{k: v for k, v in sizes.items() if k in known})
+            with torch.device("meta"):
+                large = sum(p.numel() for p in model_class(config).parameters())
+            if large > LARGEST:
+                raise ValueError(f"{large:,} parameters: its sizes have names of their own")
             torch.manual_seed(0)
-            made: nn.Module = model_class(config_class(**{k: v for k, v in sizes.items() if k in known}))
+            made: nn.Module = model_class(config)
             return made
 
         yield config_class.model_type, make

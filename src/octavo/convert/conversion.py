@@ -37,6 +37,7 @@ from octavo.scaling.scale_updates import stop_following
 
 __all__ = ["convert", "restore"]
 
+_NO_CODES = "experts and Conv1D keep their weights in high precision and cast them"
 _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
     "torch.backends.mha.set_fastpath_enabled(False) turns it off"
@@ -107,8 +108,6 @@ def convert(
         in FP8: 71.1 % of the parameters and 80.0 % of the multiplications, counting each weight once a token
           1: skip pattern '1' (17.8 % of the parameters, 20.0 % of the multiplications)
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     _check_uncompiled(model)
     resolved = recipes.get(recipe)
     _check_words(scale_updates, frozen)
@@ -143,16 +142,14 @@ def convert(
         module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
     weights: dict[str, Recipe] = {}
     for path, other in others.items():
-        kind, its_recipe = kind_of(other), _overridden(paths[other], overriding, resolved)
-        assert kind is not None
-        weights |= dict.fromkeys(convert_module(other, kind, its_recipe, updates, path=path), its_recipe)
+        its_recipe = _overridden(paths[other], overriding, resolved)
+        weights |= dict.fromkeys(convert_module(other, kind_of(other), its_recipe, updates, path=path), its_recipe)
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
+    not_stored |= dict.fromkeys(weights if frozen is not None else (), _NO_CODES)
     report = _report(model, resolved, followed, skipped, not_stored=not_stored, others=(weights, others_left))
-    if strict is not None:
-        _check_share(model, report, strict)
+    _check_share(model, report, strict)
     _warn_if_nothing_changed(report, resolved)
-    if frozen is not None:
-        _warn_if_nothing_stored(report)
+    _warn_if_nothing_stored(report, frozen)
     logging.getLogger("octavo").info("%s", report)
     return report
 
@@ -182,8 +179,10 @@ def _report(
     )
 
 
-def _check_share(model: torch.nn.Module, report: ConversionReport, least: float) -> None:
+def _check_share(model: torch.nn.Module, report: ConversionReport, least: float | None) -> None:
     """Refuse a model of whose multiplications too few run in FP8, naming the largest weight that stays."""
+    if least is None:
+        return
     if not 0 <= least <= 1:
         restore(model)
         raise ConfigError(f"strict must be a share from 0 to 1, not {least!r}")
@@ -217,8 +216,8 @@ def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
     )
 
 
-def _warn_if_nothing_stored(report: ConversionReport) -> None:
-    if report.stored or not report.converted:
+def _warn_if_nothing_stored(report: ConversionReport, frozen: str | None) -> None:
+    if frozen is None or report.stored or not report.converted:
         return
     reasons = [f"{shown(path)}: {reason}" for path, reason in report.not_stored.items()]
     reasons.append("they all take gradients; freeze some with requires_grad_(False), then call convert again")
@@ -277,7 +276,9 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(restored)
 
 
-def _check_uncompiled(model: torch.nn.Module) -> None:
+def _check_uncompiled(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(

@@ -72,7 +72,7 @@ def _blank(kind: type[ConvertedModule], original: type[torch.nn.Module]) -> Conv
 
 
 def convert_module(
-    module: torch.nn.Module, kind: type[ConvertedModule], recipe: Recipe, updates: ScaleUpdates, *, path: str
+    module: torch.nn.Module, kind: type[ConvertedModule] | None, recipe: Recipe, updates: ScaleUpdates, *, path: str
 ) -> tuple[str, ...]:
     """Let a module run a recipe, in place, or another one than before.
 
@@ -87,6 +87,7 @@ def convert_module(
         The names of the weights in the model.
     """
     if not isinstance(module, ConvertedModule):
+        assert kind is not None, "a module that octavo knows"
         module.__class__ = _subclass(kind, type(module))
         assert isinstance(module, ConvertedModule)
         for weight in module.weights():
