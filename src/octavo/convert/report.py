@@ -120,8 +120,8 @@ class ConversionReport:
         left = len(self.skipped)
         runs = f"{counted(following, 'layer')} {'runs' if following == 1 else 'run'} {self.recipe}"
         experts = f", {len(self.weights)} of them weights of experts and other modules" if self.weights else ""
-        stay = f"{left} {'stays as it is' if left == 1 else 'stay as they are'}"
-        lines = [f"{runs}{experts}, {stay}", self.shares.sentence()]
+        rest = f"{left} {'stays as it is' if left == 1 else 'stay as they are'}"
+        lines = [f"{runs}{experts}, {rest}", self.shares.sentence()]
         if self.stored:
             lines.append(f"{len(self.stored)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]

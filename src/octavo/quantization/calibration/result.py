@@ -277,7 +277,7 @@ def load_calibration(folder: str | Path) -> Calibration:
             seen=SeenData(**record["seen"]),
             octavo_version=record["octavo_version"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the calibration in {str(folder)!r} is damaged ({error}); calibrate again") from error
 
 

@@ -109,7 +109,9 @@ def test_an_older_calibration_is_replaced_and_other_files_are_not(tmp_path):
         first.save(other / "thesis.txt")
 
 
-@pytest.mark.parametrize("damage", ["no record", "no scales", "other scales", "other recipe", "record", "another kind"])
+@pytest.mark.parametrize(
+    "damage", ["no record", "no scales", "other scales", "other recipe", "record", "shapes", "another kind"]
+)
 def test_a_damaged_folder_is_refused(found, tmp_path, damage):
     found.save(tmp_path)
     match damage:
@@ -124,6 +126,10 @@ def test_a_damaged_folder_is_refused(found, tmp_path, damage):
         case "record":
             record = json.loads((tmp_path / "calibration.json").read_text())
             del record["shapes"]
+            (tmp_path / "calibration.json").write_text(json.dumps(record))
+        case "shapes":
+            record = json.loads((tmp_path / "calibration.json").read_text())
+            record["shapes"] = [1]
             (tmp_path / "calibration.json").write_text(json.dumps(record))
         case "another kind":
             (tmp_path / "calibration.json").write_text('{"format": "something else"}')
