@@ -154,8 +154,7 @@ def check(model: nn.Module, tokens: Tensor) -> str:
         return "the state_dict has other keys"
     saved = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loss = model(input_ids=tokens)[0].float().square().mean()
-    loss.backward()
+    model(input_ids=tokens)[0].float().square().mean().backward()
     if not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
         return "a gradient is not finite"
     optimizer.step()
@@ -169,8 +168,9 @@ def row(name: str, make: Callable[[], nn.Module]) -> Row:
     """Measure one architecture."""
     tokens = torch.arange(32).reshape(2, 16) % TINY["vocab_size"]
     model = make().eval()
-    model(input_ids=tokens)  # what the plain model raises is no failure of octavo's
     linear_alone = copy.deepcopy(model)
+    model(input_ids=tokens)[0].float().square().mean().backward()  # what a plain model raises is no failure of octavo's
+    model.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of models in which nothing is converted
         octavo.convert(linear_alone, "tensorwise", skip=list(other_modules(linear_alone)))
@@ -193,12 +193,14 @@ def every_causal_model() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """All of transformers' causal language models, with the configuration's own names of :data:`TINY`'s sizes."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    sizes = {**TINY, **EXPERTS, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
+    sizes = {**TINY, **EXPERTS, "use_cache": False, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
     for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
 
         def make(config_class: Any = config_class, model_class: Any = model_class) -> nn.Module:
             known = {*config_class().to_dict(), *config_class.attribute_map}
-            config = config_class(**{k: v for k, v in sizes.items() if k in known})
+            latent = {**MLA, "head_dim": MLA["qk_rope_head_dim"], "num_key_value_heads": 4}
+            own = {**sizes, **(latent if "kv_lora_rank" in known else {})}
+            config = config_class(**{k: v for k, v in own.items() if k in known})
             with torch.device("meta"):
                 large = sum(p.numel() for p in model_class(config).parameters())
             if large > LARGEST:

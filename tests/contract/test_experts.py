@@ -42,7 +42,7 @@ def assert_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 @each_recipe
 @each_split
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_outputs_and_gradients_are_those_of_a_layer_for_each_expert(recipe, split, dtype):
     recipe = recipes.get(recipe)
     x, weight, bias, grad = tensors(dtype)

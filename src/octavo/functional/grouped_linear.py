@@ -174,7 +174,7 @@ class _GroupedLinear(torch.autograd.Function):
         left_spec, left = recipe.grad_input.a, list[Operand]()
         if weight is not None:
             left = _cast(parts, left_spec, scaling)
-            right_scaling = _Scaling(weight_amax if weight_measured is None else weight_measured)
+            right_scaling = _Scaling(weight_amax, measured=weight_measured)
             right = _cast(_matrices(weight, rows).t(), recipe.grad_input.b, right_scaling)
             shape, dtype = ctx.x_layout
             grad_input = grad_output.new_zeros(shape, dtype=dtype)
@@ -301,7 +301,7 @@ def _multiply(
 ) -> None:
     """Write ``a[i] @ b[i].T + biases[i]`` into ``outs``: in FP8 where both operands are codes."""
     codes = [[each for each in operands if isinstance(each, QuantizedTensor)] for operands in (a, b)]
-    if outs and len(codes[0]) == len(codes[1]) == len(outs):
+    if outs and len(codes[0]) == len(codes[1]) == len(outs) and outs[0].dtype is not torch.float64:
         left_codes, right_codes = codes
         scaled_mm_each(
             left_codes,

@@ -210,3 +210,10 @@ def test_only_what_follows_the_interface_is_taken_for_experts():
     assert kind_of(experts_of(build("Mixtral"))) is InterfaceExperts
     report = octavo.convert(nn.Sequential(Lookalike(), nn.Linear(K, K)))
     assert "4 matrices in one" in report.parameters["0.gate_up_proj"]
+
+
+def test_frozen_experts_are_named_as_not_stored_and_run():
+    model = build("Mixtral").requires_grad_(False)
+    report = octavo.convert(model, frozen="fp8")
+    assert all("keep their weights" in report.not_stored[name] for name in report.weights)
+    assert model(torch.arange(8)[None])[0].isfinite().all()
