@@ -49,8 +49,13 @@ def test_digest_of_one_changed_element(dtype, shape):
     tensor = torch.ones(shape, dtype=dtype)
     changed = tensor.clone()
     changed.view(-1)[-1] = 0
-    one, same, other, transposed = _sums_of_bits(
-        [tensor, tensor.clone(), changed, tensor.t() if tensor.ndim > 1 else tensor]
+    sums = _sums_of_bits(
+        {
+            "one": tensor,
+            "same": tensor.clone(),
+            "other": changed,
+            "transposed": tensor.t() if tensor.ndim > 1 else tensor,
+        }
     )
-    assert one == same == transposed
-    assert one != other
+    assert sums["one"] == sums["same"] == sums["transposed"]
+    assert sums["one"] != sums["other"]
