@@ -32,7 +32,7 @@ from octavo.checkpoints.schemes import scheme_of
 from octavo.checkpoints.tensor_files import write_json, write_tensors
 from octavo.checksums import write_sums
 from octavo.errors import ConfigError
-from octavo.export.emulation import emulated
+from octavo.export.emulation import emulated, layers_in_high_precision
 from octavo.export.lockstep import LockstepAgreement, make_probe
 from octavo.export.model_files import Companions, companions_of
 from octavo.export.verification import reader_note, reader_of, verify
@@ -215,8 +215,13 @@ class _CheckpointWriter:
         return counts
 
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each recipe whose input cast differs on a server."""
+        """One sentence for each recipe whose input cast differs on a server, and one for experts in FP8."""
         sentences = []
+        if others := layers_in_high_precision(self.model.model):
+            sentences.append(
+                f"{others[0].path!r} and {len(others) - 1} more weights of experts or Conv1D run FP8 recipes here and are "
+                "written in high precision; that is what was verified"
+            )
         for recipe in {layer.recipe.name: layer.recipe for layer in self.contents.layers.values()}.values():
             served_recipe = self.fmt.served(recipe)
             if recipe.output.a is not None and served_recipe.output.a != recipe.output.a:

@@ -13,12 +13,14 @@ from octavo.formats import E4M3
 from octavo.kernels import quantize
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
-from octavo.recipes import Recipe
+from octavo.nn.scaled_layer import ScaledLayer
+from octavo.recipes import Recipe, get
 
-__all__ = ["CACHE", "CacheCast", "add_cache_casts", "emulated"]
+__all__ = ["CACHE", "CacheCast", "add_cache_casts", "emulated", "layers_in_high_precision"]
 
 Logits = Callable[[Tensor], Tensor]
 CACHE = "kv_cache"  # name of the module in an attention, also in models that compressed-tensors loads
+HIGH_PRECISION = get("bf16")  # computes in the dtype of its input
 _16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -120,11 +122,20 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
 def _serving(model: nn.Module, contents: Contents, served: Callable[[Recipe], Recipe]) -> Iterator[None]:
     """Run layers with their served recipes, without changing amax histories; restored afterwards."""
     layers = [layer for path in contents.layers if isinstance(layer := model.get_submodule(path), Linear)]
-    originals = [layer.recipe for layer in layers]
+    others = layers_in_high_precision(model)
+    originals = [layer.recipe for layer in (*layers, *others)]
     try:
         for layer in layers:
             layer.recipe = served(layer.recipe)
+        for other in others:
+            other.recipe = HIGH_PRECISION
         yield
     finally:
-        for layer, recipe in zip(layers, originals, strict=True):
-            layer.recipe = recipe
+        for each, recipe in zip((*layers, *others), originals, strict=True):
+            each.recipe = recipe
+
+
+def layers_in_high_precision(model: nn.Module) -> list[ScaledLayer]:
+    """Layers that run FP8 recipes, and that files store in high precision: of experts, and of GPT-2's ``Conv1D``."""
+    layers = [each for each in model.modules() if isinstance(each, ScaledLayer) and not isinstance(each, Linear)]
+    return [each for each in layers if not each.recipe.is_high_precision]

@@ -15,6 +15,7 @@ from octavo.checkpoints import FORMATS, load_quantized
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export import checkpoint_writer, verification
 from octavo.export.checkpoint_writer import save_quantized
+from octavo.export.emulation import layers_in_high_precision
 from tests.unit.checkpoints.folders import LAYER, ROW, change_tensors, dynamic, static, verdict
 from tests.unit.quantization.tiny_models import LINEARS, language_model
 
@@ -296,4 +297,8 @@ def test_experts_in_octavos_own_format(mixture, tmp_path):
     """It says what it wrote to octavo alone, which reads it."""
     saved = save_quantized(mixture, tmp_path / "m", format="octavo")
     assert verdict(saved).logits_error < 1e-5
+    recipes = [each.recipe for each in layers_in_high_precision(mixture.model)]
+    assert len(recipes) == 2
+    assert not any(each.is_high_precision for each in recipes)  # as before
+    assert any("run FP8 recipes here and are written in high precision" in note for note in saved.notes)
     assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "m" / "model.safetensors")
