@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["as_rank", "start_ranks"]
 
 BAD_INPUT, DEFECT, TERMINATED = 2, 1, 128 + signal.SIGTERM
+SAVE_SECONDS = "600"  # for ranks to finish their step and save after a signal, before they are killed; torch: 30
 NAMES_RANKS = ("rank ", "ranks ")
 
 
@@ -132,6 +133,7 @@ def start_ranks(count: int, *, max_restarts: int) -> NoReturn:
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, not {value}")
     _silence_launcher()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SAVE_SECONDS)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -219,8 +219,8 @@ class _CheckpointWriter:
         sentences = []
         if others := layers_in_high_precision(self.model.model):
             sentences.append(
-                f"{others[0].path!r} and {len(others) - 1} more weights of experts or Conv1D run FP8 recipes here and are "
-                "written in high precision; that is what was verified"
+                f"{others[0].path!r} and {len(others) - 1} more weights of experts or Conv1D run FP8 recipes here and "
+                "are written in high precision; that is what was verified"
             )
         for recipe in {layer.recipe.name: layer.recipe for layer in self.contents.layers.values()}.values():
             served_recipe = self.fmt.served(recipe)

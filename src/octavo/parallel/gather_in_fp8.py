@@ -10,6 +10,7 @@ from octavo.convert.choice import all_paths, matches
 from octavo.convert.fp8_storage import read_by_others
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 from octavo.parallel.fsdp2 import ShardedParameter, fsdp_modules, sharded_parameters
 from octavo.parallel.step_amaxes import StepAmaxes
 from octavo.parallel.weight_gather import WeightGather, high_precision_reason
@@ -63,6 +64,11 @@ def gather_in_fp8(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[s
         elif layer.weight_gather is None:
             layer.weight_gather = WeightGather(layer, sharded[id(layer.weight)], step)
             _run_eagerly(layer)
+    left |= {
+        path: "weights of experts and Conv1D are gathered in high precision"
+        for path, each in model.named_modules()
+        if isinstance(each, ScaledLayer) and not isinstance(each, Linear)
+    }
     for module in fsdp_modules(model):
         module.register_forward_pre_hook(partial(_attach, _gathers(module)), prepend=True)
     _attach(_gathers(model))

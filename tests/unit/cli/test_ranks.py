@@ -3,6 +3,7 @@
 import errno
 import signal
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -107,3 +108,13 @@ def test_exit_code_is_that_of_the_rank_that_failed_first(capsys, codes, code, li
 def test_numbers_of_ranks_and_restarts(count, restarts, name):
     with pytest.raises(ConfigError, match=f"^{name} must be at least"):
         start_ranks(count, max_restarts=restarts)
+
+
+def test_ranks_have_minutes_to_save_after_a_signal(monkeypatch):
+    launched = Mock()
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")  # so that what the launch sets is removed again
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launched)
+    with pytest.raises(typer.Exit):
+        start_ranks(2, max_restarts=0)
+    assert launched.call_args.args[0].shutdown_timeout == 600
