@@ -392,7 +392,9 @@ def report(
     for name, value in values.items():
         mean, deviation = PRIORS[name]
         fitted = (
-            f"{value:.2f} ± {deviations[name]:.2f}" if deviations[name] < 0.95 * deviation else "no data: the prior"
+            f"{value:.2f} ± {deviations[name]:.2f}"
+            if deviations[name] < 0.95 * deviation
+            else "the prior: the rows do not say"
         )
         text.append(f"| {name} | {mean:.2f} ± {deviation:.2f} | {fitted} |")
     return "\n".join(text) + "\n"

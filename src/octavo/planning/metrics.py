@@ -140,9 +140,9 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
     requests = requests_in_flight(job)
     if words & SECONDS and words & TOKENS and "user" in words and words <= TOKENS | {"per", "s", "user", "output"}:
         return lambda seconds: 1.0 / requests / seconds
-    unit = _time_unit(words, TIME | TOKEN_TIME)
-    if unit is not None and words & {"tpot", "itl", "token"}:
-        return lambda seconds: seconds * requests * unit
+    of_token = _time_unit(words, TIME | TOKEN_TIME)
+    if of_token is not None and words & {"tpot", "itl", "token"}:
+        return lambda seconds: seconds * requests * of_token
     unit = _time_unit(words, TIME | {"request", "end", "to", "e", "2"})
     if unit is None or not words & {"time", "latency"} or ("to" in words and "end" not in words):
         raise _refused(row, "inference", "tokens and requests a second, time between tokens, and latency of a request")
