@@ -24,6 +24,7 @@ from octavo.planning import (
     read_rows,
 )
 from octavo.planning.calibration import calibrated, read_calibration
+from octavo.planning.jobs import Framework
 from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.planning.serving_plan import ServingRequest, serving_points
 from octavo.planning.this_cpu import measure_cpu
@@ -31,13 +32,19 @@ from octavo.planning.this_cpu import measure_cpu
 __all__ = ["advise_on_model", "plan"]
 
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-UNTRIED = "Predicted from published measurements of other programs; octavo's own kernels have few figures on GPUs."
+UNTRIED = (
+    "Predicted from published measurements of other programs. Octavo's own compiled training step of 1.04 B parameters "
+    "ran at 0.82 of BF16's speed on one H100."
+)
 Model = Annotated[str | None, typer.Option("--model", help="A model's name, its config.json, or a folder with one.")]
 Accelerator = Annotated[
     str, typer.Option("--hardware", help="a100, h100, h200, b200, gb200, b300, mi300x, l40s, …; cpu measures this one")
 ]
 Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
+Program = Annotated[
+    Framework, typer.Option("--framework", help="Program that trains; tensorrt-llm and vllm only serve.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -50,6 +57,7 @@ def plan(
     global_batch: Annotated[int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens.")] = 0,
     tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
+    framework: Program = Framework.TITAN,
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt, for inference.")] = 1024,
     answer: Annotated[int, typer.Option("--answer", help="Tokens generated; plans inference.")] = 0,
     load: Annotated[float, typer.Option("--load", help="Tokens a second to generate, for inference.")] = 0.0,
@@ -66,6 +74,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout."""
+    if rows is not None and compare is not None:
+        raise ConfigError("--rows and --compare are two commands; give one of them")
     if rows is not None:
         _predict_rows(rows, as_json=as_json)
     elif compare is not None:
@@ -91,6 +101,7 @@ def plan(
             global_batch=global_batch,
             tokens=_amount(tokens),
             price=_amount(price.removesuffix("/h")),
+            framework=framework,
         )
         constants = fitted_constants()
         if calibrate is not None:
@@ -104,6 +115,7 @@ def advise_on_model(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
+    framework: Program = Framework.TITAN,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="Per cent of perplexity that may be lost.")
     ] = None,
@@ -111,7 +123,9 @@ def advise_on_model(
 ) -> None:
     """Say whether to train a model in FP8, with which recipe, why, and what would change it."""
     constants = fitted_constants()
-    request = PlanRequest(model=load_shape(model), hardware=_accelerator(hardware), gpus=gpus, seq=seq)
+    request = PlanRequest(
+        model=load_shape(model), hardware=_accelerator(hardware), gpus=gpus, seq=seq, framework=framework
+    )
     made = make_plan(request, constants)
     advice = advise(made, constants, tolerance=tolerance)
     if as_json:
@@ -169,7 +183,7 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     for option in made.options:
         if option.reason is not None:
             print_lines(f"{option.name}: {option.reason}")
-    print_lines(f"Searched in {seconds:.1f} s. {UNTRIED}")
+    print_lines(f"Searched in {seconds:.1f} s, as {request.framework} would train. {UNTRIED}")
 
 
 COLUMNS = ("recipe", "layout", "step (80 %)", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")

@@ -5,7 +5,7 @@ The checks are those of the article octavo started from, each judged by the pred
 
 from dataclasses import dataclass, replace
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.planning.constants import Constants
 from octavo.planning.plan import Plan, PlanRequest, make_plan
 
@@ -50,7 +50,12 @@ def advise(plan: Plan, constants: Constants, *, tolerance: float | None = None) 
         plan: all precisions of a training.
         constants: of the fit, for what would change it.
         tolerance: per cent of perplexity that may be lost; None if it is not known.
+
+    Raises:
+        ConfigError: the tolerance is no percentage.
     """
+    if tolerance is not None and not 0 <= tolerance <= 100:
+        raise ConfigError(f"the tolerance must be 0 to 100 per cent, not {tolerance:g}")
     checks = (_hardware(plan), _gain(plan), _layers(plan), _outside_gemms(plan), _tolerance(tolerance))
     best = plan.best_fp8
     use = all(check.holds is not False for check in checks if check.name != "layers") and best is not None

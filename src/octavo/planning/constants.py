@@ -1,7 +1,8 @@
 """From ideal seconds to seconds: the constants that are fitted on published measurements, and how parts combine.
 
 A constant is the logarithm of how much longer a part takes than its ideal, or of a whole step's factor. They were
-fitted by ``python -m benchmarks.planner_fit`` and stand in ``constants.json`` with their uncertainty; none was typed.
+fitted by ``python -m benchmarks.planner_fit`` and stand in ``constants.json`` with their uncertainty. The fit starts
+from priors, which were typed; a constant that no measurement moves is its prior, and the fit's report says which.
 
     gpu   = Σ exp(c) · part                                     GEMMs, attention, memory, casts, communication
     micro = (gpu⁴ + host⁴)^¼                                    the host launches kernels while the GPU computes
@@ -21,7 +22,14 @@ import numpy as np
 
 from octavo.parsing import parse_json
 
-__all__ = ["Constants", "fitted_constants", "gemm_seconds", "serving_seconds", "training_seconds"]
+__all__ = [
+    "Constants",
+    "fitted_constants",
+    "gemm_seconds",
+    "kernel_constant",
+    "serving_seconds",
+    "training_seconds",
+]
 
 Parts = Mapping[str, Any]
 Values = Mapping[str, float]
@@ -56,6 +64,25 @@ def _part(parts: Parts, values: Values, name: str, constant: str | None = None) 
     return parts.get(name, 0.0) * np.exp(values.get(constant or name, 0.0))
 
 
+def kernel_constant(part: str, values: Values) -> float:
+    """Return the constant of a GEMM kernel on a generation.
+
+    A kernel that was not measured there is as much slower than that generation's BF16 kernel as where it was measured:
+    MX and FP4 on Blackwell, the others on Hopper.
+
+    Example:
+        >>> values = {"gemm_bf16_cdna": 0.8, "gemm_row_hopper": 0.7, "gemm_bf16_hopper": 0.3}
+        >>> round(kernel_constant("gemm_row_cdna", values), 6)
+        1.2
+    """
+    if part in values:
+        return values[part]
+    kernel, generation = part.removeprefix("gemm_").split("_")
+    measured = "blackwell" if kernel in ("mx", "fp4") else "hopper"
+    distance = values[f"gemm_{kernel}_{measured}"] - values[f"gemm_bf16_{measured}"]
+    return values[f"gemm_bf16_{generation}"] + distance
+
+
 def _gemms(parts: Parts, values: Values) -> Any:
     """Seconds of all GEMMs; a grouped one is slower by a factor of its own than the same kernel's."""
     total = _part(parts, values, "reading")
@@ -63,7 +90,7 @@ def _gemms(parts: Parts, values: Values) -> Any:
         if name.startswith("gemm_"):
             kernel = name.removesuffix("_grouped")
             grouped = values.get("grouped", 0.0) if name != kernel else 0.0
-            total = total + _part(parts, values, name, kernel) * np.exp(grouped)
+            total = total + parts[name] * np.exp(kernel_constant(kernel, values) + grouped)
     return total
 
 

@@ -107,6 +107,8 @@ def _experts(config: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str,
     """Numbers of a mixture that configurations express in other units."""
     if not numbers["experts"]:
         return {"expert_ffn": 0, "shared_ffn": 0, "top_k": 0, "dense_layers": 0}
+    if numbers["top_k"] > numbers["experts"]:
+        raise ConfigError(f"the configuration sends a token to {numbers['top_k']} of {numbers['experts']} experts")
     width = numbers["expert_ffn"] or numbers["ffn"]
     shared = numbers["shared_ffn"] or width * _number(config, ("n_shared_experts",))
     dense = numbers["dense_layers"] if numbers["ffn"] else 0

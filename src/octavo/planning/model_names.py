@@ -7,6 +7,7 @@ proportions, which is right to about 10 % in time and is named ``like a … mode
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -96,7 +97,8 @@ def find_model(text: str) -> ModelShape:
     key = re.sub(r"[\s_]+", "-", plain)
     shape = _by_spelling(key) or _table().get(key) or _nanochat(key) or _by_size(key)
     if shape is None:
-        raise ConfigError(f"no shape is known for model {text!r}; give a config.json, or one of {', '.join(_table())}")
+        near = ", ".join(get_close_matches(key, _table(), n=3, cutoff=0.0))
+        raise ConfigError(f"no shape is known for model {text[:80]!r}; give a config.json, or a name such as {near}")
     if "w/o mtp" in lower:
         shape = replace(shape, mtp_layers=0)
     layers = re.search(r"(?:cut|reduced) to (\d+) layers?", lower)

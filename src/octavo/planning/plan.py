@@ -10,8 +10,8 @@ from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import Framework, Layout, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
-from octavo.planning.precision import BF16, precision_of_recipe
-from octavo.planning.search import Candidate, best_layout, layouts, unsupported_reason
+from octavo.planning.precision import BF16, precision_of_recipe, unsupported_reason
+from octavo.planning.search import Candidate, best_layout, layouts
 from octavo.planning.training_costs import linear_parts, linear_precision
 
 __all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_plan"]
@@ -50,6 +50,8 @@ class PlanRequest:
             raise ConfigError("gpus and seq must be 1 or more, and global-batch 0 or more")
         if not 0 < self.tokens < 1e18 or not 0 <= self.price < 1e6:
             raise ConfigError("tokens must be above 0 and below 1e18, and price between 0 and 1e6")
+        if self.framework in (Framework.TRTLLM, Framework.VLLM):
+            raise ConfigError(f"{self.framework} serves and does not train; plan with torchtitan, megatron or jax")
 
     @property
     def batch(self) -> int:
@@ -138,6 +140,7 @@ class Plan:
             "model": request.model.name,
             "parameters": request.model.parameters,
             "hardware": request.hardware.name,
+            "framework": str(request.framework),
             "gpus": request.gpus,
             "seq": request.seq,
             "global_batch": request.batch,

@@ -11,9 +11,19 @@ from enum import StrEnum
 
 from octavo import recipes
 from octavo.numerics import CastSpec, PerBlock, PerTensor, Scaling
+from octavo.planning.hardware import Hardware
 from octavo.recipes import Recipe
 
-__all__ = ["BF16", "Kernel", "Precision", "bytes_cast", "cast_kernels", "find_precision", "precision_of_recipe"]
+__all__ = [
+    "BF16",
+    "Kernel",
+    "Precision",
+    "bytes_cast",
+    "cast_kernels",
+    "find_precision",
+    "precision_of_recipe",
+    "unsupported_reason",
+]
 
 
 class Kernel(StrEnum):
@@ -140,6 +150,28 @@ def find_precision(text: str, *, generation: str = "hopper") -> Precision:
         kv_bytes=1 if re.search(r"kv|modelopt", lower) else 2,
         integer="int8" in lower,
     )
+
+
+def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
+    """Return why an accelerator cannot run a precision; None if it can.
+
+    Example:
+        >>> from octavo.planning.hardware import find_hardware
+        >>> unsupported_reason(precision_of_recipe("mxfp8"), find_hardware("h100"))
+        'h100 has no MX scales in hardware; use tensorwise, rowwise or blockwise'
+    """
+    has_mx = hardware.generation == "blackwell" or hardware.name.startswith("mi35")
+    if precision.is_bf16:
+        return None
+    if precision.integer:
+        return None if hardware.int8 else f"{hardware.name} has no INT8 units"
+    if not hardware.has_fp8:
+        return f"{hardware.name} has no FP8 units: FP8 would be slower than BF16 there; train in BF16"
+    if precision.kernel == Kernel.FP4 and not has_mx:
+        return f"{hardware.name} has no FP4 units; weights alone in 4 bits are not modelled"
+    if precision.kernel == Kernel.MX and not has_mx:
+        return f"{hardware.name} has no MX scales in hardware; use tensorwise, rowwise or blockwise"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,25 +11,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.planning.constants import Constants, gemm_seconds, serving_seconds, training_seconds
 from octavo.planning.gemm_costs import gemm_parts
-from octavo.planning.jobs import GemmJob, GemmPass, ServingJob, TrainingJob
-from octavo.planning.precision import BF16
+from octavo.planning.jobs import GemmJob, Recompute, ServingJob, TrainingJob
+from octavo.planning.metrics import is_speedup, memory_measure, product_measure, service_measure, step_measure
+from octavo.planning.precision import BF16, unsupported_reason
 from octavo.planning.rows import Row, gemm_job, serving_job, training_job
 from octavo.planning.serving_costs import requests_in_flight, serving_parts
 from octavo.planning.training_costs import training_parts
-from octavo.planning.training_memory import Memory, planned_memory
+from octavo.planning.training_memory import Memory, planned_memory, training_memory
 
 __all__ = ["Prediction", "Problem", "predict_row", "problem_of"]
 
 GB = 1e9
-MEMORY_METRICS: dict[str, Callable[[Memory], float]] = {
-    "optimizer_mem": lambda memory: memory.moments,
-    "activation_mem": lambda memory: memory.activations,
-    "peak_mem": lambda memory: memory.total,
-    "memory": lambda memory: memory.total,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +54,7 @@ class Problem:
     Attributes:
         job: what was measured.
         bf16: the same in BF16; None if BF16 cannot run it.
-        measure: from seconds (of a step, a token or a product) to the metric; None for memory.
+        measure: from seconds (of a step, a token or a product) to the metric; None for memory and for a speed-up.
         bf16_measure: the same for the BF16 job, whose batch may differ.
         memory: from the memory of a step to the metric; None for times.
     """
@@ -101,23 +96,40 @@ def problem_of(row: Row) -> Problem:
         raise OctavoError(reason)
     if row["kind"] in ("gemm", "layer"):
         products = gemm_job(row)
-        of_products = _product_measure(row, products)
+        _refuse_unsupported(products)
+        of_products = None if is_speedup(row) else product_measure(row, products)
         return Problem(products, replace(products, precision=BF16), of_products, of_products)
     if row["kind"] == "infer":
-        service = serving_job(row)
-        measure = _service_measure(row, service)
-        in_bf16 = replace(service, precision=BF16)
-        try:
-            requests_in_flight(in_bf16)
-        except OctavoError:
-            return Problem(service, None, measure)
-        return Problem(service, in_bf16, measure, measure)
+        return _problem_of_service(row)
     step = training_job(row)
-    for name, part in MEMORY_METRICS.items():
-        if name in row["metric"].lower():
-            return Problem(step, _bf16_step(row, step), None, memory=part)
+    _refuse_unsupported(step)
+    of_memory = memory_measure(row)
+    if of_memory is not None:
+        if not row["micro_batch"]:
+            raise ConfigError("the memory of a step needs its micro-batch, which the row leaves out")
+        return Problem(step, _bf16_step(row, step), None, memory=of_memory)
     bf16 = _bf16_step(row, step)
-    return Problem(step, bf16, _step_measure(row, step), _step_measure(row, bf16))
+    if is_speedup(row):
+        return Problem(step, bf16, None)
+    return Problem(step, bf16, step_measure(row, step), step_measure(row, bf16))
+
+
+def _problem_of_service(row: Row) -> Problem:
+    service = serving_job(row)
+    _refuse_unsupported(service)
+    measure = None if is_speedup(row) else service_measure(row, service)
+    in_bf16 = replace(service, precision=BF16)
+    try:
+        requests_in_flight(in_bf16)
+    except OctavoError:
+        return Problem(service, None, measure)
+    return Problem(service, in_bf16, measure, measure)
+
+
+def _refuse_unsupported(job: TrainingJob | ServingJob | GemmJob) -> None:
+    reason = unsupported_reason(job.precision, job.hardware)
+    if reason is not None:
+        raise ConfigError(reason)
 
 
 def predict_row(row: Row, constants: Constants) -> Prediction:
@@ -131,8 +143,7 @@ def _predicted(row: Row, constants: Constants) -> Prediction:
         problem = problem_of(row)
         if problem.memory is not None:
             return _of_memory(row, problem, constants)
-        assert problem.measure is not None
-        if re.search(r"speed-?up|ratio", row["metric"].lower()):
+        if problem.measure is None:
             return _of_ratio(row, problem, constants)
         value = problem.measure(problem.seconds(constants.values))
         bf16 = None
@@ -152,11 +163,16 @@ def _of_ratio(row: Row, problem: Problem, constants: Constants) -> Prediction:
 
 
 def _of_memory(row: Row, problem: Problem, constants: Constants) -> Prediction:
-    assert problem.memory is not None
-    jobs = (problem.job, problem.bf16)
-    unit = 1024**3 if "gib" in row["metric"].lower() else GB
-    value, bf16 = (problem.memory(planned_memory(job)) / unit for job in jobs if isinstance(job, TrainingJob))
-    return _with_interval(row["id"], value, bf16, constants.intervals.get("memory", 0.15))
+    """Prediction of memory; a row that does not say what is recomputed may have anything from all to nothing."""
+    measure, job = problem.memory, problem.job
+    assert measure is not None
+    assert isinstance(job, TrainingJob)
+    bf16 = measure(planned_memory(problem.bf16)) if isinstance(problem.bf16, TrainingJob) else None
+    found = _with_interval(row["id"], measure(planned_memory(job)), bf16, constants.intervals.get("memory", 0.15))
+    if job.recompute is not None or found.low is None or found.high is None:
+        return found
+    least, most = (measure(training_memory(job, policy)) for policy in (Recompute.FULL, Recompute.NONE))
+    return replace(found, low=min(found.low, least), high=max(found.high, most))
 
 
 def _with_interval(name: str, value: float, bf16: float | None, width: float) -> Prediction:
@@ -184,68 +200,10 @@ def _bf16_step(row: Row, job: TrainingJob) -> TrainingJob:
     """The step that the row's BF16 value measured: in BF16, with the batch that the notes name."""
     found = job.at(BF16)
     micro = re.search(r"bf16 (?:row uses|ran at) micro batch (\d+)", row.notes)
-    if micro is None and "bf16 and fp8 70b differ in batch (1 vs 4)" in row.notes:
-        micro = re.search(r"\((1) vs 4\)", row.notes)
+    micro = micro or re.search(r"bf16 and fp8[^;]* differ in batch \((\d+) vs \d+\)", row.notes)
     if micro is None or not int(micro.group(1)):
         return found
     batch = re.search(r"gbs (\d+)", row.notes.split("bf16 row uses")[-1])
     size = int(micro.group(1))
     steps = job.micro_batches * job.layout.dp
     return replace(found, micro_batch=size, global_batch=int(batch.group(1)) if batch else size * steps)
-
-
-def _step_measure(row: Row, job: TrainingJob) -> Callable[[float], float]:
-    """From seconds of a step to the row's metric."""
-    metric, gpus = row["metric"].lower(), job.layout.gpus
-    tokens = job.micro_batches * job.micro_batch * job.layout.dp * job.seq
-    if "tflop" in metric:
-        flops = tokens * job.model.training_flops(job.seq) / gpus / 1e12
-        return lambda seconds: flops / seconds
-    if "mfu" in metric:
-        peak = job.hardware.peak(16) * gpus / (tokens * job.model.training_flops(job.seq))
-        return lambda seconds: 1.0 / (seconds * peak)
-    if "token" in metric:
-        # torchtitan logs tokens of one GPU
-        shown = tokens / gpus if re.search(r"per_gpu|/gpu|as logged", metric) else tokens
-        return lambda seconds: shown / seconds
-    if "sample" in metric or "sequence" in metric:
-        shown = tokens / job.seq / (gpus if "per_gpu" in metric else 1)
-        return lambda seconds: shown / seconds
-    steps = re.search(r"hours_for_(\d+)", metric)
-    unit = 1000.0 if "ms" in metric else float(steps.group(1)) / 3600 if steps else 1.0
-    return lambda seconds: seconds * unit
-
-
-def _service_measure(row: Row, job: ServingJob) -> Callable[[float], float]:
-    """From seconds of a generated token to the row's metric; "tokens" that are not "output" count prompts too."""
-    metric = row["metric"].lower()
-    counted = 1.0
-    if (
-        "output" not in metric
-        and "vllm" in row.notes + row["source_path_or_url"] + row["id"]
-        and "amd" not in row["id"]
-    ):
-        counted = (job.prompt + job.answer) / job.answer
-    if "per_gpu" in metric:
-        counted /= job.gpus
-    if "ms" in metric or "latency" in metric or "time" in metric:
-        requests = requests_in_flight(job)
-        unit = 1000.0 if "ms" in metric else 1.0
-        if "tpot" in metric or "itl" in metric:
-            return lambda seconds: seconds * requests * unit
-        return lambda seconds: seconds * requests * job.answer * unit
-    return lambda seconds: counted / seconds
-
-
-def _product_measure(row: Row, job: GemmJob) -> Callable[[float], float]:
-    """From seconds of products to the row's metric."""
-    metric = row["metric"].lower()
-    if "tflop" in metric:
-        passes = 3.0 if job.passes in (GemmPass.ALL, GemmPass.SUM) else 1.0
-        flops = passes * sum(2.0 * m * n * k for m, n, k in job.shapes) * job.groups / 1e12
-        return lambda seconds: flops / seconds
-    if "token" in metric:
-        return lambda seconds: job.shapes[0][0] * job.groups / seconds
-    microseconds = "_us" in metric or "µs" in metric or metric.startswith("us")
-    unit = 1e6 if microseconds else 1e3 if "ms" in metric else 1.0
-    return lambda seconds: seconds * unit

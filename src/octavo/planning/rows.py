@@ -163,8 +163,9 @@ def _with_micro_batch(job: TrainingJob, *, has_global: bool) -> TrainingJob:
 
 
 def _overlaps_tp(row: Row) -> bool:
-    text = row.notes
-    return bool(re.search(r"async(?:hronous)? ?-?tp", text)) or "asynctp" in row["id"].lower() or "-async-" in row["id"]
+    """Whether the notes say so; the name of a group of rows, some with and some without, says nothing."""
+    text = re.sub(r"group=[^;]*", "", row.notes)
+    return bool(re.search(r"(?<!no )(?<!without )\basync(?:hronous)? ?-?tp\b", text))
 
 
 def _layout(row: Row) -> Layout:

@@ -12,11 +12,11 @@ from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import ModelShape
-from octavo.planning.precision import Kernel, Precision
+from octavo.planning.precision import unsupported_reason
 from octavo.planning.training_costs import training_parts
 from octavo.planning.training_memory import Memory, planned_memory, recomputed_share, training_memory
 
-__all__ = ["Candidate", "best_layout", "layouts", "unsupported_reason"]
+__all__ = ["Candidate", "best_layout", "layouts"]
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -47,17 +47,6 @@ class Candidate:
         """Share of the BF16 peak that the model's FLOPs are, recomputation not counted."""
         flops = self.tokens_per_s_per_gpu * self.job.model.training_flops(self.job.seq)
         return flops / self.job.hardware.peak(16)
-
-
-def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
-    """Return why an accelerator cannot run a precision; None if it can."""
-    if precision.is_bf16:
-        return None
-    if not hardware.has_fp8:
-        return f"{hardware.name} has no FP8 units: FP8 would be slower than BF16 there; train in BF16"
-    if precision.kernel == Kernel.MX and hardware.generation != "blackwell" and not hardware.name.startswith("mi35"):
-        return f"{hardware.name} has no MX scales in hardware; use tensorwise, rowwise or blockwise"
-    return None
 
 
 def layouts(model: ModelShape, hardware: Hardware, gpus: int, *, seq: int) -> Iterator[Layout]:
@@ -104,23 +93,40 @@ def best_layout(job: TrainingJob, constants: Constants, candidates: list[Layout]
     tried = list(layouts(job.model, job.hardware, gpus, seq=job.seq)) if candidates is None else candidates
     found = [candidate for layout in tried for candidate in _batches(job, layout, constants)]
     if not found:
-        raise ConfigError(
+        raise ConfigError(_no_layout(job, tried))
+    return sorted(found, key=lambda candidate: candidate.seconds["total"])
+
+
+def _no_layout(job: TrainingJob, tried: list[Layout]) -> str:
+    """Why no layout is possible: the batch does not divide among ranks whose memory would do, or memory does not."""
+    gpus, batch = job.layout.gpus, job.global_batch
+    ranks = {layout.dp for layout in tried if batch % layout.dp and _fits(replace(job, layout=layout))}
+    if not ranks:
+        return (
             f"{job.model.name} does not fit into {gpus} × {job.hardware.memory:g} GB in any layout; use more GPUs, "
             "larger ones, or a shorter sequence"
         )
-    return sorted(found, key=lambda candidate: candidate.seconds["total"])
+    near = sorted(
+        {max(1, batch // rank + more) * rank for rank in ranks for more in (0, 1)}, key=lambda n: abs(n - batch)
+    )
+    numbers = " or ".join(f"{number:,}" for number in sorted(near[:2]))
+    return f"a batch of {batch:,} sequences does not divide among {gpus:,} GPUs in any layout that fits; use {numbers}"
+
+
+def _fits(job: TrainingJob) -> bool:
+    """Whether a step fits into memory, with every block recomputed if nothing else is asked for."""
+    return training_memory(job, job.recompute or Recompute.FULL).total <= 0.95 * job.hardware.memory * 1e9
 
 
 def _batches(job: TrainingJob, layout: Layout, constants: Constants) -> Iterator[Candidate]:
     """Predictions of a layout with micro-batches that divide the batch and fit."""
     if job.global_batch % layout.dp:
         return
-    room = 0.95 * job.hardware.memory * 1e9
     for micro in (1, 2, 4, 8, 16):
         if (job.global_batch // layout.dp) % micro or micro * job.seq // layout.cp > 65536:
             continue
         each = replace(job, layout=layout, micro_batch=micro)
-        if training_memory(each, each.recompute or Recompute.FULL).total > room:
+        if not _fits(each):
             return
         yield predicted(each, constants)
 

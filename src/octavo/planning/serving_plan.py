@@ -8,7 +8,7 @@ from octavo.planning.constants import Constants, serving_seconds
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import ServingJob
 from octavo.planning.model_shapes import ModelShape
-from octavo.planning.precision import BF16, Kernel, Precision, precision_of_recipe
+from octavo.planning.precision import BF16, Kernel, precision_of_recipe, unsupported_reason
 from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, serving_parts, weight_bytes
 
 __all__ = ["ServingPoint", "ServingRequest", "serving_points"]
@@ -36,8 +36,8 @@ class ServingRequest:
     load: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.gpus, self.prompt, self.answer) < 1 or self.load < 0:
-            raise ConfigError("gpus, prompt and answer must be 1 or more, and load 0 or more")
+        if min(self.gpus, self.prompt, self.answer) < 1 or not 0 <= self.load < 1e15:
+            raise ConfigError("gpus, prompt and answer must be 1 or more, and load between 0 and 1e15")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
     fp8 = precision_of_recipe("tensorwise")
     tried = (BF16, replace(fp8, name="int8", integer=True, kernel=Kernel.TENSOR), replace(fp8, name="fp8"))
     for precision in (*tried, replace(fp8, name="fp8, FP8 cache", kv_bytes=1)):
-        reason = _unsupported(precision, request.hardware)
+        reason = unsupported_reason(precision, request.hardware)
         job = ServingJob(
             model=request.model,
             hardware=request.hardware,
@@ -94,14 +94,6 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
         sizes = sorted({size for size in BATCHES if size < most} | {most})
         found += [_point(replace(job, requests=size), request.load, constants) for size in sizes]
     return found, refused
-
-
-def _unsupported(precision: Precision, hardware: Hardware) -> str | None:
-    if precision.integer and not hardware.int8:
-        return f"{hardware.name} has no INT8 units"
-    if not precision.integer and not precision.is_bf16 and not hardware.has_fp8:
-        return f"{hardware.name} has no FP8 units; INT8 or FP8 weights alone save memory there"
-    return None
 
 
 def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:

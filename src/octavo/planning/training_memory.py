@@ -12,7 +12,9 @@ from octavo.planning.precision import Kernel
 
 __all__ = ["Memory", "planned_memory", "recomputed_share", "training_memory"]
 
-RESERVED = 2.2e9  # bytes of the CUDA context, communication buffers and fragments: what COAT's table leaves unexplained
+# Bytes of the CUDA context, communication buffers and fragments: what COAT's table leaves unexplained. The planner's
+# memory is judged on that same table, so the judgement is in-sample.
+RESERVED = 2.2e9
 GB = 1e9
 
 
@@ -52,12 +54,10 @@ def training_memory(job: TrainingJob, recompute: Recompute) -> Memory:
     local = dense + experts
     sharded = dense / layout.shard_ranks + experts / max(1.0, layout.shard_ranks * layout.tp / (layout.ep * layout.etp))
     trained = 0.0 if job.frozen else 1.0
-    gathers = layout.sharding in (Sharding.FSDP, Sharding.ZERO2)
-    mixed = layout.sharding == Sharding.ZERO1
-    weights = 4.0 * sharded * trained if gathers else (2.0 * local + 4.0 * sharded * trained if mixed else 6.0 * local)
-    if gathers and job.frozen:
-        weights = 2.0 * sharded
-    gradients = (4.0 * sharded if gathers else 2.0 * local) * trained  # Megatron reduces them in BF16
+    gathers = layout.sharding == Sharding.FSDP
+    weights = _weight_bytes(job, local, sharded)
+    divides_gradients = layout.sharding in (Sharding.FSDP, Sharding.ZERO2)
+    gradients = (4.0 * sharded if divides_gradients else 2.0 * local) * trained  # Megatron reduces them in BF16
     moment_bytes = 2.0 if precision.stores_codes else 8.0
     moments = moment_bytes * (local if layout.sharding == Sharding.DDP else sharded) * trained
     if job.bf16_states:
@@ -71,6 +71,16 @@ def training_memory(job: TrainingJob, recompute: Recompute) -> Memory:
         activations=_activations(job, recompute),
         working=_working(job, recompute, local, gathers=gathers),
     )
+
+
+def _weight_bytes(job: TrainingJob, local: float, sharded: float) -> float:
+    """Bytes of weights: a BF16 copy that stays unless FSDP gathers it for each use, and FP32 for the optimizer."""
+    if job.layout.sharding == Sharding.DDP:
+        return 6.0 * local
+    masters = 0.0 if job.frozen else 4.0 * sharded
+    if job.layout.sharding == Sharding.FSDP:
+        return 2.0 * sharded if job.frozen else masters
+    return 2.0 * local + masters
 
 
 def recomputed_share(job: TrainingJob) -> tuple[Recompute, float]:

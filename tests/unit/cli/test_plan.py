@@ -35,6 +35,13 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     assert 'src="http' not in html
 
 
+def test_the_program_that_trains_can_be_chosen(octavo):
+    records = [json.loads(octavo(*PLAN, "--framework", name, "--json").stdout) for name in ("torchtitan", "jax")]
+    assert [record["framework"] for record in records] == ["torchtitan", "jax"]
+    assert records[0]["options"][0]["step_time_s"] != records[1]["options"][0]["step_time_s"]
+    assert "as torchtitan would train" in octavo(*PLAN).stdout
+
+
 def test_a_search_of_1024_gpus_takes_less_than_five_seconds(octavo):
     started = time.process_time()
     assert octavo("plan", "--model", "llama-3-70b", "--gpus", 1024, "--json").exit_code == 0
@@ -82,6 +89,12 @@ def test_advice(octavo):
         (("plan", "--model", "llama-3-405b", "--gpus", 8), "use more GPUs"),
         (("plan", "--model", "llama-3-8b", "--gpus", 0), "1 or more"),
         (("plan", "--rows", "nowhere.csv"), "nowhere.csv"),
+        (("plan", "--rows", "a.csv", "--compare", "b.json", "c.json"), "two commands"),
+        (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "nan"), "load between"),
+        (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "inf"), "load between"),
+        (("plan", "--model", "llama-3-8b", "--framework", "vllm"), "does not train"),
+        (("advise", "llama-3-8b", "--tolerance", "nan"), "tolerance must be"),
+        (("advise", "llama-3-8b", "--tolerance", -1), "tolerance must be"),
     ],
 )
 def test_bad_input_ends_in_one_sentence(octavo, arguments, words):

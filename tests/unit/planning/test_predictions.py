@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,18 @@ from octavo.planning import (
     predict_row,
     read_rows,
 )
+from octavo.planning.constants import kernel_constant
+from octavo.planning.gemm_costs import kernel_part
+from octavo.planning.hardware import hardware_names
+from octavo.planning.jobs import Layout, Recompute, Sharding
 from octavo.planning.plan import TRIED
+from octavo.planning.precision import Kernel
 from octavo.planning.rows import Row, gemm_job, serving_job, training_job
 from octavo.planning.serving_plan import ServingRequest, serving_points
+from octavo.planning.training_memory import training_memory
 
 CONSTANTS = fitted_constants()
+PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv"
 
 
 def row(**cells):
@@ -209,6 +217,143 @@ def test_columns_may_be_missing_and_empty(tmp_path):
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerows([("id", "kind", "model", "hardware"), ("a", "train", "Llama-3-8B", "H100")])
+        writer.writerows(
+            [("id", "kind", "model", "hardware", "metric"), ("a", "train", "Llama-3-8B", "H100", "step_time_s")]
+        )
     found: Any = predict_row(read_rows(path)[0], CONSTANTS)
     assert found.low < found.value < found.high
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_kernel_of_every_hardware_takes_longer_than_its_peak(name):
+    for kernel in Kernel:
+        part = kernel_part(kernel, find_hardware(name))
+        assert kernel_constant(part, CONSTANTS.values) > 0.1
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_no_plan_gains_more_than_the_peak_of_fp8(name):
+    hardware = find_hardware(name)
+    made = plan(hardware=name)
+    gains = [option.speedup[0] for option in made.options if option.speedup]
+    assert bool(gains) == hardware.has_fp8
+    assert all(gain < hardware.fp8 / hardware.bf16 for gain in gains)
+
+
+def test_a_70b_on_mi300x_gains_less_than_the_peak_of_fp8():
+    assert plan("llama-3-70b", "mi300x").best_fp8.speedup[0] < 2
+
+
+def test_a_row_is_predicted_without_its_id():
+    for each in read_rows(PUBLISHED):
+        anonymous = Row({**each.cells, "id": "row"})
+        assert predict_row(anonymous, CONSTANTS) == replace(predict_row(each, CONSTANTS), id="row")
+
+
+def test_the_batch_of_bf16_is_read_from_any_two_numbers():
+    cells = {"model": "Llama-3.1-8B", "micro_batch": 6, "seq": 8192, "metric": "step_time_s", "gpus": 8}
+    named = predicted(**cells, notes="bf16 and fp8 8B differ in batch (2 vs 6)")
+    alone = predicted(**cells | {"micro_batch": 2, "precision": "bf16"})
+    assert named.bf16_value == pytest.approx(alone.value)
+
+
+@pytest.mark.parametrize(("notes", "overlaps"), [("async TP", True), ("group=x-asynctp; vanilla TP", False)])
+def test_asynchronous_tp_is_read_from_the_notes(notes, overlaps):
+    job = training_job(row(model="Llama-3.1-70B", gpus=64, tp=8, notes=notes))
+    assert job.overlaps_tp is overlaps
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "words"),
+    [
+        ("A100", "float8 tensorwise", "no FP8 units"),
+        ("H100", "mxfp8", "no MX scales"),
+        ("H100", "nvfp4", "no FP4 units"),
+        ("MI300X", "mxfp8", "no MX scales"),
+    ],
+)
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"model": "Llama-3-8B", "metric": "step_time_s"},
+        {"kind": "infer", "model": "Llama-3-8B", "seq": "128/128", "metric": "tokens_per_s"},
+        {"kind": "gemm", "model": "M=4096 N=4096 K=4096", "metric": "time_us"},
+    ],
+)
+def test_a_row_of_a_precision_without_units_is_refused(hardware, precision, words, cells):
+    found = predicted(hardware=hardware, precision=precision, **cells)
+    assert found.value is None
+    assert words in found.reason
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "train": {"model": "Llama-3-8B", "micro_batch": 1, "global_batch": 64, "seq": 4096},
+    "infer": {"kind": "infer", "model": "Llama-3-8B", "seq": "1024/128"},
+    "gemm": {"kind": "gemm", "model": "M=4096 N=4096 K=4096"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric"),
+    [("train", metric) for metric in ("energy_kwh", "loss", "", "time_to_train_min", "memory_bandwidth_gbps")]
+    + [("train", metric) for metric in ("tokens_per_day", "steps_per_s", "peak_mem", "kv_cache_gb", "speedup_vs_a100")]
+    + [("infer", metric) for metric in ("kv_cache_gb", "ttft_ms", "time_to_first_token_ms", "latency_p99_ms", "loss")]
+    + [("infer", metric) for metric in ("prefill_tokens_per_s", "power_w", "step_time_s", "")]
+    + [("gemm", metric) for metric in ("gbps", "time", "", "loss", "power_w", "tokens_per_joule")],
+)
+def test_a_metric_that_is_not_modelled_is_refused(kind, metric):
+    found = predicted(metric=metric, **KINDS[kind])
+    assert found.value is None
+    assert "is not predicted for" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "same", "factor"),
+    [
+        ("train", "step_time_ms", "step_time_s", 1000),
+        ("train", "step_time_min", "step_time_s", 1 / 60),
+        ("train", "tokens_per_s", "tokens_per_s_per_gpu", 8),
+        ("train", "tokens/sec/GPU", "tokens_per_s_per_gpu", 1),
+        ("train", "samples_per_s", "tokens_per_s", 1 / 4096),
+        ("train", "mfu_percent", "mfu", 100),
+        ("train", "peak_mem_gib", "peak_mem_gb", 1e9 / 1024**3),
+        ("infer", "requests_per_s", "output_tokens_per_s", 1 / 128),
+        ("infer", "itl_us", "tpot_ms", 1000),
+        ("infer", "inter_token_latency_ms", "itl_ms", 1),
+        ("infer", "latency_s", "tpot_ms", 128 / 1000),
+        ("infer", "total_tokens_per_s", "output_tokens_per_s", 9),
+        ("gemm", "latency_us (header says ms)", "sum_ms", 1000),
+    ],
+)
+def test_metrics_of_one_thing_agree(kind, metric, same, factor):
+    found, other = (predicted(metric=each, **KINDS[kind]) for each in (metric, same))
+    assert found.value == pytest.approx(factor * other.value)
+
+
+def test_memory_without_a_stated_policy_has_the_interval_of_all_policies():
+    cells = {"model": "Llama-3-8B", "micro_batch": 4, "seq": 8192, "metric": "peak_mem_gb", "dp_or_fsdp": "fsdp8"}
+    guessed = predicted(**cells)
+    none, full = (predicted(**cells, notes=f"activation ckpt {word}") for word in ("False", "True"))
+    assert guessed.low < guessed.value < guessed.high
+    assert guessed.low <= full.value < none.value <= guessed.high
+    cells["micro_batch"] = ""
+    assert "needs its micro-batch" in predicted(**cells).reason
+
+
+def test_zero2_keeps_a_copy_of_all_weights():
+    job = training_job(row(model="Llama-3-8B", gpus=64, micro_batch=1, precision="bf16", dp_or_fsdp="fsdp64"))
+    sizes = {}
+    for sharding in (Sharding.FSDP, Sharding.ZERO2):
+        each = replace(job, layout=Layout(gpus=64, sharding=sharding))
+        sizes[sharding] = training_memory(each, Recompute.FULL)
+    assert sizes[Sharding.ZERO2].weights - sizes[Sharding.FSDP].weights == pytest.approx(2 * job.model.parameters)
+    assert sizes[Sharding.ZERO2].gradients == sizes[Sharding.FSDP].gradients
+
+
+def test_a_batch_that_does_not_divide_is_named():
+    with pytest.raises(ConfigError, match=r"batch of 510 sequences does not divide among 1,000 GPUs.* use 500 or 625"):
+        plan("llama-3-70b", gpus=1000, global_batch=510)
+
+
+def test_an_unknown_model_has_a_short_reason():
+    assert len(predicted(model="nothing known " * 50).reason) < 300
