@@ -100,7 +100,7 @@ def _sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _integers(tensor: Tensor) -> torch.dtype:
-    return torch.int32 if tensor.element_size() % torch.int32.itemsize == 0 else torch.uint8
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
 
 
 def _refuse(name: str, column: Mapping[int, object], advice: str) -> NoReturn:

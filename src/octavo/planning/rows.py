@@ -44,7 +44,13 @@ class Row:
         return self.cells.get(column, "")
 
     def number(self, column: str, default: float = 0.0) -> float:
-        """The first number of a cell with several ("128/256": the last), or the default."""
+        """The number of a cell, of several ("128/256") the last, or the default.
+
+        Raises:
+            ConfigError: the cell is a negative number.
+        """
+        if re.match(r"\s*-\s*\d", self[column]):
+            raise ConfigError(f"{column} must not be negative, as {self[column].strip()!r} is")
         numbers = re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", self[column])
         return float(numbers[-1]) if numbers else default
 

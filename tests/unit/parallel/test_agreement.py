@@ -59,3 +59,11 @@ def test_digest_of_one_changed_element(dtype, shape):
     )
     assert sums["one"] == sums["same"] == sums["transposed"]
     assert sums["one"] != sums["other"]
+
+
+def test_digest_of_an_element_whose_bytes_have_the_same_sum():
+    """1.0 is the bytes 80 3F in bfloat16, 0.251953125 the bytes 81 3E."""
+    sums = _sums_of_bits(
+        {name: torch.tensor([each], dtype=torch.bfloat16) for name, each in (("a", 1.0), ("b", 0.251953125))}
+    )
+    assert sums["a"] != sums["b"]

@@ -224,6 +224,16 @@ def test_columns_may_be_missing_and_empty(tmp_path):
     assert found.low < found.value < found.high
 
 
+@pytest.mark.parametrize("column", ["gpus", "tp", "seq", "micro_batch", "global_batch"])
+def test_negative_numbers_are_refused(tmp_path, column):
+    path = tmp_path / "rows.csv"
+    row = {"id": "a", "kind": "train", "model": "Llama-3-8B", "hardware": "H100", "metric": "step_time_s", column: "-8"}
+    path.write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
+    found = predict_row(read_rows(path)[0], CONSTANTS)
+    assert found.value is None
+    assert found.reason == f"{column} must not be negative, as '-8' is"
+
+
 @pytest.mark.parametrize("name", hardware_names())
 def test_every_kernel_of_every_hardware_takes_longer_than_its_peak(name):
     for kernel in Kernel:
