@@ -287,6 +287,7 @@ def test_nan_on_one_rank_names_it(folder, two, shard):
         ("altered_weight", "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', element 32 is"),
         ("other_generator", "the ranks differ: torch's CPU generator is 'state "),
         ("other_recipe", "the ranks differ: training.recipe is 'rowwise' on rank 0 and 'delayed' on rank 1; start"),
+        ("other_checkpoint", "the ranks differ: the newest checkpoint is 'step"),
         ("other_version", "the ranks differ: octavo's version is '9.0' on rank 0 and '9.1' on rank 1; start"),
     ],
 )

@@ -33,7 +33,7 @@ from octavo.parallel.data_parallel import copied_to_cpu
 from octavo.parallel.ranks import Ranks
 from octavo.parsing import read_tensors
 from octavo.text.tokens import open_data
-from octavo.training import checkpoint, checkpoint_shards, loop, rank_layout, setup
+from octavo.training import checkpoint, checkpoint_shards, loop, rank_layout, run_folder, setup
 from octavo.training.config import ParallelConfig, RunConfig
 from octavo.training.evaluate import token_loss
 from octavo.training.events import Saved, StepDone
@@ -412,6 +412,15 @@ def other_recipe(folder: Path) -> str:
     return run(config_of(recipe=("rowwise", "delayed")[distributed.get_rank()]), folder, "other recipe")
 
 
+def other_checkpoint(folder: Path) -> str:
+    config = config_of(checkpoint_interval=2)
+    run(config, folder, "stale")
+    older, newest = sorted((folder / "stale" / checkpoint.FOLDER).iterdir())[-2:]
+    seen = (newest, older)[distributed.get_rank()]
+    with mock.patch.object(run_folder, "latest", lambda _: seen):
+        return run(config, folder, "stale", resume=True)
+
+
 def other_version(folder: Path) -> str:
     with mock.patch.object(rank_layout, "own_version", return_value=f"9.{distributed.get_rank()}"):
         return run(config_of(), folder, "other version")
@@ -446,6 +455,7 @@ OF_TWO = (
     altered_weight,
     other_generator,
     other_recipe,
+    other_checkpoint,
     other_version,
     refused,
     chain_of_two,

@@ -47,7 +47,7 @@ from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_p
 from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.rank_layout import check_same_run, check_same_state, on_ranks, sharing_loss
+from octavo.training.rank_layout import check_same_checkpoint, check_same_run, check_same_state, on_ranks, sharing_loss
 from octavo.training.result import TrainResult, curves_of
 from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
@@ -74,7 +74,7 @@ def train(
         ConfigError: a logger's library is not installed.
         ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not available; or the
             model or a micro-batch does not fit in memory. A new run without any step is removed again.
-        ConfigError: ranks have other configurations or versions, or their number does not fit the configuration.
+        ConfigError: ranks have other configurations, versions or checkpoints, or their number does not fit.
         TrainingError: the folder cannot be written, or another process trains in it.
         DataError: a split is shorter than the context.
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
@@ -129,6 +129,7 @@ class Trainer:
         self.stop = StopRequest()
         self.stopped_by: str | None = None
         resumed = resumable_state(run_dir, config, data)
+        check_same_checkpoint(ranks, None if resumed is None else resumed[0])
         self.step = 0 if resumed is None else resumed[1].step
         self.autopilot = Autopilot(config, lines_up_to(run_dir, self.step)) if config.training.autopilot else None
         self.training = config.training if self.autopilot is None else self.autopilot.training

@@ -4,6 +4,7 @@ import logging
 import platform
 import zlib
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_same_run", "check_same_state", "on_ranks", "sharing_loss"]
+__all__ = ["check_same_checkpoint", "check_same_run", "check_same_state", "on_ranks", "sharing_loss"]
 
 
 def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
@@ -54,6 +55,17 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
             f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
             "train on one rank"
         )
+
+
+def check_same_checkpoint(ranks: Ranks, checkpoint: Path | None) -> None:
+    """Check that all ranks continue the same checkpoint: a folder over a network may be listed late.
+
+    Raises:
+        ConfigError: they found others.
+    """
+    if ranks.size > 1:
+        found = {"the newest checkpoint": None if checkpoint is None else checkpoint.name}
+        require_equal(ranks, found, advice="wait until all machines see the same files in the run's folder, and resume")
 
 
 def _check_gpus(ranks: Ranks, config: RunConfig) -> None:
