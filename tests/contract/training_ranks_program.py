@@ -417,7 +417,7 @@ def other_checkpoint(folder: Path) -> str:
     run(config, folder, "stale")
     older, newest = sorted((folder / "stale" / checkpoint.FOLDER).iterdir())[-2:]
     seen = (newest, older)[distributed.get_rank()]
-    with mock.patch.object(run_folder, "latest", lambda _: seen):
+    with mock.patch.object(run_folder, "latest", return_value=seen):
         return run(config, folder, "stale", resume=True)
 
 
