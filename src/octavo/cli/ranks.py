@@ -66,12 +66,14 @@ def _end(launch: Launch, error: Exception, *, code: int, shows_traceback: bool) 
     """Print a failure of this rank, unless it follows from another's or was printed already."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    is_first = launch.note_failure()
-    text = _described(error)
-    if is_lost_connection(error):
+    is_first, follows = launch.note_failure(), is_lost_connection(error)
+    if follows:
         logging.getLogger(__name__).info("rank %d: %s", launch.ranks.rank, error)
-        if not is_first:
-            raise typer.Exit(TERMINATED) from None
+    if follows and not is_first:  # with the first one's code: the launcher may see this rank's end before that rank's
+        raise typer.Exit(launch.exit_code(otherwise=TERMINATED)) from None
+    launch.note_exit_code(code)
+    text = _described(error)
+    if follows:
         complain(
             f"rank {launch.ranks.rank} lost its connection to another rank, which was killed or cannot be reached; "
             "continue from the last checkpoint with --resume"

@@ -13,7 +13,7 @@ ranks; elsewhere the first rank has it. A :class:`Launch` notes there what outli
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,7 +28,8 @@ __all__ = ["Launch", "Place", "joined", "place_of"]
 
 FIRST_HOST = re.compile(r"([^,\[]+)(?:\[(\d+))?")
 LONGEST_WAIT = timedelta(days=7)  # of a rank for the first one, which may prepare a large text
-FAILURES, FAILED = "failures", "failed"
+FAILURES, FAILED, EXIT_CODE = "failures", "failed", "exit code"
+FAILURE_SECONDS = 10  # of a rank whose collective broke for the exit code of the rank that failed
 LOWEST_PORT, PORTS = 20_000, 20_000
 
 
@@ -136,6 +137,19 @@ class Launch:
     def note_failure(self) -> bool:
         """Note that this rank has failed; return whether it is the first one of this attempt."""
         return self.count(FAILURES) == 1
+
+    def note_exit_code(self, code: int) -> None:
+        """Note the exit code of a failure for the ranks whose collectives it breaks; nothing if the store has ended."""
+        with suppress(distributed.DistError):
+            self._passing.set(EXIT_CODE, str(code))
+
+    def exit_code(self, otherwise: int) -> int:
+        """Return the exit code that a rank has noted in this attempt; ``otherwise`` if none comes."""
+        try:
+            self._passing.wait([EXIT_CODE], timedelta(seconds=FAILURE_SECONDS))
+            return int(self._passing.get(EXIT_CODE))
+        except distributed.DistError:
+            return otherwise
 
     def has_failed(self) -> bool:
         """Return whether a rank has failed in this attempt."""

@@ -45,7 +45,7 @@ def test_rows_of_a_family_are_predicted_without_it(points):
     assert left_out.error == pytest.approx(outcome_of(left_out.point, without).error)
     assert left_out.metric_error == pytest.approx(math.expm1(left_out.error))  # a step's time
     assert 0 <= covered(outcomes) <= 1
-    assert len(bars(outcomes, [("a", 0.02)], 0)) == 6
+    assert len(bars(outcomes, [("a", 0.02)], 0)) == 7
 
 
 def test_every_row_is_read_or_refused_with_a_reason():

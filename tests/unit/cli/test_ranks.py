@@ -9,7 +9,7 @@ import pytest
 import typer
 from torch.distributed import DistBackendError, HashStore  # type: ignore[attr-defined]
 
-from octavo.cli.ranks import BAD_INPUT, DEFECT, TERMINATED, _end, _end_launch, start_ranks
+from octavo.cli.ranks import BAD_INPUT, DEFECT, _end, _end_launch, start_ranks
 from octavo.errors import CheckpointError, ConfigError, NonFiniteLossError
 from octavo.parallel.process_group import Launch
 from octavo.parallel.ranks import Ranks
@@ -39,15 +39,16 @@ def fail(launch: Launch, failure: Exception, **options: Any) -> NoReturn:
 
 
 def printed(capsys, *failures: tuple[int, Exception], traceback: bool = False) -> list[str]:
-    """What the ranks print to stderr that fail one after the other."""
+    """What the ranks print to stderr that fail one after the other; those that follow end with the first one's code."""
     store = HashStore()
+    codes: list[int] = []
     for rank, failure in failures:
         launch = Launch(Ranks(rank=rank, size=4), store, 0)
         code = BAD_INPUT if isinstance(failure, ConfigError | CheckpointError | OSError) else DEFECT
-        ended_code = TERMINATED if follows(failure) and launch.has_failed() else code
+        codes.append(codes[0] if follows(failure) and launch.has_failed() else code)
         with pytest.raises(typer.Exit) as ended:
             fail(launch, failure, code=code, shows_traceback=traceback)
-        assert ended.value.exit_code == ended_code
+        assert ended.value.exit_code == codes[-1]
     out, err = capsys.readouterr()
     assert out == ""
     return err.splitlines()
