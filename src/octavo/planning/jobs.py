@@ -85,7 +85,10 @@ class Layout:
     def __str__(self) -> str:
         names = (("TP", self.tp), ("PP", self.pp), ("VP", self.vp), ("CP", self.cp), ("EP", self.ep))
         parts = [f"{name}{value}" for name, value in names if value > 1]
-        return " ".join([*parts, f"{self.sharding} {self.dp * self.cp}"])
+        ranks = self.dp * self.cp
+        replicas = ranks // self.shard_ranks
+        kind = f"hsdp {replicas} × {self.shard_ranks}" if replicas > 1 else f"{self.sharding} {ranks}"
+        return " ".join([*parts, kind])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

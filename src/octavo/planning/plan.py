@@ -1,18 +1,19 @@
 """A plan: BF16 and every FP8 recipe of one training, each in its best layout, with time, memory, money and energy."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import Framework, Layout, TrainingJob
+from octavo.planning.jobs import Framework, Layout, Recompute, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
 from octavo.planning.precision import BF16, precision_of_recipe, unsupported_reason
 from octavo.planning.search import Candidate, best_layout, layouts
 from octavo.planning.training_costs import linear_parts, linear_precision
+from octavo.planning.training_memory import activation_bytes
 
 __all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_plan"]
 
@@ -170,6 +171,11 @@ class Plan:
             "tokens_per_s_per_gpu": candidate.tokens_per_s_per_gpu,
             "mfu": candidate.mfu,
             "memory_gb": candidate.memory.total / 1e9,
+            "memory_gb_by_part": {name: size / 1e9 for name, size in asdict(candidate.memory).items()},
+            "activations_gb_by_layer": {
+                str(policy): {name: size / 1e9 for name, size in activation_bytes(candidate.job, policy).items()}
+                for policy in Recompute
+            },
             "days": self.days(candidate),
             "cost": self.cost(candidate) if self.request.price else None,
             "megawatt_hours": self.megawatt_hours(candidate),

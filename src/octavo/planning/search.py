@@ -60,19 +60,25 @@ def layouts(model: ModelShape, hardware: Hardware, gpus: int, *, seq: int) -> It
             for cp in POWERS if seq >= 16384 else (1,):
                 if cp > 16 or gpus % (tp * pp * cp) or seq // cp < 4096 * (cp > 1):
                     continue
-                yield from _with_experts(model, Layout(gpus=gpus, tp=tp, pp=pp, cp=cp))
+                yield from _with_experts(model, Layout(gpus=gpus, tp=tp, pp=pp, cp=cp), hardware.domain)
 
 
-def _with_experts(model: ModelShape, layout: Layout) -> Iterator[Layout]:
-    """A layout with every division of the experts, and with weights sharded or not."""
+def _with_experts(model: ModelShape, layout: Layout, domain: int) -> Iterator[Layout]:
+    """A layout with every division of the experts, and of weights among data-parallel ranks.
+
+    Weights that are gathered for every use may be sharded inside a domain alone, with replicas in the others (HSDP).
+    """
     vp = max(1, min(4, model.layers // (2 * layout.pp))) if layout.pp > 1 else 1
-    kinds = (Sharding.FSDP, Sharding.ZERO1) if layout.pp == 1 else (Sharding.ZERO1,)
+    kinds = (Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO1) if layout.pp == 1 else (Sharding.ZERO1,)
     ranks = layout.gpus // layout.pp
     for ep in POWERS if model.experts else (1,):
         if ep > 1 and (model.experts % ep or ranks % ep):
             continue
         for kind in kinds:
             yield replace(layout, vp=vp, ep=ep, sharding=kind)
+        near = domain // layout.tp
+        if layout.pp == 1 and 1 < near < layout.dp * layout.cp and layout.dp * layout.cp % near == 0 and ep <= domain:
+            yield replace(layout, ep=ep, shard=near)
 
 
 def best_layout(job: TrainingJob, constants: Constants, candidates: list[Layout] | None = None) -> list[Candidate]:

@@ -7,6 +7,7 @@ optimizer. :mod:`octavo.planning.constants` turns them into time.
 
 import math
 
+from octavo.numerics import PerTensor
 from octavo.planning.gemm_costs import Parts, add_gemm
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import Layout, Recompute, Sharding, TrainingJob
@@ -131,6 +132,7 @@ def _add_communication(parts: Parts, job: TrainingJob, again: float) -> None:
         sent = passes * stream * (layout.tp - 1) / layout.tp * blocks
         parts["collectives"] += passes * blocks
         parts["tp_overlapped" if job.overlaps_tp else "tp"] += sent / _rate(hardware, layout.tp)
+    parts["collectives"] += _amax_collectives(job)
     if layout.cp > 1:
         keys = job.tokens * model.key_heads * (model.query_dim + model.value_head_dim) * 2.0 / layout.tp
         sent = 3.0 * keys * (layout.cp - 1) * model.attention_count / layout.pp
@@ -139,6 +141,27 @@ def _add_communication(parts: Parts, job: TrainingJob, again: float) -> None:
         _add_expert_exchange(parts, job, passes)
     if layout.pp > 1:
         parts["pp"] += 2.0 * layout.vp * stream / layout.tp / (hardware.network * 1e9)
+
+
+def _amax_collectives(job: TrainingJob) -> float:
+    """All-reduces of amaxes in a micro-batch: one a step for delayed scales and for weights that are gathered as codes.
+
+    A scale from the whole tensor needs one more for each tensor that tensor-parallel ranks divide: the input of a
+    layer divided by columns, the gradient of the output of one divided by rows.
+    """
+    layout, recipe = job.layout, job.precision.recipe
+    spec = recipe.output.a or recipe.output.b
+    if layout.gpus == 1 or spec is None or not isinstance(spec.granularity, PerTensor):
+        return 0.0
+    once = 1.0 / job.micro_batches
+    if recipe.is_delayed:
+        return once
+    divided = (
+        0
+        if layout.tp == 1
+        else sum(linear.count for linear in job.model.linears() if linear.part in (Part.ATTENTION, Part.MLP))
+    )
+    return divided / layout.pp + (once if job.precision.gathers_codes else 0.0)
 
 
 def _add_expert_exchange(parts: Parts, job: TrainingJob, passes: float) -> None:
@@ -201,11 +224,13 @@ def _add_step(parts: Parts, job: TrainingJob) -> None:
         if layout.sharding == Sharding.FSDP:
             uses = job.micro_batches * (2 * weight_bytes + 4.0 * trained)
             parts["fsdp"] += uses * parameters * share / rate
+        elif layout.sharding == Sharding.ZERO2:  # gathered once a step, while the first forward pass computes
+            parts["fsdp"] += (weight_bytes + 4.0 * trained) * parameters * share / rate
         else:
             parts["dp"] += (weight_bytes + 2.0) * trained * parameters * share / rate
+    owned = sum(parameters / ranks for parameters, ranks in _exchanges(layout, dense, experts))
     replicas = layout.dp * layout.cp // layout.shard_ranks
     if replicas > 1:
-        parts["dp"] += 8.0 * trained * dense / layout.shard_ranks / (job.hardware.network * 1e9)
-    owned = dense / layout.shard_ranks + experts / _exchanges(layout, dense, experts)[1][1]
+        parts["dp"] += 8.0 * trained * owned / (job.hardware.network * 1e9)
     owned = dense + experts if layout.sharding == Sharding.DDP else owned
     parts["optimizer"] += 32.0 * trained * owned / (job.hardware.bandwidth * 1e9)

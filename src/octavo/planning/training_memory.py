@@ -7,10 +7,9 @@ policy, an FP8 GEMM keeping its input as codes. Compiled frameworks fuse norms a
 from dataclasses import dataclass, replace
 
 from octavo.planning.jobs import Framework, Recompute, Sharding, TrainingJob
-from octavo.planning.model_shapes import Part
-from octavo.planning.precision import Kernel
+from octavo.planning.model_shapes import Linear, Part
 
-__all__ = ["Memory", "planned_memory", "recomputed_share", "training_memory"]
+__all__ = ["Memory", "activation_bytes", "planned_memory", "recomputed_share", "training_memory"]
 
 # Bytes of the CUDA context, communication buffers and fragments: what COAT's table leaves unexplained. The planner's
 # memory is judged on that same table, so the judgement is in-sample.
@@ -68,7 +67,7 @@ def training_memory(job: TrainingJob, recompute: Recompute) -> Memory:
         codes=codes,
         gradients=gradients,
         moments=moments,
-        activations=_activations(job, recompute),
+        activations=sum(activation_bytes(job, recompute).values()),
         working=_working(job, recompute, local, gathers=gathers),
     )
 
@@ -118,41 +117,58 @@ def _local_parameters(job: TrainingJob) -> tuple[float, float]:
     return dense / (layout.tp * layout.pp), experts / (layout.ep * layout.etp * layout.pp)
 
 
-def _block_bytes(job: TrainingJob, recompute: Recompute) -> float:
-    """Bytes that the blocks keep for backward, summed over all layers, for one token."""
-    model, fp8 = job.model, not job.precision.is_bf16 and job.precision.kernel != Kernel.FP4
-    fused = job.framework not in (Framework.EAGER, Framework.COMPOSER)
-    operand = 1.0 if fp8 or job.precision.kernel == Kernel.FP4 else 2.0
-    codes = job.precision.stores_codes
-    hidden = model.hidden
-    stream = 2.0 * hidden * model.streams
-    if recompute == Recompute.FULL:
-        return stream * (model.attention_count + model.mlp_count) / 2 + stream * model.mamba_layers
-    total = 0.0
-    for linear in model.linears():
-        if linear.part == Part.HEAD:
-            continue
-        times = linear.count * linear.copies
-        keeps_input = not (recompute == Recompute.SELECTIVE and linear.name.endswith("down"))
-        total += times * linear.k * operand * (1 if keeps_input else 0)
-        is_up = linear.name.endswith("up")
-        if is_up:
-            kept = 1.0 if codes else 2.0
-            total += times * linear.n * kept * (1.0 if fused or codes else 1.5 if model.gated else 2.0)
-        elif linear.name not in ("out", "o_a", "o_b", "expert_down", "shared_down", "down", "mamba_out"):
-            total += times * linear.n * 2.0
-    norms = model.attention_count + model.mlp_count + model.mamba_layers
-    total += norms * (1.0 if codes else 2.0) * hidden * (0 if recompute == Recompute.SELECTIVE else 1)
-    if not fused and not codes:
-        total += norms * 4.0 * hidden  # eager norms keep their input in FP32
-    return total
+def activation_bytes(job: TrainingJob, recompute: Recompute) -> dict[str, float]:
+    """Return the bytes that a GPU's blocks keep for backward, by what keeps them: kinds of layers, norms, or blocks.
 
-
-def _activations(job: TrainingJob, recompute: Recompute) -> float:
+    Example:
+        >>> from octavo.planning import PlanRequest, find_hardware, find_model, fitted_constants, make_plan
+        >>> request = PlanRequest(model=find_model("llama-3-8b"), hardware=find_hardware("h100"), gpus=64)
+        >>> step = make_plan(request, fitted_constants()).bf16.job
+        >>> kept = activation_bytes(step, Recompute.NONE)
+        >>> max(kept, key=kept.get), kept["down"] == 2 * 14336 * 32 * step.tokens
+        ('gate_up', True)
+    """
     layout = job.layout
     in_flight = 1.0 if layout.pp == 1 else 1.0 + (layout.pp - 1) / (layout.pp * layout.vp)
-    waiting = min(in_flight, job.micro_batches / layout.pp * 1.0 + 1) if layout.pp > 1 else 1.0
-    return job.tokens * _block_bytes(job, recompute) / layout.tp * waiting
+    waiting = min(in_flight, job.micro_batches / layout.pp + 1) if layout.pp > 1 else 1.0
+    tokens = job.tokens * waiting / layout.tp
+    return {name: tokens * each for name, each in _token_bytes(job, recompute).items()}
+
+
+def _token_bytes(job: TrainingJob, recompute: Recompute) -> dict[str, float]:
+    """Bytes that all blocks keep of one token, by what keeps them."""
+    model = job.model
+    if recompute == Recompute.FULL:
+        stream = 2.0 * model.hidden * model.streams
+        return {"inputs of blocks": stream * ((model.attention_count + model.mlp_count) / 2 + model.mamba_layers)}
+    kept = {
+        linear.name: linear.count * linear.copies * _layer_bytes(job, linear, recompute)
+        for linear in model.linears()
+        if linear.part != Part.HEAD
+    }
+    codes = job.precision.stores_codes
+    norms = model.attention_count + model.mlp_count + model.mamba_layers
+    width = 0.0 if recompute == Recompute.SELECTIVE else 1.0 if codes else 2.0
+    width += 0.0 if _is_fused(job) or codes else 4.0  # eager norms keep their input in FP32
+    return kept | {"norms": norms * width * model.hidden}
+
+
+def _is_fused(job: TrainingJob) -> bool:
+    """Return whether norms and activation functions are fused kernels."""
+    return job.framework not in (Framework.EAGER, Framework.COMPOSER)
+
+
+def _layer_bytes(job: TrainingJob, linear: Linear, recompute: Recompute) -> float:
+    """Bytes that one linear layer, and what follows it, keep of one token: its input, and its output if it is used."""
+    codes, operand = job.precision.stores_codes, 2.0 if job.precision.is_bf16 else 1.0
+    is_computed_again = recompute == Recompute.SELECTIVE and linear.name.endswith("down")
+    kept = 0.0 if is_computed_again else linear.k * operand
+    if linear.name.endswith("up"):
+        times = 1.0 if _is_fused(job) or codes else 1.5 if job.model.gated else 2.0
+        return kept + linear.n * (1.0 if codes else 2.0) * times
+    if linear.name in ("out", "o_a", "o_b", "expert_down", "shared_down", "down", "mamba_out"):
+        return kept
+    return kept + linear.n * 2.0
 
 
 def _working(job: TrainingJob, recompute: Recompute, local: float, *, gathers: bool) -> float:
@@ -161,6 +177,6 @@ def _working(job: TrainingJob, recompute: Recompute, local: float, *, gathers: b
     logits = min(job.tokens, 8192) * model.vocab / layout.tp * 8.0
     block = 0.0
     if recompute == Recompute.FULL:
-        block = job.tokens * _block_bytes(job, Recompute.NONE) / blocks / layout.tp
+        block = job.tokens * sum(_token_bytes(job, Recompute.NONE).values()) / blocks / layout.tp
     gathered = 2 * 2.0 * local / blocks if gathers else 0.0
     return max(logits, block) + gathered

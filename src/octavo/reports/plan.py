@@ -1,8 +1,10 @@
 """HTML page of a plan: the recipes, and where the time of each step goes."""
 
+from itertools import cycle
 from typing import Any
 
 from octavo.planning import Option, Plan
+from octavo.planning.plan import LayerGain
 from octavo.reports.figures import PALETTE, new_figure, plain
 from octavo.reports.rendering import check_report_extra, render
 
@@ -58,6 +60,10 @@ def plan_page(plan: Plan) -> str:
         refused=[(option.name, option.reason) for option in plan.options if option.candidate is None],
         legend=[(name.replace("_", " "), colour) for name, colour in COLOURS.items()],
         figure=_figure(plan),
+        layer_figure=_layer_figure(plan),
+        layer_legend=[(layer.name.replace("_", " "), colour) for layer, colour in _coloured_layers(plan)],
+        memory=_memory(plan),
+        activations=_activations(plan),
         layers=layers,
     )
 
@@ -90,3 +96,48 @@ def _figure(plan: Plan) -> Any:
     figure.update_layout(barmode="stack", hovermode="closest")
     figure.update_yaxes(type="category", showgrid=False)
     return figure
+
+
+def _coloured_layers(plan: Plan) -> list[tuple[LayerGain, str]]:
+    """The layers with a colour each, the largest first."""
+    layers = sorted(plan.layers, key=lambda layer: -layer.bf16)
+    return list(zip(layers, cycle(PALETTE.values())))
+
+
+def _layer_figure(plan: Plan) -> Any:
+    """A bar for BF16 and one for FP8, divided by the layers of a micro-batch, casts included."""
+    figure = new_figure("", x="seconds of a micro-batch")
+    names = [plain(plan.best_fp8.name if plan.best_fp8 else "fp8"), "bf16"]
+    for layer, colour in _coloured_layers(plan):
+        name = plain(layer.name.replace("_", " "))
+        figure.add_bar(x=[layer.fp8, layer.bf16], y=names, name=name, orientation="h", marker={"color": colour})
+    figure.update_layout(barmode="stack", hovermode="closest")
+    figure.update_yaxes(type="category", showgrid=False)
+    return figure
+
+
+def _shown(plan: Plan) -> list[dict[str, Any]]:
+    """Records of BF16 and of the fastest FP8 recipe."""
+    names = ["bf16", *([plan.best_fp8.name] if plan.best_fp8 else [])]
+    return [option for option in plan.record()["options"] if option["recipe"] in names]
+
+
+def _memory(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of what fills a GPU's memory."""
+    shown = _shown(plan)
+    parts = [option["memory_gb_by_part"] for option in shown]
+    rows = [(name, *(f"{each[name]:.1f} GB" for each in parts)) for name in parts[0]]
+    return ("", *(option["recipe"] for option in shown)), rows
+
+
+def _activations(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of what backward keeps, by layer and policy of recomputation."""
+    shown = _shown(plan)
+    columns = [(option["recipe"], policy) for option in shown for policy in option["activations_gb_by_layer"]]
+    cells = [option["activations_gb_by_layer"][policy] for option in shown for policy in ("none", "selective", "full")]
+    names = list(dict.fromkeys(name for each in cells for name in each))
+    rows = [
+        (name.replace("_", " "), *(f"{each[name]:.1f}" if name in each else "–" for each in cells)) for name in names
+    ]
+    rows.append(("all", *(f"{sum(each.values()):.1f}" for each in cells)))
+    return ("GB", *(f"{recipe}, {policy}" for recipe, policy in columns)), rows

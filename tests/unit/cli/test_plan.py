@@ -1,10 +1,13 @@
 """octavo plan and octavo advise, as a shell would see them."""
 
 import json
-import time
 
 import pytest
 
+from octavo.planning import find_hardware, find_model
+from octavo.planning.search import layouts
+
+MODELS = ("llama-3-8b", "llama-3-70b", "deepseek-v3")
 PLAN = ("plan", "--model", "llama-3-8b", "--gpus", 64)
 
 
@@ -15,7 +18,9 @@ def test_plan_as_json_and_compared(octavo, tmp_path):
         assert result.exit_code == 0
         record = json.loads(result.stdout)
         assert record["tokens"] == 2e12
-        assert record["options"][0]["cost"] > 0
+        bf16 = record["options"][0]
+        assert bf16["cost"] > 0
+        assert sum(bf16["memory_gb_by_part"].values()) == pytest.approx(bf16["memory_gb"])
         paths.append(tmp_path / f"{hardware}.json")
         paths[-1].write_text(result.stdout)
     found = json.loads(octavo("plan", "--compare", *paths, "--json").stdout)
@@ -31,7 +36,8 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     assert "Where the time goes" in shown.stdout
     assert "published measurements" in shown.stdout
     html = page.read_text()
-    assert html.count('<div data-figure="') == 1
+    assert html.count('<div data-figure="') == 2
+    assert all(f"<h2>{part}</h2>" in html for part in ("Layers in FP8", "Memory of a GPU", "What backward keeps"))
     assert 'src="http' not in html
 
 
@@ -42,10 +48,10 @@ def test_the_program_that_trains_can_be_chosen(octavo):
     assert "as torchtitan would train" in octavo(*PLAN).stdout
 
 
-def test_a_search_of_1024_gpus_takes_less_than_five_seconds(octavo):
-    started = time.process_time()
-    assert octavo("plan", "--model", "llama-3-70b", "--gpus", 1024, "--json").exit_code == 0
-    assert time.process_time() - started < 5
+def test_a_search_of_1024_gpus_tries_few_layouts():
+    """Its time is that of its predictions, a few milliseconds each."""
+    counts = {name: len(list(layouts(find_model(name), find_hardware("h100"), 1024, seq=8192))) for name in MODELS}
+    assert all(20 < count < 400 for count in counts.values()), counts
 
 
 def test_rows_are_predicted_as_one_list(octavo, tmp_path):

@@ -15,9 +15,10 @@ from octavo.planning.jobs import Framework, GemmJob, GemmPass, Layout, Recompute
 from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, bytes_cast, find_precision, precision_of_recipe
+from octavo.planning.search import layouts
 from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, weight_bytes
 from octavo.planning.training_costs import training_parts
-from octavo.planning.training_memory import recomputed_share, training_memory
+from octavo.planning.training_memory import activation_bytes, recomputed_share, training_memory
 
 H100 = find_hardware("h100")
 
@@ -106,6 +107,51 @@ def test_fsdp_moves_every_weight_thrice_a_micro_batch():
     parts = training_parts(job(layout=Layout(gpus=8), global_batch=8))
     sent = (2 + 2 + 4) * find_model("llama-3-8b").parameters * 7 / 8
     assert parts["fsdp"] == pytest.approx(sent / 450e9)
+
+
+def test_zero2_moves_every_weight_twice_a_step():
+    layout = Layout(gpus=8, sharding=Sharding.ZERO2)
+    parts = training_parts(job(layout=layout, global_batch=64))
+    assert parts["micro_batches"] == 8
+    assert parts["fsdp"] == pytest.approx((2 + 4) * find_model("llama-3-8b").parameters * 7 / 8 / 450e9)
+
+
+def test_replicas_gather_over_links_and_reduce_their_shard_over_the_network():
+    parts = training_parts(job(layout=Layout(gpus=64, shard=8)))
+    parameters = find_model("llama-3-8b").parameters
+    assert parts["fsdp"] == pytest.approx((2 + 2 + 4) * parameters * 7 / 8 / 450e9)
+    assert parts["dp"] == pytest.approx(2 * 4 * parameters / 8 / (H100.network * 1e9))
+    assert str(Layout(gpus=64, shard=8)) == "hsdp 8 × 8"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tp", "count"),
+    [
+        ("delayed", 1, 1),
+        ("delayed", 8, 1),
+        ("tensorwise", 1, 1),  # of the weights, which are gathered as codes
+        ("tensorwise", 8, 1 + 32 * 4),  # and of each layer's divided operand
+        ("rowwise", 8, 0),
+        ("blockwise", 8, 0),
+    ],
+)
+def test_all_reduces_of_amaxes(recipe, tp, count):
+    layout = Layout(gpus=64, tp=tp)
+    step = job(layout=layout, global_batch=64 // tp, precision=precision_of_recipe(recipe))
+    assert training_parts(step)["collectives"] - training_parts(step.at(BF16))["collectives"] == count
+
+
+def test_the_search_shards_weights_in_every_way():
+    found = list(layouts(find_model("llama-3-8b"), H100, 64, seq=8192))
+    assert {layout.sharding for layout in found} == {Sharding.FSDP, Sharding.ZERO1, Sharding.ZERO2}
+    assert {layout.shard for layout in found if layout.tp == 2} == {0, 4}, "a domain of 8 GPUs holds four such shards"
+
+
+@pytest.mark.parametrize("policy", Recompute)
+def test_activations_by_layer_are_all_activations(policy):
+    step = job(layout=Layout(gpus=64, tp=2, pp=4, vp=2, sharding=Sharding.ZERO1))
+    kept = activation_bytes(step, policy)
+    assert sum(kept.values()) == pytest.approx(training_memory(step, policy).activations)
 
 
 def test_memory_of_a_toy_layer_is_what_torch_saves():
