@@ -41,6 +41,7 @@ def choose_layers(
     min_weight_elements: int = 1,
     keep_first_blocks: int = 0,
     keep_last_blocks: int = 0,
+    linear_classes: Sequence[type[torch.nn.Linear]] = (),
 ) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
     """Select the layers that :func:`convert` would convert with the same arguments; the model is not changed.
 
@@ -48,8 +49,8 @@ def choose_layers(
         The layers by path; and the path of every other linear or embedding layer, with the reason why it stays.
 
     Raises:
-        ConfigError: a ``skip`` that is a bare string, a pattern that matches nothing, or more blocks to keep than there
-            are.
+        ConfigError: a ``skip`` that is a bare string, a pattern that matches nothing, more blocks to keep than there
+            are, or a class in ``linear_classes`` whose layer is no plain linear one.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
@@ -60,18 +61,21 @@ def choose_layers(
     if isinstance(skip, str):
         raise ConfigError(f"skip takes a list of patterns; write skip=[{skip!r}]")
     candidates = dict(candidates_of(model))
+    _check_classes(candidates, linear_classes)
     paths, readers = all_paths(model), weight_readers(model)
     every = multiplying_modules(model)
     check_patterns(skip, every, paths)
-    reasons = _heads(candidates) if not convert_head else {}
+    reasons = _heads(candidates, linear_classes) if not convert_head else {}
     reasons |= _outer_blocks(model, every, keep_first_blocks, keep_last_blocks)
     reasons |= {name.removesuffix(".weight"): reason for name, reason in routers(model).items()}
     for path, module in candidates.items():
-        if isinstance(module, torch.nn.Linear) and (reason := _unable(module, readers)) is not None:
+        if _is_convertible(module, linear_classes) and (reason := _unable(module, readers)) is not None:
             reasons[path] = reason
     selected, skipped = {}, {}
     for path, module in candidates.items():  # all decided before the first change: a filter may raise
-        reason = _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements) or reasons.get(path)
+        reason = _reason_of_class(module, linear_classes)
+        reason = reason or _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements)
+        reason = reason or reasons.get(path)
         if reason is None:
             assert isinstance(module, torch.nn.Linear)
             selected[path] = module
@@ -127,8 +131,6 @@ def _reason_of_weights(
 
 def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightReader]) -> str | None:
     """Reason why a layer cannot run a recipe: its forward is not called, or its weight is codes of another library."""
-    if not _is_convertible(layer):
-        return None  # a subclass stays in any case
     if type(layer) is torch.nn.Linear and "forward" in vars(layer):
         return "its forward was replaced by another library's (accelerate's hooks); convert the model before that"
     if layer in readers and readers[layer].replaces:
@@ -138,8 +140,38 @@ def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightRead
     return _unreadable(layer.weight)
 
 
-def _is_convertible(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
-    return type(module) is torch.nn.Linear or is_own_linear(module)
+def _is_convertible(
+    module: torch.nn.Module, linear_classes: Sequence[type[torch.nn.Linear]] = ()
+) -> TypeGuard[torch.nn.Linear]:
+    return type(module) in (torch.nn.Linear, *linear_classes) or is_own_linear(module)
+
+
+def _check_classes(candidates: Mapping[str, torch.nn.Module], linear_classes: Sequence[type[torch.nn.Linear]]) -> None:
+    """Refuse a class that is no subclass of ``nn.Linear``, has no layer here, or computes something else."""
+    for kind in linear_classes:
+        layers = {path: module for path, module in candidates.items() if type(module) is kind}
+        if kind is torch.nn.Linear or not layers:
+            raise ConfigError(f"linear_classes names {kind!r}, of which this model has no layer but nn.Linear's own")
+        for path, layer in layers.items():
+            assert isinstance(layer, torch.nn.Linear)
+            if not _computes_as_linear(layer):
+                raise ConfigError(
+                    f"linear_classes names {kind.__name__}, but {shown(path)} is no plain linear layer: besides "
+                    "x @ weight.T + bias it computes or stores something else; leave the class out"
+                )
+
+
+def _computes_as_linear(layer: torch.nn.Linear) -> bool:
+    """Return whether a layer has a weight and a bias alone, and computes what nn.Linear computes of them."""
+    names = {name for name, _ in [*layer.named_parameters(), *layer.named_buffers()]}
+    if not names <= {"weight", "bias"} or list(layer.children()):
+        return False
+    if layer.weight.is_meta or type(layer.weight) is not torch.nn.Parameter:
+        return True  # nothing to compute with
+    x = torch.linspace(-1, 1, 2 * layer.in_features, device=layer.weight.device).reshape(2, -1).to(layer.weight.dtype)
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        return torch.allclose(type(layer).forward(layer, x), expected, rtol=torch.finfo(x.dtype).eps ** 0.5, atol=1e-3)
 
 
 def _unreadable(weight: torch.Tensor) -> str | None:
@@ -166,6 +198,15 @@ def heads_of(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(_heads(dict(candidates_of(model))))
 
 
+def _reason_of_class(module: torch.nn.Module, linear_classes: Sequence[type[torch.nn.Linear]]) -> str | None:
+    if not isinstance(module, torch.nn.Linear):
+        return "embedding: a look-up, not a product"
+    if _is_convertible(module, linear_classes):
+        return None
+    kind = type(module).__name__
+    return f"subclass {kind} of nn.Linear may compute something else; if it does not, name it in linear_classes"
+
+
 def _reason_to_skip(
     paths: list[str],
     module: torch.nn.Module,
@@ -173,13 +214,10 @@ def _reason_to_skip(
     layer_filter: Callable[[str, torch.nn.Linear], bool] | None,
     min_weight_elements: int,
 ) -> str | None:
-    if not isinstance(module, torch.nn.Linear):
-        return "embedding: a look-up, not a product"
-    if not _is_convertible(module):
-        return f"subclass {type(module).__name__} of nn.Linear may compute something else"
-    for pattern in skip:
-        if matches(pattern, paths):
-            return f"skip pattern {pattern!r}"
+    assert isinstance(module, torch.nn.Linear)
+    pattern = next((each for each in skip if matches(each, paths)), None)
+    if pattern is not None:
+        return f"skip pattern {pattern!r}"
     if layer_filter is not None and not layer_filter(paths[0], module):
         return "filter"
     if module.weight.numel() < min_weight_elements:
@@ -187,13 +225,15 @@ def _reason_to_skip(
     return None
 
 
-def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:
+def _heads(
+    candidates: dict[str, torch.nn.Module], linear_classes: Sequence[type[torch.nn.Linear]] = ()
+) -> dict[str, str]:
     """Paths of language-model heads and what gives them away.
 
     A shape is the weakest sign: a position table may be as large as a projection. It counts where nothing better is
     found, and then for the last layer that has it.
     """
-    linears = {path: module for path, module in candidates.items() if _is_convertible(module)}
+    linears = {path: module for path, module in candidates.items() if _is_convertible(module, linear_classes)}
     tables = [module.weight for module in candidates.values() if isinstance(module, torch.nn.Embedding)]
     heads = {path: "head: by its name" for path in linears if path.rpartition(".")[2] in HEAD_NAMES}
     for path, linear in linears.items():

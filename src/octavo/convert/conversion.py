@@ -60,14 +60,15 @@ def convert(
     cache_weights: bool = False,
     frozen: str | None = None,
     strict: float | None = None,
+    linear_classes: Sequence[type[torch.nn.Linear]] = (),
 ) -> ConversionReport:
     """Let a model's linear layers and experts run ``recipe``, in place.
 
     Experts in one module with weights of three dimensions, as transformers has them, have scales and amax histories for
     each expert. Stay as they are, each with its reason in the report: embeddings; the head (see Args); routers; layers
     that ``skip`` or ``layer_filter`` name or that are too small; subclasses of ``nn.Linear``, whose forward may be
-    their own; layers that their owner never calls; weights that another library has quantized; and weights that are no
-    linear layer's.
+    their own, unless ``linear_classes`` names them; layers that their owner never calls; weights that another library
+    has quantized; and weights that are no linear layer's.
 
     Args:
         model: any module. Layers converted before take the new recipe.
@@ -95,11 +96,15 @@ def convert(
             in the place of ``weight``. Weights of experts are not stored so.
         strict: the least share of multiplications that must run in FP8, from 0 to 1; a model of which less does is
             restored and refused.
+        linear_classes: subclasses of ``nn.Linear`` that compute ``x @ weight.T + bias`` like it, such as transformers'
+            ``FalconLinear``; each layer is tried on two rows. A converted one is an ``octavo.nn.Linear`` and of its
+            own class again after :func:`restore`.
 
     Raises:
         ConfigError: a share below ``strict``; a traced or scripted module, unknown recipe, ``scale_updates``,
             ``amax_group`` or ``frozen``, a ``skip`` that is a bare string, ``overrides`` that are no mapping, a pattern
-            that matches nothing, an override of layers that all stay as they are, more blocks to keep than there are.
+            that matches nothing, an override of layers that all stay as they are, more blocks to keep than there are, a
+            class in ``linear_classes`` that computes something else.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -130,12 +135,15 @@ def convert(
         min_weight_elements=min_weight_elements,
         keep_first_blocks=keep_first_blocks,
         keep_last_blocks=keep_last_blocks,
+        linear_classes=linear_classes,
     )
     _check_effect(overriding, paths, skipped | others_left, chosen | others)
     updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
         if not isinstance(module, Linear):
+            if type(module) is not torch.nn.Linear:
+                module.__dict__["restored_class"] = type(module)
             module.__class__ = Linear
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
@@ -270,7 +278,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.path,
                 module.scale_updates,
             )
-            module.__class__ = module.restored_class  # type: ignore[assignment]
+            module.__class__ = vars(module).pop("restored_class", module.restored_class)
             restored.append(path)
     allow_save_pretrained(model)
     return tuple(restored)

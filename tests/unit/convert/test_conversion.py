@@ -1,4 +1,5 @@
 import copy
+import io
 import pickle
 
 import pytest
@@ -11,6 +12,8 @@ from tests.contract.gemm_oracle import recorded_products
 from tests.recorded_state import end_step
 from tests.unit.convert.tiny_language_model import TinyLanguageModel
 
+OUT_PROJ = "NonDynamicallyQuantizableLinear"
+UNLESS = "; if it does not, name it in linear_classes"
 PARAMETER = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
 
 
@@ -184,9 +187,9 @@ def test_every_layer_that_stays_has_its_reason():
         "filtered": "filter",
         "small": "shape: 6 weights, fewer than 7",
         "lm_head": "head: by its name",
-        "parametrized": "subclass ParametrizedLinear of nn.Linear may compute something else",
-        "lazy": "subclass LazyLinear of nn.Linear may compute something else",
-        "attention.out_proj": "subclass NonDynamicallyQuantizableLinear of nn.Linear may compute something else",
+        "parametrized": f"subclass ParametrizedLinear of nn.Linear may compute something else{UNLESS}",
+        "lazy": f"subclass LazyLinear of nn.Linear may compute something else{UNLESS}",
+        "attention.out_proj": f"subclass {OUT_PROJ} of nn.Linear may compute something else{UNLESS}",
     }
     assert report.parameters == {"attention.in_proj_weight": PARAMETER}
     lines = str(report).splitlines()
@@ -198,6 +201,63 @@ def test_every_layer_that_stays_has_its_reason():
         for path, reason in (report.skipped | report.parameters).items()
         for parameters, products in [report.shares.by_path[path]]
     ]
+
+
+class Matmul(nn.Linear):
+    """As transformers' FalconLinear writes a linear layer."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class LowRank(nn.Linear):
+    """Its correction is zero until it is trained, so that no output shows it."""
+
+    def __init__(self, k, n):
+        super().__init__(k, n)
+        self.a, self.b = nn.Parameter(torch.randn(2, k)), nn.Parameter(torch.zeros(n, 2))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize("frozen", [None, "fp8"])
+def test_named_subclasses_are_converted_and_restored(frozen):
+    torch.manual_seed(0)
+    model, plain = nn.Sequential(Matmul(8, 16), Doubled(16, 4)), nn.Sequential(nn.Linear(8, 16))
+    plain.load_state_dict({"0.weight": model[0].weight, "0.bias": model[0].bias})
+    model[0].weight.requires_grad_(False)
+    plain[0].weight.requires_grad_(False)
+    left = vars(model[0]).keys() | {"training"}
+    report = octavo.convert(model, frozen=frozen, linear_classes=[Matmul])
+    octavo.convert(plain, frozen=frozen)
+    assert report.converted == ("0",)
+    assert report.skipped["1"].startswith("subclass Doubled of nn.Linear")
+    x = torch.randn(3, 8)
+    assert torch.equal(model[0](x), plain[0](x))
+    assert octavo.convert(model, frozen=frozen).converted == ("0",), "it is octavo's layer now"
+    saved = io.BytesIO()
+    torch.save(copy.deepcopy(model), saved)
+    saved.seek(0)
+    copied = torch.load(saved, weights_only=False)
+    for each in (model, copied):
+        assert octavo.restore(each) == ("0",)
+        assert type(each[0]) is Matmul
+        assert vars(each[0]).keys() == left, "nothing of octavo is left behind"
+        assert torch.allclose(each[0](x), plain[0](x), atol=0.2)
+
+
+@pytest.mark.parametrize("kind", [Doubled, LowRank, Matmul, nn.Linear])
+def test_a_class_that_is_no_plain_linear_layer_is_refused(kind):
+    model = nn.Sequential(Doubled(4, 4), LowRank(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=rf"^linear_classes names .*{kind.__name__}.*(leave the class out|no layer)"):
+        octavo.convert(model, linear_classes=[kind])
+    assert [type(layer) for layer in model] == [Doubled, LowRank, nn.Linear]
 
 
 def test_tied_weights_stay_tied_through_training():
