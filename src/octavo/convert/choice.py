@@ -73,7 +73,7 @@ def choose_layers(
             reasons[path] = reason
     selected, skipped = {}, {}
     for path, module in candidates.items():  # all decided before the first change: a filter may raise
-        reason = _reason_of_class(module, linear_classes)
+        reason = _reason_of_class(module, linear_classes, readers)
         reason = reason or _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements)
         reason = reason or reasons.get(path)
         if reason is None:
@@ -161,17 +161,24 @@ def _check_classes(candidates: Mapping[str, torch.nn.Module], linear_classes: Se
                 )
 
 
+def _has_weight_and_bias_alone(layer: torch.nn.Linear) -> bool:
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    plain = {name for name, _ in tensors} <= {"weight", "bias"} and not list(layer.children())
+    return plain and not any(torch.nn.parameter.is_lazy(tensor) for _, tensor in tensors)
+
+
 def _computes_as_linear(layer: torch.nn.Linear) -> bool:
-    """Return whether a layer has a weight and a bias alone, and computes what nn.Linear computes of them."""
-    names = {name for name, _ in [*layer.named_parameters(), *layer.named_buffers()]}
-    if not names <= {"weight", "bias"} or list(layer.children()):
+    """Return whether a layer has a weight and a bias alone, and computes of two rows what nn.Linear computes."""
+    weight = layer.weight
+    if not _has_weight_and_bias_alone(layer):
         return False
-    if layer.weight.is_meta or type(layer.weight) is not torch.nn.Parameter:
-        return True  # nothing to compute with
-    x = torch.linspace(-1, 1, 2 * layer.in_features, device=layer.weight.device).reshape(2, -1).to(layer.weight.dtype)
+    if weight.is_meta or type(weight) is not torch.nn.Parameter:
+        return True  # no values of its own to multiply
+    x = torch.linspace(-1, 1, 2 * layer.in_features, device=weight.device).reshape(2, -1).to(weight.dtype)
     with torch.no_grad():
-        expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
-        return torch.allclose(type(layer).forward(layer, x), expected, rtol=torch.finfo(x.dtype).eps ** 0.5, atol=1e-3)
+        expected = torch.nn.functional.linear(x, weight, layer.bias)
+        found = type(layer).forward(layer, x)
+        return torch.allclose(found, expected, rtol=torch.finfo(x.dtype).eps ** 0.5, atol=1e-3)
 
 
 def _unreadable(weight: torch.Tensor) -> str | None:
@@ -198,13 +205,19 @@ def heads_of(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(_heads(dict(candidates_of(model))))
 
 
-def _reason_of_class(module: torch.nn.Module, linear_classes: Sequence[type[torch.nn.Linear]]) -> str | None:
+def _reason_of_class(
+    module: torch.nn.Module,
+    linear_classes: Sequence[type[torch.nn.Linear]],
+    readers: Mapping[torch.nn.Module, WeightReader],
+) -> str | None:
     if not isinstance(module, torch.nn.Linear):
         return "embedding: a look-up, not a product"
     if _is_convertible(module, linear_classes):
         return None
-    kind = type(module).__name__
-    return f"subclass {kind} of nn.Linear may compute something else; if it does not, name it in linear_classes"
+    reason = f"subclass {type(module).__name__} of nn.Linear may compute something else"
+    runs = module not in readers or not readers[module].replaces
+    may_be_plain = runs and _has_weight_and_bias_alone(module) and _unreadable(module.weight) is None
+    return f"{reason}; if it does not, name it in linear_classes" if may_be_plain else reason
 
 
 def _reason_to_skip(

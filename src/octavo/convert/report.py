@@ -3,7 +3,8 @@
 Shares of parameters are of all elements of all parameters. Shares of multiplications are of one pass of one token
 through every weight that multiplies: an embedding, which looks up, has none, and every other weight has one
 multiplication an element. A convolution that slides over more places than there are tokens does more than that, and of
-experts only those that a token is sent to multiply, which no module says in general; all of them are counted.
+experts only those that a token is sent to multiply, which no module says in general; all of them are counted. A weight
+that takes a gradient has three multiplications an element in training, two in backward; one that takes none has two.
 """
 
 import re
@@ -36,6 +37,7 @@ __all__ = [
 LOOK_UPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 PERCENT = 100
+SUBCLASS = re.compile(r"subclass (\w+) of nn\.Linear .* name it in linear_classes")
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole word of a path, as in "layers.0.fc1"
 
 
@@ -58,18 +60,22 @@ class Shares:
     Attributes:
         parameters: of the model's parameters, the weights of layers whose recipe casts.
         multiplications: of those of one token, if each weight multiplies it once; see this module's head.
+        training: of those of forward and backward together.
         by_path: of both, each weight that stays as it is.
     """
 
     parameters: float = 0.0
     multiplications: float = 0.0
+    training: float = 0.0
     by_path: Mapping[str, WeightShare] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """The two totals."""
+        """The totals; that of training where it differs from that of forward alone."""
+        training = _percent(self.training)
+        with_backward = f" ({training} with backward's)" if training != _percent(self.multiplications) else ""
         return (
             f"in FP8: {_percent(self.parameters)} of the parameters and {_percent(self.multiplications)} of the "
-            "multiplications, counting each weight once a token"
+            f"multiplications{with_backward}, counting each weight once a token"
         )
 
 
@@ -103,6 +109,20 @@ class ConversionReport:
     shares: Shares = field(default_factory=Shares)
 
     @property
+    def gains(self) -> dict[str, float]:
+        """Arguments of :func:`convert` under which more would run in FP8, and the share of multiplications of each.
+
+        The head is among the layers that quantization hurts most: try it, and measure.
+        """
+        shares: dict[str, float] = {}
+        for path, reason in self.skipped.items():
+            subclass = SUBCLASS.match(reason)
+            argument = f"linear_classes=[{subclass[1]}]" if subclass else "convert_head=True"
+            if (subclass or reason.startswith("head: ")) and path in self.shares.by_path:
+                shares[argument] = shares.get(argument, 0.0) + self.shares.by_path[path].multiplications
+        return dict(sorted(shares.items(), key=lambda gain: -gain[1]))
+
+    @property
     def held(self) -> tuple[str, ...]:
         """Former name of ``stored``; works for one release."""
         warnings.warn("ConversionReport.held is ConversionReport.stored now", DeprecationWarning, stacklevel=2)
@@ -130,7 +150,13 @@ class ConversionReport:
         ]
         stay = self.skipped | self.parameters
         lines += [f"  {path}: {reason}" for path, reason in _grouped(stay, self.shares.by_path)]
-        return "\n".join(lines + [f"note: {path} {note}" for path, note in _grouped(self.notes)])
+        lines += [f"note: {path} {note}" for path, note in _grouped(self.notes)]
+        return "\n".join(lines + ([f"more would run in FP8 with {self._gains()}"] if self.gains else []))
+
+    def _gains(self) -> str:
+        return ", ".join(
+            f"{argument} ({_percent(share)} of the multiplications)" for argument, share in self.gains.items()
+        )
 
     def _repr_html_(self) -> str | None:
         facts = {
@@ -139,6 +165,8 @@ class ConversionReport:
             "converted": counted(len(self.converted) + len(self.weights), "layer"),
             "high precision": counted(len(self.skipped), "layer"),
         }
+        if self.gains:
+            facts["more with"] = self._gains()
         if self.stored:
             facts["stored as codes"] = counted(len(self.stored), "weight")
         runs = {path: self.overridden.get(path, self.recipe) for path in (*self.converted, *self.weights)}
@@ -250,9 +278,16 @@ def shares_of(
     cast += _sum(weight for weight, recipe in others.items() if not recipe.is_high_precision)
     staying = {path: layer.weight for path, layer in staying_layers.items()}
     staying |= {weight.path: weight.parameter for weight in bare}
+    runs = [*((layer.weight, layer.recipe) for layer in taken if runs_in_fp8(layer)), *others.items()]
+    in_training = sum(weight.numel() * _products(weight, recipe) for weight, recipe in runs)
+    of_training = sum(
+        _elements(weight) * (3 if weight.requires_grad else 2)
+        for weight in (*(layer.weight for layer in taken), *others, *multiplying.values())
+    )
     return Shares(
         parameters=_fraction(cast, total),
         multiplications=_fraction(cast, products),
+        training=_fraction(in_training, of_training),
         by_path={
             path: WeightShare(
                 _fraction(_elements(weight), total),
@@ -261,6 +296,12 @@ def shares_of(
             for path, weight in staying.items()
         },
     )
+
+
+def _products(weight: torch.Tensor, recipe: Recipe) -> int:
+    """GEMMs of forward and backward that the recipe runs in FP8; a weight without gradient has no grad_weight."""
+    specs = [recipe.output, recipe.grad_input, *([recipe.grad_weight] if weight.requires_grad else [])]
+    return sum(spec.b is not None for spec in specs)
 
 
 def _elements(weight: object) -> int:

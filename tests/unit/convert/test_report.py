@@ -92,8 +92,39 @@ def test_a_head_that_shares_the_tables_weight_multiplies():
 
 def test_layers_in_high_precision_are_not_in_fp8():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False))
-    assert octavo.convert(model, overrides={"1": "bf16"}).shares == Shares(parameters=0.25, multiplications=0.25)
+    quarter = Shares(parameters=0.25, multiplications=0.25, training=0.25)
+    assert octavo.convert(model, overrides={"1": "bf16"}).shares == quarter
     assert octavo.convert(model, "bf16").shares == Shares()
+
+
+def test_backward_counts_two_products_of_a_weight_that_takes_a_gradient():
+    """rowwise_hp_grad_weight casts for two of three products; a frozen weight has no grad_weight."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False), nn.Conv1d(8, 4, 1, bias=False))
+    report = octavo.convert(model, "rowwise_hp_grad_weight")
+    assert report.shares.multiplications == 256 / 288
+    assert report.shares.training == 2 * 256 / (3 * 288)
+    assert "88.9 % of the multiplications (59.3 % with backward's), counting" in str(report)
+    model[1].requires_grad_(False)
+    assert octavo.convert(model, "tensorwise").shares.training == (3 * 64 + 2 * 192) / (3 * 64 + 2 * 192 + 3 * 32)
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+def test_what_more_could_run_in_fp8_is_said_with_its_share():
+    model = nn.ModuleDict(
+        {"up": nn.Linear(8, 8, bias=False), "own": Subclass(8, 24, bias=False), "lm_head": nn.Linear(8, 32, bias=False)}
+    )
+    report = octavo.convert(model)
+    assert report.gains == {"convert_head=True": 256 / 512, "linear_classes=[Subclass]": 192 / 512}
+    assert str(report).splitlines()[-1] == (
+        "more would run in FP8 with convert_head=True (50.0 % of the multiplications), linear_classes=[Subclass] "
+        "(37.5 % of the multiplications)"
+    )
+    report = octavo.convert(model, convert_head=True, linear_classes=[Subclass])
+    assert report.gains == {}
+    assert report.shares.multiplications == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*:UserWarning")
@@ -126,6 +157,7 @@ def test_the_printed_form_has_a_line_for_all_layers_that_differ_in_numbers_alone
         shares=Shares(
             parameters=0.5,
             multiplications=0.75,
+            training=0.75,
             by_path={f"h.{i}.fc1": WeightShare(0.1, 0.05) for i in (0, 1, 2, 5)}
             | {"h.3.experts.0.up": WeightShare(0.004, 0.006)},
         ),
