@@ -8,6 +8,7 @@ modules, and references that optimizers hold all stay as they are, and so do the
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -30,6 +31,7 @@ from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import FP8WeightLinear, is_own_linear
+from octavo.nn.projected_attention import ProjectedAttention, join_projections, split_projections
 from octavo.nn.shared_input import SharedInput
 from octavo.recipes import Recipe
 from octavo.scaling import ScaleUpdates
@@ -61,6 +63,7 @@ def convert(
     frozen: str | None = None,
     strict: float | None = None,
     linear_classes: Sequence[type[torch.nn.Linear]] = (),
+    attention_projections: bool = False,
 ) -> ConversionReport:
     """Let a model's linear layers and experts run ``recipe``, in place.
 
@@ -99,6 +102,9 @@ def convert(
         linear_classes: subclasses of ``nn.Linear`` that compute ``x @ weight.T + bias`` like it, such as transformers'
             ``FalconLinear``; each layer is tried on two rows. A converted one is an ``octavo.nn.Linear`` and of its
             own class again after :func:`restore`.
+        attention_projections: convert the projections of ``nn.MultiheadAttention`` too, as linear layers ``in_proj``
+            and ``out_proj`` (:mod:`octavo.nn.projected_attention`). Parameters stay the same objects and the
+            ``state_dict`` keeps its keys; torch's fast path of encoders, which runs no recipe, is off then.
 
     Raises:
         ConfigError: a share below ``strict``; a traced or scripted module, unknown recipe, ``scale_updates``,
@@ -117,27 +123,28 @@ def convert(
     resolved = recipes.get(recipe)
     _check_words(scale_updates, frozen)
     overriding = _looked_up(overrides)
-    paths = all_paths(model)
-    check_patterns(overriding, multiplying_modules(model), paths)
-    others, others_left = choose_others(
-        model,
-        skip=skip,
-        layer_filter=layer_filter,
-        min_weight_elements=min_weight_elements,
-        keep_first_blocks=keep_first_blocks,
-        keep_last_blocks=keep_last_blocks,
-    )
-    chosen, skipped = choose_layers(
-        model,
-        skip=skip,
-        layer_filter=layer_filter,
-        convert_head=convert_head,
-        min_weight_elements=min_weight_elements,
-        keep_first_blocks=keep_first_blocks,
-        keep_last_blocks=keep_last_blocks,
-        linear_classes=linear_classes,
-    )
-    _check_effect(overriding, paths, skipped | others_left, chosen | others)
+    with _split_projections(model, wanted=attention_projections):
+        paths = all_paths(model)
+        check_patterns(overriding, multiplying_modules(model), paths)
+        others, others_left = choose_others(
+            model,
+            skip=skip,
+            layer_filter=layer_filter,
+            min_weight_elements=min_weight_elements,
+            keep_first_blocks=keep_first_blocks,
+            keep_last_blocks=keep_last_blocks,
+        )
+        chosen, skipped = choose_layers(
+            model,
+            skip=skip,
+            layer_filter=layer_filter,
+            convert_head=convert_head,
+            min_weight_elements=min_weight_elements,
+            keep_first_blocks=keep_first_blocks,
+            keep_last_blocks=keep_last_blocks,
+            linear_classes=linear_classes,
+        )
+        _check_effect(overriding, paths, skipped | others_left, chosen | others)
     updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
@@ -160,6 +167,17 @@ def convert(
     _warn_if_nothing_stored(report, frozen)
     logging.getLogger("octavo").info("%s", report)
     return report
+
+
+@contextmanager
+def _split_projections(model: torch.nn.Module, *, wanted: bool) -> Iterator[None]:
+    """Give attention linear layers before the block chooses, and take them away if it fails."""
+    split = split_projections(model) if wanted else {}
+    try:
+        yield
+    except BaseException:
+        join_projections(split)
+        raise
 
 
 def _report(
@@ -235,7 +253,7 @@ def _warn_if_nothing_stored(report: ConversionReport, frozen: str | None) -> Non
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Make every octavo linear layer a plain ``nn.Linear`` again, and experts what they were.
+    """Make every octavo linear layer a plain ``nn.Linear`` again, and experts and attention what they were.
 
     Weights are untouched, scaling state is dropped.
 
@@ -280,6 +298,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
             )
             module.__class__ = vars(module).pop("restored_class", module.restored_class)
             restored.append(path)
+    join_projections({path: module for path, module in model.named_modules() if isinstance(module, ProjectedAttention)})
     allow_save_pretrained(model)
     return tuple(restored)
 

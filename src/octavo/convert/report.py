@@ -21,6 +21,7 @@ from octavo.convert.other_modules import ConvertedModule
 from octavo.html.notebook import Table, summary
 from octavo.html.wording import counted
 from octavo.nn.fp8_weight import runs_in_fp8
+from octavo.nn.projected_attention import is_plain
 from octavo.recipes import Recipe
 
 __all__ = [
@@ -37,7 +38,12 @@ __all__ = [
 LOOK_UPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 PERCENT = 100
-SUBCLASS = re.compile(r"subclass (\w+) of nn\.Linear .* name it in linear_classes")
+ATTENTION = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
+ARGUMENTS = {  # of convert, by the reasons that they do away with
+    "head: ": "convert_head=True",
+    f"{ATTENTION}$": "attention_projections=True",
+    r"subclass \w+ of nn\.Linear .* name it in linear_classes": "linear_classes=[{}]",
+}
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole word of a path, as in "layers.0.fc1"
 
 
@@ -115,11 +121,14 @@ class ConversionReport:
         The head is among the layers that quantization hurts most: try it, and measure.
         """
         shares: dict[str, float] = {}
-        for path, reason in self.skipped.items():
-            subclass = SUBCLASS.match(reason)
-            argument = f"linear_classes=[{subclass[1]}]" if subclass else "convert_head=True"
-            if (subclass or reason.startswith("head: ")) and path in self.shares.by_path:
-                shares[argument] = shares.get(argument, 0.0) + self.shares.by_path[path].multiplications
+        for path, reason in (self.skipped | self.parameters).items():
+            argument = next((each for pattern, each in ARGUMENTS.items() if re.match(pattern, reason)), None)
+            if argument is None:
+                continue
+            argument = argument.format(*reason.split()[1:2])
+            for taken in (path, *([path.replace("in_proj_weight", "out_proj")] if reason == ATTENTION else [])):
+                share = self.shares.by_path.get(taken)
+                shares[argument] = shares.get(argument, 0.0) + (share.multiplications if share is not None else 0.0)
         return dict(sorted(shares.items(), key=lambda gain: -gain[1]))
 
     @property
@@ -246,7 +255,7 @@ def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
         return f"stays as it is: the kernel of a convolution ({'x'.join(map(str, parameter.shape[2:]))})"
     kind = type(module).__name__
     if isinstance(module, torch.nn.MultiheadAttention):
-        return "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
+        return ATTENTION if is_plain(module) else f"{ATTENTION}, with sizes, biases or zeros of its own"
     stack = f", {parameter.shape[0]} matrices in one" if parameter.ndim == 3 and parameter.shape[0] > 1 else ""
     return f"stays as it is: a parameter of {kind}{stack}, which is not nn.Linear"
 

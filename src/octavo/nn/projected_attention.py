@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from octavo.errors import ConfigError
 
-__all__ = ["ProjectedAttention", "join_projections", "split_projections"]
+__all__ = ["ProjectedAttention", "is_plain", "join_projections", "split_projections"]
 
 _KEPT_NAMES = {"in_proj.weight": "in_proj_weight", "in_proj.bias": "in_proj_bias"}
 
@@ -110,10 +110,13 @@ class ProjectedAttention(nn.MultiheadAttention):
         return found
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """With ``nn.MultiheadAttention``'s keys."""
+        """With ``nn.MultiheadAttention``'s keys, in its order."""
         state = super().state_dict(*args, prefix=prefix, **kwargs)
+        later = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
         for own, known in _KEPT_NAMES.items():
-            _rename(state, f"{prefix}{own}", f"{prefix}{known}")
+            if f"{prefix}{own}" in later:
+                state[f"{prefix}{known}"] = later.pop(f"{prefix}{own}")
+        state.update(later)
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -153,7 +156,7 @@ def split_projections(model: nn.Module) -> Mapping[str, ProjectedAttention]:
     """
     split = {}
     for path, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention and _is_plain(module):
+        if type(module) is nn.MultiheadAttention and is_plain(module):
             layer = nn.Linear(1, 1, bias=False, device="meta")
             layer.in_features, layer.out_features = module.embed_dim, 3 * module.embed_dim
             layer.weight, layer.bias = module.in_proj_weight, module.in_proj_bias
@@ -167,7 +170,13 @@ def split_projections(model: nn.Module) -> Mapping[str, ProjectedAttention]:
     return split
 
 
-def _is_plain(module: nn.MultiheadAttention) -> bool:
+def is_plain(module: nn.MultiheadAttention) -> bool:
+    """Return whether :func:`split_projections` can change a module.
+
+    Example:
+        >>> is_plain(nn.MultiheadAttention(8, 2)), is_plain(nn.MultiheadAttention(8, 2, kdim=4))
+        (True, False)
+    """
     same = module._qkv_same_embed_dim and module.bias_k is None and module.bias_v is None  # noqa: SLF001
     return (
         same and not module.add_zero_attn and type(module.out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -175,8 +184,10 @@ def _is_plain(module: nn.MultiheadAttention) -> bool:
 
 
 def join_projections(modules: Mapping[str, ProjectedAttention]) -> None:
-    """Undo :func:`split_projections`, for layers that are plain linear ones still."""
+    """Undo :func:`split_projections` where both layers are plain linear ones."""
     for module in modules.values():
+        if type(module) is not ProjectedAttention or {type(module.in_proj), type(module.out_proj)} != {nn.Linear}:
+            continue
         layer = module.in_proj
         del module.in_proj
         module.in_proj_weight, module.in_proj_bias = layer.weight, layer.bias  # type: ignore[assignment]

@@ -194,7 +194,7 @@ def test_every_layer_that_stays_has_its_reason():
     lines = str(report).splitlines()
     assert lines[0] == "1 layer runs tensorwise, 8 stay as they are"
     assert lines[1].startswith("in FP8: ")
-    assert lines[-1].startswith("more would run in FP8 with convert_head=True (")
+    assert lines[-1].startswith("more would run in FP8 with attention_projections=True (")
     assert lines[2:-1] == [
         f"  {path}: {reason} ({100 * parameters:.1f} % of the parameters, "
         f"{100 * products:.1f} % of the multiplications)"
@@ -373,14 +373,52 @@ def test_the_projections_that_torchs_attention_has_as_parameters_are_in_the_repo
     model = nn.ModuleDict({"one": nn.MultiheadAttention(8, 2), "other": nn.MultiheadAttention(8, 2, kdim=4)})
     with pytest.warns(UserWarning, match="changed nothing"):
         report = octavo.convert(model)
-    assert report.parameters == dict.fromkeys(
-        ("one.in_proj_weight", "other.q_proj_weight", "other.k_proj_weight", "other.v_proj_weight"), PARAMETER
+    other = dict.fromkeys(
+        (f"other.{name}_proj_weight" for name in "qkv"), f"{PARAMETER}, with sizes, biases or zeros of its own"
     )
+    assert report.parameters == {"one.in_proj_weight": PARAMETER} | other
     report = octavo.convert(nn.TransformerEncoderLayer(8, 2, 12))
     total = sum(parameter.numel() for parameter in nn.TransformerEncoderLayer(8, 2, 12).parameters())
     products = 24 * 8 + 8 * 8 + 2 * 8 * 12  # in_proj, out_proj, linear1 and linear2
     share = f"({100 * 24 * 8 / total:.1f} % of the parameters, {100 * 24 * 8 / products:.1f} % of the multiplications)"
     assert f"  self_attn.in_proj_weight: {PARAMETER} {share}" in str(report).splitlines()
+    assert report.gains == {"attention_projections=True": (24 * 8 + 8 * 8) / products}
+
+
+@pytest.mark.parametrize("frozen", [None, "fp8"])
+def test_projections_of_torchs_attention_run_in_fp8_and_are_restored(frozen):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
+    model.requires_grad_(frozen is None)
+    before, parameters, x = _bytes(model), list(model.parameters()), torch.randn(2, 5, 16)
+    plain, exact = vars(model.layers[0].self_attn).keys() | set(), model(x)
+    report = octavo.convert(model, attention_projections=True, frozen=frozen)
+    assert report.shares.multiplications == 1
+    assert not report.notes
+    assert not report.gains
+    if frozen is None:
+        assert {id(parameter) for parameter in model.parameters()} == {id(parameter) for parameter in parameters}
+        assert _bytes(model) == before
+        assert list(model.state_dict()) == list(before)
+        model.load_state_dict(_tensors(before, model))
+        with recorded_products() as products:
+            model(x).square().sum().backward()
+        assert len(products) == 2 * 4 * 3 - 1, "four layers a block; x takes no gradient"
+    assert torch.allclose(model.eval()(x), exact, atol=0.3)
+    octavo.restore(model)
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    assert vars(model.layers[0].self_attn).keys() == plain
+    if frozen is None:
+        assert _bytes(model) == before
+        assert torch.equal(model.train()(x), exact)
+
+
+def test_a_refused_conversion_leaves_attention_as_it_was():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    for refused in ({"skip": ["nothing.*"]}, {"strict": 1.0, "skip": ["*.linear1"]}):
+        with pytest.raises(ConfigError):
+            octavo.convert(model, attention_projections=True, **refused)
+        assert type(model.layers[1].self_attn) is nn.MultiheadAttention
 
 
 def test_frozen_without_a_frozen_weight_warns():

@@ -19,7 +19,6 @@ from octavo import recipes
 from octavo.convert import ConversionReport, convert, other_modules, restore
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.projected_attention import join_projections, split_projections
 from octavo.numerics.cast_spec import check_member
 from octavo.quantization.qat.linear import DECAY, QATLinear, ScaleUpdate
 from octavo.recipes import Recipe
@@ -95,22 +94,18 @@ def prepare_qat(
     check_recipe(recipes.get(recipe))
     for other in _override_recipes(overrides):
         _check_not_delayed(other)
-    projected = split_projections(model)
-    try:
-        report = convert(
-            model,
-            recipe,
-            skip=[*skip, *other_modules(model)] if not isinstance(skip, str) else skip,  # experts are not tuned
-            layer_filter=layer_filter,
-            convert_head=convert_head,
-            min_weight_elements=min_weight_elements,
-            keep_first_blocks=keep_first_blocks,
-            keep_last_blocks=keep_last_blocks,
-            overrides=overrides,
-        )
-    except BaseException:
-        join_projections(projected)
-        raise
+    report = convert(
+        model,
+        recipe,
+        skip=[*skip, *other_modules(model)] if not isinstance(skip, str) else skip,  # experts are not tuned
+        layer_filter=layer_filter,
+        convert_head=convert_head,
+        min_weight_elements=min_weight_elements,
+        keep_first_blocks=keep_first_blocks,
+        keep_last_blocks=keep_last_blocks,
+        overrides=overrides,
+        attention_projections=True,
+    )
     for path in report.converted:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
