@@ -42,6 +42,7 @@ def choose_layers(
     keep_first_blocks: int = 0,
     keep_last_blocks: int = 0,
     linear_classes: Sequence[type[torch.nn.Linear]] = (),
+    convolutions: bool = False,
 ) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
     """Select the layers that :func:`convert` would convert with the same arguments; the model is not changed.
 
@@ -63,7 +64,7 @@ def choose_layers(
     candidates = dict(candidates_of(model))
     _check_classes(candidates, linear_classes)
     paths, readers = all_paths(model), weight_readers(model)
-    every = multiplying_modules(model)
+    every = multiplying_modules(model, convolutions=convolutions)
     check_patterns(skip, every, paths)
     reasons = _heads(candidates, linear_classes) if not convert_head else {}
     reasons |= _outer_blocks(model, every, keep_first_blocks, keep_last_blocks)
@@ -92,14 +93,16 @@ def choose_others(
     min_weight_elements: int = 1,
     keep_first_blocks: int = 0,
     keep_last_blocks: int = 0,
+    convolutions: bool = False,
 ) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
     """Select the experts and other modules, no linear layers, that :func:`convert` would convert.
 
     Returns:
         The modules by path, and the path of each that is left with the reason.
     """
-    others, paths = other_modules(model), all_paths(model)
-    reasons = _outer_blocks(model, multiplying_modules(model), keep_first_blocks, keep_last_blocks) if others else {}
+    others, paths = other_modules(model, convolutions=convolutions), all_paths(model)
+    every = multiplying_modules(model, convolutions=convolutions)
+    reasons = _outer_blocks(model, every, keep_first_blocks, keep_last_blocks) if others else {}
     selected, left = {}, {}
     for path, module in others.items():
         pattern = next((each for each in skip if matches(each, paths[module])), None)
@@ -263,9 +266,9 @@ def candidates_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
             yield path, module
 
 
-def multiplying_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def multiplying_modules(model: torch.nn.Module, *, convolutions: bool = False) -> dict[str, torch.nn.Module]:
     """Linear and embedding layers, and the other modules that octavo can convert, by path."""
-    return dict(candidates_of(model)) | other_modules(model)
+    return dict(candidates_of(model)) | other_modules(model, convolutions=convolutions)
 
 
 def check_patterns(

@@ -64,6 +64,7 @@ def convert(
     strict: float | None = None,
     linear_classes: Sequence[type[torch.nn.Linear]] = (),
     attention_projections: bool = False,
+    convolutions: bool = False,
 ) -> ConversionReport:
     """Let a model's linear layers and experts run ``recipe``, in place.
 
@@ -105,6 +106,8 @@ def convert(
         attention_projections: convert the projections of ``nn.MultiheadAttention`` too, as linear layers ``in_proj``
             and ``out_proj`` (:mod:`octavo.nn.projected_attention`). Parameters stay the same objects and the
             ``state_dict`` keeps its keys; torch's fast path of encoders, which runs no recipe, is off then.
+        convolutions: convert convolutions of patches that do not overlap too (:mod:`octavo.convert.convolutions`): 1×1
+            kernels and embeddings of patches, without padding or groups.
 
     Raises:
         ConfigError: a share below ``strict``; a traced or scripted module, unknown recipe, ``scale_updates``,
@@ -125,7 +128,7 @@ def convert(
     overriding = _looked_up(overrides)
     with _split_projections(model, wanted=attention_projections):
         paths = all_paths(model)
-        check_patterns(overriding, multiplying_modules(model), paths)
+        check_patterns(overriding, multiplying_modules(model, convolutions=convolutions), paths)
         others, others_left = choose_others(
             model,
             skip=skip,
@@ -133,6 +136,7 @@ def convert(
             min_weight_elements=min_weight_elements,
             keep_first_blocks=keep_first_blocks,
             keep_last_blocks=keep_last_blocks,
+            convolutions=convolutions,
         )
         chosen, skipped = choose_layers(
             model,
@@ -143,6 +147,7 @@ def convert(
             keep_first_blocks=keep_first_blocks,
             keep_last_blocks=keep_last_blocks,
             linear_classes=linear_classes,
+            convolutions=convolutions,
         )
         _check_effect(overriding, paths, skipped | others_left, chosen | others)
     updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
@@ -158,7 +163,9 @@ def convert(
     weights: dict[str, Recipe] = {}
     for path, other in others.items():
         its_recipe = _overridden(paths[other], overriding, resolved)
-        weights |= dict.fromkeys(convert_module(other, kind_of(other), its_recipe, updates, path=path), its_recipe)
+        weights |= dict.fromkeys(
+            convert_module(other, kind_of(other, convolutions=convolutions), its_recipe, updates, path=path), its_recipe
+        )
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
     not_stored |= dict.fromkeys(weights if frozen is not None else (), _NO_CODES)
     report = _report(model, resolved, followed, skipped, not_stored=not_stored, others=(weights, others_left))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.convert.convolutions import ConvertedConvolution, is_product
 from octavo.convert.other_modules import ConvertedConv1D, ConvertedModule
 from octavo.kernels.tracing import is_distributed
 from octavo.nn.grouped_linear import ExpertsProjection
@@ -125,10 +126,12 @@ _BY_CLASS: Mapping[str, type[ConvertedModule]] = {
 }
 
 
-def kind_of(module: torch.nn.Module) -> type[ConvertedModule] | None:
-    """How a module multiplies by its weights in FP8; None where octavo does not know."""
+def kind_of(module: torch.nn.Module, *, convolutions: bool = False) -> type[ConvertedModule] | None:
+    """How a module multiplies by its weights in FP8; None where octavo does not know, or was not asked to."""
     if isinstance(module, ConvertedModule):
         return type(module).__bases__[0]
+    if convolutions and is_product(module):
+        return ConvertedConvolution
     own = type(module)
     known = _BY_CLASS.get(f"{own.__module__}.{own.__qualname__}")
     has_stack = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
@@ -137,6 +140,9 @@ def kind_of(module: torch.nn.Module) -> type[ConvertedModule] | None:
 
 def linear_shapes(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """N and K of the linear layers that a module that :func:`kind_of` knows stands for, by their weight's name."""
+    if isinstance(module, ConvertedConvolution) or is_product(module):
+        kernel = module.get_parameter("weight")
+        return {"weight": (len(kernel), kernel[0].numel())}
     kind = kind_of(module)
     own = vars(module).get("is_transposed")  # the flag of transformers' interface
     is_transposed = own if isinstance(own, bool) else kind is not None and kind.is_transposed
@@ -155,9 +161,11 @@ def _follows_interface(module_class: type[torch.nn.Module]) -> bool:
     return isinstance(captured.get("experts_interface"), integration.ExpertsInterface)
 
 
-def other_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def other_modules(model: torch.nn.Module, *, convolutions: bool = False) -> dict[str, torch.nn.Module]:
     """The modules of a model that :func:`kind_of` knows, by path."""
-    return {path: module for path, module in model.named_modules() if kind_of(module) is not None}
+    return {
+        path: module for path, module in model.named_modules() if kind_of(module, convolutions=convolutions) is not None
+    }
 
 
 def unable(module: torch.nn.Module) -> str | None:

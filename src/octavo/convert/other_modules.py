@@ -4,11 +4,11 @@ A module keeps its parameters, its name and its place: it becomes a subclass of 
 weight as a submodule, ``fp8_`` and the weight's name, which holds a recipe and scaling state and no parameter. In high
 precision, as inside ``octavo.autocast(enabled=False)``, its own forward runs.
 
-Which modules these are: :mod:`octavo.convert.experts`, and transformers' ``Conv1D``, a linear layer of GPT-2's family
-whose weight is stored transposed.
+Which modules these are: :mod:`octavo.convert.experts`, :mod:`octavo.convert.convolutions`, and transformers'
+``Conv1D``, a linear layer of GPT-2's family whose weight is stored transposed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from octavo.recipes import Recipe
 from octavo.scaling import ScaleUpdates
 from octavo.scaling.scale_updates import stop_following
 
-__all__ = ["ConvertedConv1D", "ConvertedModule", "convert_module", "restore_module"]
+__all__ = ["ConvertedConv1D", "ConvertedModule", "OwnersProjection", "convert_module", "restore_module"]
 
 _PREFIX = "fp8_"
 
@@ -108,33 +108,38 @@ def restore_module(module: ConvertedModule) -> None:
     module.__class__ = type(module).restored_class  # type: ignore[assignment]
 
 
-class _TransposedProjection(ScaledLayer):
-    """``y = x @ weight + bias`` with another module's parameters, weight [K, N]."""
+class OwnersProjection(ScaledLayer):
+    """``y = x @ matrix.T + bias`` with another module's parameters; the matrix [N, K] is a view of its weight."""
 
-    def __init__(self, owner: torch.nn.Module) -> None:
+    def __init__(self, owner: torch.nn.Module, view: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.__dict__["owner"] = owner  # it is no submodule of this one
-        self.in_features, self.out_features = self.stored_weight.shape
+        self.view = view
+        self.out_features, self.in_features = view(self.stored_weight).shape
 
     @property
     def stored_weight(self) -> Tensor:
+        """The owner's weight, as it is stored."""
         weight: Tensor = self.__dict__["owner"].weight
         return weight
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """The owner's, which an optimizer steps."""
         owner: torch.nn.Module = self.__dict__["owner"]
         return owner.parameters(recurse=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., K] to [..., N]."""
         recipe, bias = self.recipe_now(), self.__dict__["owner"].bias
         check_float(x, f"the input of {self.called}")
-        y = fp8_linear(in_autocast_dtype(x), self.stored_weight.t(), bias, recipe, scaling=self._layer_scaling(recipe))
+        matrix = self.view(self.stored_weight)
+        y = fp8_linear(in_autocast_dtype(x), matrix, bias, recipe, scaling=self._layer_scaling(recipe))
         self._watch_backward(y)
         return y
 
     def _layer_scaling(self, recipe: Recipe) -> Any:
         scaling = super()._layer_scaling(recipe)
-        scaling.weight_is_parameter = True  # its transpose is a view
+        scaling.weight_is_parameter = True  # the matrix is a view
         return scaling
 
 
@@ -149,7 +154,7 @@ class ConvertedConv1D(ConvertedModule):
 
     def new_layer(self, weight: str) -> ScaledLayer:
         """A layer that multiplies by the transpose."""
-        return _TransposedProjection(self)
+        return OwnersProjection(self, torch.t)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.convert.convolutions import is_product
 from octavo.convert.experts import routers
 from octavo.convert.other_modules import ConvertedModule
 from octavo.html.notebook import Table, summary
@@ -39,9 +40,11 @@ LOOK_UPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 PERCENT = 100
 ATTENTION = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
+PATCHES = "one product of patches"
 ARGUMENTS = {  # of convert, by the reasons that they do away with
     "head: ": "convert_head=True",
     f"{ATTENTION}$": "attention_projections=True",
+    f"stays as it is: the kernel of a convolution .*{PATCHES}": "convolutions=True",
     r"subclass \w+ of nn\.Linear .* name it in linear_classes": "linear_classes=[{}]",
 }
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole word of a path, as in "layers.0.fc1"
@@ -252,7 +255,8 @@ def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
     if isinstance(module, torch.nn.EmbeddingBag):
         return "embedding: a look-up, not a product"
     if isinstance(module, torch.nn.modules.conv._ConvNd):  # noqa: SLF001 (the one base of all convolutions)
-        return f"stays as it is: the kernel of a convolution ({'x'.join(map(str, parameter.shape[2:]))})"
+        kernel = f"stays as it is: the kernel of a convolution ({'x'.join(map(str, parameter.shape[2:]))})"
+        return f"{kernel}, {PATCHES}" if is_product(module) else kernel
     kind = type(module).__name__
     if isinstance(module, torch.nn.MultiheadAttention):
         return ATTENTION if is_plain(module) else f"{ATTENTION}, with sizes, biases or zeros of its own"

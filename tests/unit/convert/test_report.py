@@ -53,7 +53,10 @@ def test_every_weight_that_multiplies_and_is_no_linear_layers_is_named():
     assert set(report.parameters) == STAYS.keys() | {"bag.weight"}
     assert report.skipped.keys() == {"table", "attention.out_proj"}
     assert report.parameters["bag.weight"] == "embedding: a look-up, not a product"
-    assert report.parameters["pointwise.weight"] == "stays as it is: the kernel of a convolution (1)"
+    assert (
+        report.parameters["pointwise.weight"]
+        == "stays as it is: the kernel of a convolution (1), one product of patches"
+    )
     assert report.parameters["patches.weight"] == "stays as it is: the kernel of a convolution (2x4)"
     assert report.parameters["experts.up"].endswith("a parameter of Experts, 4 matrices in one, which is not nn.Linear")
     assert report.parameters["memory.weight_hh_l0"].endswith("a parameter of GRU, which is not nn.Linear")
