@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from octavo.checkpoints import load_quantized
 from octavo.checksums import write_sums
 from octavo.cli.options import read_api_key
 from octavo.doctor import Captures, load_capture
+from octavo.doctor.trainer_settings import read_trainer_settings, write_trainer_settings
 from octavo.errors import DataError
 from octavo.export.lockstep import load_probe, make_probe, save_probe
 from octavo.inference import load_served_model
@@ -237,6 +239,11 @@ READERS: dict[str, Reader] = {
     ),
     "run's metrics": Reader(
         functions=(read_run,), write=_run, read=lambda folder: read_run(folder / "run"), damage="run/*[lt]"
+    ),
+    "settings of a Trainer's run": Reader(
+        functions=(read_trainer_settings,),
+        write=lambda folder: write_trainer_settings(folder, SimpleNamespace(seed=42, learning_rate=1e-3, bf16=True)),
+        read=read_trainer_settings,
     ),
     "checkpoint": Reader(
         functions=(load_checkpoint,), write=_run, read=_checkpoint, damage="run/checkpoints/**/*", cost=8

@@ -48,6 +48,7 @@ class _StateInCheckpoints(TrainerCallback, ExportableState):
         name = type(self).__name__
         exported: Any = state.stateful_callbacks or {}  # a dictionary once training begins
         entry = exported.get(name) or exported.get(ScalingStateCallback.__name__) or self.state()
+        self._compare_recipe(entry["args"].get("recipe"), state.global_step)
         saved = entry["attributes"]["saved"]
         if saved:
             load_scaling_state(model, parse_tensors(base64.b64decode(saved)), recipe=self.recipe)
@@ -58,6 +59,16 @@ class _StateInCheckpoints(TrainerCallback, ExportableState):
             )
         self._model = model
         state.stateful_callbacks = {name: self.state()} | exported  # Trainer expects an entry
+
+    def _compare_recipe(self, before: str | None, step: int) -> None:
+        """Warn where a checkpoint was trained with another recipe."""
+        now = self._arguments()["recipe"]
+        if step and before is not None and now is not None and before != now:
+            warnings.warn(
+                f"the checkpoint of step {step} was trained with recipe {before!r}, and goes on with {now!r}; pass "
+                f"FP8Callback({before!r}) to continue the same training",
+                stacklevel=3,
+            )
 
     def state(self) -> dict[str, Any]:
         """State that the Trainer writes into its checkpoint."""
@@ -100,11 +111,11 @@ class FP8Callback(_StateInCheckpoints):
 
     Example:
         >>> FP8Callback("delayed", skip=["lm_head"]).state()["args"]
-        {'recipe': 'delayed', 'interval': 10, 'tensors': 2}
+        {'recipe': 'delayed', 'interval': 10, 'tensors': 0}
     """
 
     def __init__(
-        self, recipe: str | Recipe | None = "tensorwise", *, interval: int = 10, tensors: int = 2, **conversion: Any
+        self, recipe: str | Recipe | None = "tensorwise", *, interval: int = 10, tensors: int = 0, **conversion: Any
     ) -> None:
         super().__init__(recipe)
         self.interval, self.tensors, self.conversion, self.report = interval, tensors, conversion, None

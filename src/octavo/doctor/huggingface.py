@@ -10,6 +10,8 @@ and after training:
 - an "overflow" line for each step that a dynamic loss scale skipped;
 - an "evaluation" line for each evaluation with a loss.
 
+Beside it, trainer_settings.json has the settings that a reference run must share.
+
 The losses of all steps are read from their device together, when a step is sampled or the Trainer logs. Events that no
 Trainer calls show no losses; the "step" lines are then those of the logs.
 
@@ -35,6 +37,7 @@ from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.metrics_lines import METRICS, LineWriter, SampleLines, read_lines
 from octavo.doctor.series import Sample
 from octavo.doctor.trainer_losses import TrainerLosses, calling_object
+from octavo.doctor.trainer_settings import write_trainer_settings
 from octavo.doctor.watch import Watcher, watch
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
@@ -104,7 +107,7 @@ class DoctorCallback(TrainerCallback):
         self._path = Path(args.output_dir or ".") / METRICS
         self._reports = self._writes = bool(state.is_world_process_zero)
         if self._writes:
-            self._continue_file(state.global_step)
+            self._continue_file(args, state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -173,12 +176,13 @@ class DoctorCallback(TrainerCallback):
             )
         return self.watcher
 
-    def _continue_file(self, step: int) -> None:
+    def _continue_file(self, args: TrainingArguments, step: int) -> None:
         lines = [line for line in read_lines(self._path) if line["step"] <= step] if step else []
         self._samples, self._lines = SampleLines(lines), LineWriter()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, "".join(map(self._lines.line, lines)))
+            write_trainer_settings(self._path.parent, args)
         except OSError as error:
             self._stop_writing(error)
 

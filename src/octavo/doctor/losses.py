@@ -20,12 +20,17 @@ class LossGap:
     Attributes:
         relative: the difference as a share of the reference's loss.
         nats: the difference in nats.
+        standard_error: of that mean over its steps, in nats, on the same batches; None for one step. Another seed may
+            move the gap by more.
+        held_out: the difference of the newest evaluations that both made at one step, in nats; None without any.
         first_step: the first step of the mean.
         last_step: the last step of the mean.
     """
 
     relative: float
     nats: float
+    standard_error: float | None
+    held_out: float | None
     first_step: int
     last_step: int
 
@@ -44,10 +49,17 @@ def newest_gap(series: Series, reference: Series) -> LossGap | None:
     if not steps.size:
         return None
     count = -(-len(steps) // NEWEST_SHARE)
-    mean = float(np.mean(theirs[-count:]))
-    nats = float(np.mean(ours[-count:])) - mean
-    relative = nats / mean if mean else 0.0
-    return LossGap(relative=relative, nats=nats, first_step=int(steps[-count]), last_step=int(steps[-1]))
+    differences, mean = ours[-count:] - theirs[-count:], float(np.mean(theirs[-count:]))
+    nats = float(np.mean(differences))
+    _, held_out, other_held_out = common_losses(series, reference, "nats")
+    return LossGap(
+        relative=nats / mean if mean else 0.0,
+        nats=nats,
+        standard_error=float(np.std(differences, ddof=1)) / count**0.5 if count > 1 else None,
+        held_out=float(held_out[-1] - other_held_out[-1]) if held_out.size else None,
+        first_step=int(steps[-count]),
+        last_step=int(steps[-1]),
+    )
 
 
 def warmup(series: Series) -> float:
@@ -56,9 +68,9 @@ def warmup(series: Series) -> float:
     return float(steps[int(np.argmax(rates))]) if steps.size else 0.0
 
 
-def common_losses(series: Series, reference: Series) -> tuple[Floats, Floats, Floats]:
+def common_losses(series: Series, reference: Series, curve: str = "loss") -> tuple[Floats, Floats, Floats]:
     """Steps at which both losses are finite, the run's losses there, and the reference's."""
-    (steps, ours), (other_steps, theirs) = series.curve("loss"), reference.curve("loss")
+    (steps, ours), (other_steps, theirs) = series.curve(curve), reference.curve(curve)
     common, our_indices, their_indices = np.intersect1d(steps, other_steps, return_indices=True)
     is_finite = np.isfinite(ours[our_indices]) & np.isfinite(theirs[their_indices])
     return common[is_finite], ours[our_indices][is_finite], theirs[their_indices][is_finite]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from octavo.doctor import Series, series_of
+from octavo.doctor.trainer_settings import read_trainer_settings
 from octavo.errors import ConfigError, DataError, TrainingError
 from octavo.models import Llama
 from octavo.models.sources import check_run_folder
@@ -57,6 +58,7 @@ class WatchedRun:
     Attributes:
         run_dir: the folder.
         config: octavo's configuration; None if another loop trained.
+        settings: what a reference must have too; empty if unknown.
         series: statistics of the run.
         step: newest written step.
         samples: number of sampled steps.
@@ -64,6 +66,7 @@ class WatchedRun:
 
     run_dir: Path
     config: RunConfig | None
+    settings: dict[str, Any]
     series: Series
     step: int
     samples: int
@@ -114,6 +117,7 @@ def read_run(run_dir: Path) -> WatchedRun:
     Raises:
         ConfigError: there is no run, it has no step yet, or the folder holds a study.
         TrainingError: a line is not a run's.
+        DataError: the settings of Hugging Face's Trainer are damaged.
     """
     check_run_folder(run_dir)
     if not (run_dir / METRICS).is_file():
@@ -129,6 +133,7 @@ def read_run(run_dir: Path) -> WatchedRun:
     return WatchedRun(
         run_dir=run_dir,
         config=config,
+        settings=_comparable_values(config) if config is not None else read_trainer_settings(run_dir),
         series=replace(series, unigram_nats=_unigram_nats(run_dir)),
         step=progress.step,
         samples=len(series.casts.steps),
@@ -170,13 +175,10 @@ def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:
     if reference.layers or (reference.config is not None and reference.config.training.is_fp8):
         recipe_note = "" if reference.config is None else f" (recipe = {reference.config.training.recipe!r})"
         raise ConfigError(f"{folder!r} is no reference: it casts to FP8 too{recipe_note}; {_reference_command(run)}")
-    if run.config is None or reference.config is None:
-        return
-    run_values, reference_values = _comparable_values(run.config), _comparable_values(reference.config)
-    for key, value in run_values.items():
-        if reference_values.get(key) != value:
+    for key, value in run.settings.items() if reference.settings else ():
+        if reference.settings.get(key) != value:
             raise ConfigError(
-                f"{folder!r} is no reference: it has {key} = {reference_values.get(key)!r}, not {value!r}; "
+                f"{folder!r} is no reference: it has {key} = {reference.settings.get(key)!r}, not {value!r}; "
                 + _reference_command(run)
             )
 
@@ -184,7 +186,7 @@ def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:
 def _reference_command(run: WatchedRun) -> str:
     """Advice with the shell command that trains a reference."""
     if run.config is None:
-        return "train one with the same data in BF16"
+        return "train one with the same data and settings, and FP8Callback('bf16')"
     folder = run.run_dir.resolve()
     command = ["octavo", "train", "--config", str(folder / CONFIG), "--recipe", BF16, "--out", f"{folder}-{BF16}"]
     return f"train one with {shlex.join(command)}"

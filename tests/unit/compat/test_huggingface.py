@@ -1,5 +1,6 @@
 """Scaling state in a real ``transformers.Trainer``'s checkpoints."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -61,6 +62,17 @@ def test_missing_callback_warns_on_saving_and_on_resuming(tmp_path):
     with pytest.warns(UserWarning, match="holds no scaling state: delayed scaling starts anew"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "through/checkpoint-3"))
     assert losses_of(resumed) != losses_of(through), "the scaling state matters here"
+
+
+def test_another_recipe_on_resuming_warns(tmp_path):
+    options = {"convert": False, "steps": 4, "save_steps": 2}
+    trainer_of(tmp_path, FP8Callback("tensorwise"), **options).train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    with pytest.warns(UserWarning, match="step 2 was trained with recipe 'tensorwise', and goes on with 'rowwise'"):
+        trainer_of(tmp_path / "rows", FP8Callback("rowwise"), **options).train(resume_from_checkpoint=checkpoint)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was trained with recipe")
+        trainer_of(tmp_path / "same", FP8Callback("tensorwise"), **options).train(resume_from_checkpoint=checkpoint)
 
 
 def test_callback_added_after_the_trainer_was_built_is_refused(tmp_path):

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import octavo
+from octavo.cli.app import app
 from octavo.doctor import diagnose, series_of
 from octavo.doctor.metrics_lines import read_lines
 from octavo.errors import ConfigError
@@ -62,6 +65,10 @@ def trained(tmp_path_factory):
     return Trained(folder, callback, model, told, read_lines(folder / "metrics.jsonl"))
 
 
+def command(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
 def steps_of(lines, kind):
     return [line["step"] for line in lines if line["kind"] == kind]
 
@@ -101,15 +108,30 @@ def test_the_model_is_left_unwatched(trained):
 
 
 def test_the_command_reads_the_output_folder(trained):
-    from typer.testing import CliRunner
-
-    from octavo.cli.app import app
-
-    result = CliRunner().invoke(app, ["doctor", str(trained.folder), "--json"])
+    result = command("doctor", trained.folder, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["step"], found["samples"], found["layers"]) == (5, 3, 8)
     assert [finding["code"] for finding in found["findings"]] == ["sensitive-module"]
+
+
+def test_a_reference_has_the_settings_of_the_run(trained, tmp_path):
+    """The same but for its precision is compared, with its evaluations; another seed, rate or batch is refused."""
+    changes = {"same": {}, "other": {"seed": 3}}
+    for name, change in changes.items():
+        model = tiny_model(convert_head=True, overrides={"*": "bf16"})
+        trainer_of(model, tmp_path / name, DoctorCallback(interval=INTERVAL), **change).train()
+    compared = command("doctor", trained.folder, "--against", tmp_path / "same")
+    assert compared.exit_code == 0, compared.output
+    words = " ".join(compared.stdout.split())
+    assert re.search(r"averaged over steps 4-5; held out, [\d.e-]+ nats (above|below) ", words)
+    assert "is not known" not in words
+    refused = command("doctor", trained.folder, "--against", tmp_path / "other")
+    assert refused.exit_code == 2
+    assert "is no reference: it has seed = 3, not 42; train one with" in " ".join(refused.stderr.split())
+    (tmp_path / "other" / "trainer_settings.json").unlink()
+    unknown = command("doctor", trained.folder, "--against", tmp_path / "other").stdout
+    assert "whether their settings are the same is not known" in " ".join(unknown.split())
 
 
 def test_a_resumed_training_cuts_off_the_steps_that_it_makes_again(tmp_path):

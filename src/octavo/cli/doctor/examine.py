@@ -203,8 +203,17 @@ def _gap_sentence(run: WatchedRun, reference: WatchedRun) -> str:
     gap = newest_gap(run.series, reference.series)
     if gap is None:
         return f"no gap to {reference.run_dir}: the runs have no step in common"
-    side = "above" if gap.nats >= 0 else "below"
+    error = "" if gap.standard_error is None else f" ± {number(gap.standard_error, 2)}"
+    unchecked = "" if run.settings and reference.settings else "; whether their settings are the same is not known"
     return (
-        f"the loss is {abs(gap.relative):.2%} ({number(abs(gap.nats), 3)} nats) {side} that of {reference.run_dir}, "
-        f"averaged over steps {gap.first_step}-{gap.last_step}"
+        f"the loss is {abs(gap.relative):.2%} ({number(abs(gap.nats), 3)}{error} nats) {_side(gap.nats)} that of "
+        f"{reference.run_dir}, averaged over steps {gap.first_step}-{gap.last_step}{_held_out(gap.held_out)}{unchecked}"
     )
+
+
+def _held_out(nats: float | None) -> str:
+    return "" if nats is None else f"; held out, {number(abs(nats), 3)} nats {_side(nats)}"
+
+
+def _side(nats: float) -> str:
+    return "above" if nats >= 0 else "below"

@@ -270,10 +270,12 @@ def test_gap_is_always_printed(octavo, run, tmp_path, finding_what):
     }
     mean = (steps[3] + steps[4]) / 2  # the newest third of four
     result = octavo("doctor", run, "--against", reference)
-    assert f"the loss is 20.00% ({mean / 4:.3g} nats) below that of {reference}" in result.stdout
-    assert "averaged over steps 3-4" in result.stdout
+    error = abs(steps[3] - steps[4]) / 4 / 2  # of two differences, each a quarter of the loss
+    assert f"the loss is 20.00% ({mean / 4:.3g} ± {error:.2g} nats) below that of {reference}" in result.stdout
+    assert "averaged over steps 3-4; held out, 0 nats above\n" in result.stdout
     gap = json.loads(octavo("doctor", run, "--against", reference, "--json").stdout)["gap"]
-    assert gap == pytest.approx({"relative": -0.2, "nats": -mean / 4, "first_step": 3, "last_step": 4})
+    expected = {"relative": -0.2, "nats": -mean / 4, "standard_error": error, "held_out": 0, "first_step": 3}
+    assert gap == pytest.approx(expected | {"last_step": 4})
     assert json.loads(octavo("doctor", run, "--json").stdout)["gap"] is None
     kept = [line for line in (reference / "metrics.jsonl").read_text().splitlines() if '"evaluation"' in line]
     (reference / "metrics.jsonl").write_text(kept[0] + "\n" + '{"kind": "step", "step": 0, "loss": 5.0}\n')
