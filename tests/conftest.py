@@ -46,6 +46,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> "TokenData":
     return tiny_data(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture
+def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are read back by :mod:`tests.forked_verification`, not by a Python that starts for each."""
+    from tests.forked_verification import install  # as above
+
+    install(monkeypatch)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

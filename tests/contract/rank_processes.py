@@ -1,6 +1,7 @@
 """Programs of several ranks, each a process: what their checks returned, and what a layer keeps for backward there.
 
-A program calls :func:`run_ranks`. Its ranks are forks of one process, which has imported torch and octavo once.
+A program calls :func:`run_ranks`. Its ranks are forks of one process, which has imported torch and octavo once, and the
+compiler, which optimizers ask for.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which an optimizer imports otherwise, on every rank anew
 from torch import Tensor, distributed, nn
 
 from tests.policy.source_tree import ROOT

@@ -80,6 +80,7 @@ def smaller(command):
     return f"{command} --config small.toml" if "octavo train" in command and "--config" not in command else command
 
 
+@pytest.mark.usefixtures("forked_verification")
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page_run(page, furnished, tmp_path, monkeypatch):
     for library in ("compressed_tensors", "transformers"):

@@ -54,6 +54,7 @@ def biased(tmp_path):
     return load_language_model(tmp_path / "qwen")
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_tokens_in_one_dimension_are_a_limit_that_is_named(tmp_path):
     """OPT's fc1 is given [B·T, K], of which compressed-tensors takes one scale for all tokens."""
     from transformers import OPTConfig, OPTForCausalLM
@@ -103,6 +104,7 @@ def _reads_its_own(folder, original):
     assert (folder / "model.safetensors").read_bytes() == (folder.with_name("again") / "model.safetensors").read_bytes()
 
 
+@pytest.mark.usefixtures("forked_verification")
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_static_inputs_and_the_cache(tmp_path, granularity):
     model, scales = static(granularity, kv_cache=True)

@@ -5,38 +5,23 @@ code 2. Ctrl-C ends it with 130 and SIGTERM with 143, after temporary files are 
 the command's name, shows the traceback. Other exceptions are defects of octavo and always have a traceback.
 
 ``-v`` and ``-q``, as free in their place, choose what octavo's loggers print (octavo/cli/verbosity.py).
+
+A command's module is imported when the command is called: all of them take a second longer than one.
 """
 
-import inspect
+import importlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from octavo._lazy import own_version
-from octavo.cli.bench_group import bench
-from octavo.cli.calibrate import calibrate
 from octavo.cli.console import Terminated, complain, sentence_of
-from octavo.cli.data import data
-from octavo.cli.demo import demo
-from octavo.cli.doctor import doctor
-from octavo.cli.evaluate import evaluate
-from octavo.cli.export import export
-from octavo.cli.formats import formats
-from octavo.cli.generate import generate
-from octavo.cli.import_ import import_
-from octavo.cli.plan import advise_on_model, plan
-from octavo.cli.qat import qat
-from octavo.cli.sensitivity import show_sensitivity
-from octavo.cli.serve import serve
-from octavo.cli.study import study
-from octavo.cli.train import train
-from octavo.cli.triton import triton
 from octavo.cli.verbosity import Verbosity, logging_to_stderr
 from octavo.errors import OctavoError
 from octavo.text.sources import is_unicode
@@ -125,15 +110,132 @@ class ErrorBoundary(TyperGroup):
             raise typer.Exit(BAD_INPUT) from None
 
 
+class LateCommand(NamedTuple):
+    """A command, or a group of them, that is imported when it is called.
+
+    Attributes:
+        place: its module in octavo.cli, and its name there.
+        short: its line in the list of commands.
+        example: what its help shows after ``octavo``.
+    """
+
+    place: str
+    short: str
+    example: str
+
+
+COMMANDS = {
+    "demo": LateCommand("demo:demo", "See FP32, BF16 and FP8 train on real text, side by side.", "demo --quick"),
+    "study": LateCommand(
+        "study:study",
+        "Compare precisions on your own text and model shape.",
+        "study --data my-texts/ --steps 1000 --out runs/mine",
+    ),
+    "train": LateCommand(
+        "train:train",
+        "Train a small language model with one recipe.",
+        "train --recipe rowwise --data novel.txt --steps 500 --out runs/novel",
+    ),
+    "eval": LateCommand(
+        "evaluate:evaluate",
+        "Measure a model's perplexity, or compare formats of it.",
+        "eval model.gguf --compare bf16,int8,fp8-dynamic,fp8-static",
+    ),
+    "calibrate": LateCommand(
+        "calibrate:calibrate",
+        "Find static FP8 scales for a trained model.",
+        "calibrate model.gguf --samples 128 --out calibrated/",
+    ),
+    "generate": LateCommand(
+        "generate:generate",
+        "Continue a prompt with a trained model.",
+        "generate runs/demo/tensorwise --prompt 'def main('",
+    ),
+    "qat": LateCommand(
+        "qat:qat",
+        "Fine-tune a language model so that it loses less in FP8.",
+        "qat model.gguf --data novel.txt --steps 200 --baseline --out runs/qat",
+    ),
+    "sensitivity": LateCommand(
+        "sensitivity:show_sensitivity",
+        "Rank layers by what FP8 costs them; find the best mix.",
+        "sensitivity model.gguf --budget-perplexity 1.0% --budget-bytes 0.60 --out runs/mix",
+    ),
+    "export": LateCommand(
+        "export:export",
+        "Write a model in FP8 as servers read it, and verify it.",
+        "export model.gguf --format compressed-tensors --out served/",
+    ),
+    "serve": LateCommand(
+        "serve:serve", "Serve a model over HTTP, as OpenAI's API and KServe's.", "serve model.gguf --port 8000"
+    ),
+    "triton": LateCommand("triton:triton", "Set up Triton Inference Server, without a container.", "triton setup"),
+    "import": LateCommand(
+        "import_:import_", "Read and check a model in FP8 from another tool.", "import served/ --out own/"
+    ),
+    "doctor": LateCommand("doctor:doctor", "Find what goes wrong in FP8 training, and why.", "doctor runs/mine"),
+    "plan": LateCommand(
+        "plan:plan",
+        "Predict what FP8 gains on many GPUs: time, memory, cost.",
+        "plan --model llama-3-70b --hardware h100 --gpus 1024 --tokens 2T --price 2.5/h",
+    ),
+    "advise": LateCommand(
+        "plan:advise_on_model",
+        "Say whether to train a model in FP8, and why.",
+        "advise llama-3-8b --hardware h100 --gpus 64",
+    ),
+    "data": LateCommand(
+        "data:data", "Show a source's documents and bytes, by split and kind.", "data --data my-texts/"
+    ),
+    "bench": LateCommand(
+        "bench_group:bench",
+        "Measure serving: latency, throughput and memory.",
+        "bench serve model.gguf --batch 1,16",
+    ),
+    "formats": LateCommand(
+        "formats:formats", "Print range, precision and counts of the number formats.", "formats --errata"
+    ),
+}
+
+
+class LateCommands(Mapping[str, Any]):
+    """The commands by name; looking one up imports it."""
+
+    def __getitem__(self, name: str) -> Any:
+        late = COMMANDS[name]
+        module, attribute = late.place.split(":")
+        command = getattr(importlib.import_module(f"octavo.cli.{module}"), attribute)
+        holder = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+        words: dict[str, Any] = {"name": name, "short_help": late.short, "epilog": f"Example: octavo {late.example}"}
+        if isinstance(command, typer.Typer):
+            holder.add_typer(command, **words)
+        else:
+            holder.command(**words)(command)
+        return typer.main.get_group(holder).commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
 class MainGroup(ErrorBoundary):
     """``octavo``, whose help lists commands by what they are for."""
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = LateCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the commands."""
+        return list(COMMANDS)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands by group; typer's own panels need rich's markup mode."""
-        room = formatter.width - 6 - max(map(len, self.commands))
         for heading, names in GROUPS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(room)) for name in names])
+                formatter.write_dl([(name, COMMANDS[name].short) for name in names])
 
 
 app = typer.Typer(
@@ -164,103 +266,6 @@ def root(
     ] = False,
 ) -> None:
     """Options before a command's name."""
-
-
-def add_command(command: Callable[..., None], name: str, *, example: str, short: str | None = None) -> None:
-    """Register a command; ``short`` is its line in the list of commands, by default the first line of its help."""
-    line = short or inspect.getdoc(command)
-    assert line is not None
-    app.command(name=name, short_help=line.splitlines()[0], epilog=f"Example: octavo {name} {example}")(command)
-
-
-add_command(demo, "demo", short="See FP32, BF16 and FP8 train on real text, side by side.", example="--quick")
-add_command(
-    study,
-    "study",
-    short="Compare precisions on your own text and model shape.",
-    example="--data my-texts/ --steps 1000 --out runs/mine",
-)
-add_command(
-    train,
-    "train",
-    short="Train a small language model with one recipe.",
-    example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel",
-)
-add_command(
-    evaluate,
-    "eval",
-    short="Measure a model's perplexity, or compare formats of it.",
-    example="model.gguf --compare bf16,int8,fp8-dynamic,fp8-static",
-)
-add_command(
-    calibrate,
-    "calibrate",
-    short="Find static FP8 scales for a trained model.",
-    example="model.gguf --samples 128 --out calibrated/",
-)
-add_command(generate, "generate", example="runs/demo/tensorwise --prompt 'def main('")
-add_command(
-    qat,
-    "qat",
-    short="Fine-tune a language model so that it loses less in FP8.",
-    example="model.gguf --data novel.txt --steps 200 --baseline --out runs/qat",
-)
-add_command(
-    show_sensitivity,
-    "sensitivity",
-    short="Rank layers by what FP8 costs them; find the best mix.",
-    example="model.gguf --budget-perplexity 1.0% --budget-bytes 0.60 --out runs/mix",
-)
-add_command(
-    export,
-    "export",
-    short="Write a model in FP8 as servers read it, and verify it.",
-    example="model.gguf --format compressed-tensors --out served/",
-)
-add_command(
-    serve,
-    "serve",
-    short="Serve a model over HTTP, as OpenAI's API and KServe's.",
-    example="model.gguf --port 8000",
-)
-app.add_typer(
-    triton,
-    name="triton",
-    short_help="Set up Triton Inference Server, without a container.",
-    epilog="Example: octavo triton setup",
-)
-add_command(
-    import_,
-    "import",
-    short="Read and check a model in FP8 from another tool.",
-    example="served/ --out own/",
-)
-app.add_typer(
-    doctor,
-    name="doctor",
-    short_help="Find what goes wrong in FP8 training, and why.",
-    epilog="Example: octavo doctor runs/mine",
-)
-add_command(
-    plan,
-    "plan",
-    short="Predict what FP8 gains on many GPUs: time, memory, cost.",
-    example="--model llama-3-70b --hardware h100 --gpus 1024 --tokens 2T --price 2.5/h",
-)
-add_command(
-    advise_on_model,
-    "advise",
-    short="Say whether to train a model in FP8, and why.",
-    example="llama-3-8b --hardware h100 --gpus 64",
-)
-add_command(data, "data", example="--data my-texts/")
-app.add_typer(
-    bench,
-    name="bench",
-    short_help="Measure serving: latency, throughput and memory.",
-    epilog="Example: octavo bench serve model.gguf --batch 1,16",
-)
-add_command(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")
 
 
 def main() -> None:

@@ -5,8 +5,7 @@ None, so that a selection can always be explained, and a backend that is request
 falling back.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypedDict, Unpack
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -38,9 +37,10 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CastProblem:
+class CastProblem(NamedTuple):
     """Description of a cast, without its values: all that a cast backend's support may depend on.
+
+    A tuple, as is :class:`MatmulProblem`, since torch.compile traces no code to make one.
 
     Attributes:
         shape: of the tensor.
@@ -54,8 +54,6 @@ class CastProblem:
         decodes: whether codes are decoded to ``dtype``, instead of cast from it.
     """
 
-    NOUN: ClassVar[str] = "cast"  # in messages
-
     shape: torch.Size
     dtype: torch.dtype
     device: str
@@ -65,6 +63,11 @@ class CastProblem:
     scale_given: bool = False
     transformed: bool = False
     decodes: bool = False
+
+    @property
+    def noun(self) -> str:
+        """Name of the problem in messages."""
+        return "cast"
 
     @classmethod
     def of(cls, x: Tensor, fmt: Format, granularity: Granularity) -> "CastProblem":
@@ -162,8 +165,7 @@ def refuse_transforms(operation: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulProblem:
+class MatmulProblem(NamedTuple):
     """Description of ``y = a @ b.T``, without its values: all that a backend's support may depend on.
 
     Attributes:
@@ -179,8 +181,6 @@ class MatmulProblem:
         bias_needs_grad: whether autograd records y for a bias that requires a gradient.
     """
 
-    NOUN: ClassVar[str] = "product"  # in messages
-
     m: int
     n: int
     k: int
@@ -195,6 +195,11 @@ class MatmulProblem:
     fast_accumulation: bool = False
     scale_needs_grad: bool = False
     bias_needs_grad: bool = False
+
+    @property
+    def noun(self) -> str:
+        """Name of the problem in messages."""
+        return "product"
 
     @property
     def needs_grad(self) -> bool:

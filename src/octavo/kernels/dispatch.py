@@ -133,7 +133,7 @@ def backend_of_cast(x: Tensor, spec: CastSpec, source: ScaleSource) -> str:
 
 
 def _choose_cast(key: tuple[object, ...], problem: CastProblem) -> tuple[CastBackend, Selection[CastProblem]]:
-    entry = _first_able(problem, CAST_BACKENDS)
+    entry = _select(problem, CAST_BACKENDS)
     if len(_cast_choices) < _MOST_CHOICES:
         _cast_choices[key] = entry
     return entry
@@ -280,7 +280,7 @@ def _select_product(
         entry = None
     if entry is None:
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-        entry = _first_able(problem, BACKENDS)
+        entry = _select(problem, BACKENDS)
         if len(_gemm_choices) < _MOST_CHOICES:
             _gemm_choices[call] = entry
     selected, selection = entry
@@ -308,19 +308,25 @@ def explain(problem: _Problem) -> Selection[_Problem]:
         BackendError: none can run it.
     """
     if isinstance(problem, CastProblem):
-        return _first_able(problem, CAST_BACKENDS)[1]
-    return _first_able(problem, BACKENDS)[1]
+        return _select(problem, CAST_BACKENDS)[1]
+    return _select(problem, BACKENDS)[1]
 
 
-def _first_able(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Backend, Selection[_Problem]]:
+def _select(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Backend, Selection[_Problem]]:
+    backend, rejected = _first_able(problem, backends)
+    return backend, Selection(problem, backend.name, tuple(rejected))
+
+
+def _first_able(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Backend, list[tuple[str, str]]]:
+    """The first backend that supports a problem, and why those before it do not."""
     rejected: list[tuple[str, str]] = []
     for backend in backends:
         reason = backend.unsupported_reason(problem)  # type: ignore[arg-type]
         if reason is None:
-            return backend, Selection(problem, backend.name, tuple(rejected))
+            return backend, rejected
         rejected.append((backend.name, reason))
     raise BackendError(
-        f"no backend can run this {problem.NOUN}: {'; '.join(f'{name}: {why}' for name, why in rejected)}"
+        f"no backend can run this {problem.noun}: {'; '.join(f'{name}: {why}' for name, why in rejected)}"
     )
 
 

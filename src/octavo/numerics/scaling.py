@@ -32,8 +32,8 @@ NVIDIA, arXiv 2506.08027 (`rceil`: rounding down diverges in MXFP8 pre-training)
 """
 
 import math
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,8 +97,7 @@ def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
     return measure(x.detach(), granularity_or_default(granularity)).amax
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """Amaxes and non-finite count of a tensor, from one pass.
 
     Attributes:
@@ -110,8 +109,7 @@ class Measurement:
     nonfinite: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class AmaxRecord:
+class AmaxRecord(NamedTuple):
     """Buffers that accumulate measurements in place; a None accumulates nothing.
 
     Attributes:

@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_a_run_is_exported_verified_and_explained(octavo, finished_run, tmp_path):
     out = tmp_path / "new" / "served"
     result = octavo("export", finished_run, "--format", "hf-fp8", "--out", out)
@@ -135,6 +136,7 @@ def test_a_mix_s_table_is_codes_in_the_file_and_stays_so(octavo, finished_run, t
         assert "model.embed_tokens.weight" not in found
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_import_narrows_nothing(octavo, tmp_path):
     save_quantized(dynamic(ROW), tmp_path / "wide", dtype="fp32", verify_folder=False)
     assert octavo("import", tmp_path / "wide", "--out", tmp_path / "own").exit_code == 0
@@ -144,6 +146,7 @@ def test_import_narrows_nothing(octavo, tmp_path):
     assert load_quantized(tmp_path / "narrow").dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_import_writes_the_same_codes(octavo, folder, tmp_path):
     result = octavo("import", folder, "--out", tmp_path / "own", "--json")
     assert result.exit_code == 0, result.output

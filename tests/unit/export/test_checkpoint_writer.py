@@ -38,6 +38,7 @@ def test_a_folder_is_verified_by_another_process(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_what_reads_back_otherwise_is_removed(tmp_path, monkeypatch):
     verified = verification.verify
 
@@ -66,6 +67,7 @@ def test_what_cannot_be_read_back_is_removed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("forked_verification")
 @pytest.mark.parametrize("missing", ["transformers", "compressed_tensors"])
 def test_a_folder_that_only_octavo_read_back_says_so(tmp_path, monkeypatch, missing):
     monkeypatch.setattr(verification, "find_spec", lambda name: None if name == missing else find_spec(name))
@@ -76,6 +78,7 @@ def test_a_folder_that_only_octavo_read_back_says_so(tmp_path, monkeypatch, miss
     assert not any("alone" in note for note in save_quantized(dynamic(ROW), tmp_path / "n", verify_folder=False).notes)
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_the_model_is_left_as_it_was(tmp_path):
     model = dynamic("rowwise")
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
@@ -222,6 +225,7 @@ def test_every_format_says_what_servers_do_with_it():
     assert all(servers.keys() == SOURCES.keys() for servers in DOES.values())
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_a_context_of_one_token(tmp_path):
     """There is nothing to continue, and everything else is compared."""
     model = dynamic(ROW)
@@ -293,6 +297,7 @@ def test_experts_are_not_written_under_names_that_no_server_reads(mixture, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_experts_in_octavos_own_format(mixture, tmp_path):
     """It says what it wrote to octavo alone, which reads it."""
     saved = save_quantized(mixture, tmp_path / "m", format="octavo")

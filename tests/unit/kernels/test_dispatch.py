@@ -282,7 +282,7 @@ def test_fake_quantize_and_dequantize_record_their_selections(dtype):
     encoded, decoded = cast_selections()
     native, other = ("native" if native_bindings.levels() else "reference"), "reference"
     assert (encoded.problem, encoded.backend) == (CastProblem.of(x, octavo.E4M3, PerTensor()), native)
-    assert decoded.problem == replace(encoded.problem, decodes=True)
+    assert decoded.problem == encoded.problem._replace(decodes=True)
     assert decoded.backend == (native if dtype is torch.bfloat16 else other)
     assert explain(decoded.problem) == decoded
 
@@ -305,7 +305,7 @@ def test_fake_quantize_and_dequantize_record_their_selections(dtype):
 )
 @pytest.mark.skipif(not native_bindings.levels(), reason="no native kernels were built")
 def test_the_native_cast_says_why_it_cannot_run(problem, reason):
-    described = replace(CastProblem.of(torch.ones(2, 4), octavo.E4M3, PerTensor()), **problem)
+    described = CastProblem.of(torch.ones(2, 4), octavo.E4M3, PerTensor())._replace(**problem)
     selection = explain(described)
     assert (selection.backend, dict(selection.rejected)["native"]) == ("reference", reason)
 

@@ -1,7 +1,5 @@
 """Which products the model of Hopper's tensor cores computes, and where it puts scales and bias."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from octavo.kernels.hopper_model import HopperModelBackend
 from octavo.numerics import Accumulate, PerBlock, PerRow, hopper_sums
 from tests.unit.kernels.matmul_problem import PROBLEM
 
-FAST = replace(PROBLEM, accumulate=Accumulate.HOPPER_FAST)
+FAST = PROBLEM._replace(accumulate=Accumulate.HOPPER_FAST)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +24,7 @@ FAST = replace(PROBLEM, accumulate=Accumulate.HOPPER_FAST)
     ids=str,
 )
 def test_unsupported_problems_give_a_reason(changes, words):
-    reason = HopperModelBackend().unsupported_reason(replace(FAST, **changes))
+    reason = HopperModelBackend().unsupported_reason(FAST._replace(**changes))
     assert reason is None if words is None else words in str(reason)
 
 

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -36,21 +36,21 @@ _TENSORWISE = MatmulProblem(
 )
 PROBLEMS = {
     "tensorwise": _TENSORWISE,
-    "rowwise": replace(_TENSORWISE, a_granularity=PerRow(), b_granularity=PerRow()),
-    "blockwise": replace(_TENSORWISE, a_granularity=PerBlock(1, 128), b_granularity=PerBlock(128, 128)),
-    "mxfp8": replace(_TENSORWISE, a_granularity=PerBlock(1, 32), b_granularity=PerBlock(1, 32)),
-    "hopper-fast": replace(_TENSORWISE, accumulate=Accumulate.HOPPER_FAST),
+    "rowwise": _TENSORWISE._replace(a_granularity=PerRow(), b_granularity=PerRow()),
+    "blockwise": _TENSORWISE._replace(a_granularity=PerBlock(1, 128), b_granularity=PerBlock(128, 128)),
+    "mxfp8": _TENSORWISE._replace(a_granularity=PerBlock(1, 32), b_granularity=PerBlock(1, 32)),
+    "hopper-fast": _TENSORWISE._replace(accumulate=Accumulate.HOPPER_FAST),
 }
 _TENSORWISE_CAST = CastProblem(
     shape=torch.Size((1024, 1024)), dtype=torch.bfloat16, device="cpu", format=E4M3, granularity=PerTensor()
 )
 CASTS = {
     "tensorwise": _TENSORWISE_CAST,
-    "rowwise": replace(_TENSORWISE_CAST, granularity=PerRow()),
-    "blockwise": replace(_TENSORWISE_CAST, granularity=PerBlock(1, 128)),
-    "mxfp8": replace(_TENSORWISE_CAST, granularity=PerBlock(1, 32)),
-    "stochastic": replace(_TENSORWISE_CAST, rounding=Rounding.STOCHASTIC),
-    "decoding": replace(_TENSORWISE_CAST, decodes=True),
+    "rowwise": _TENSORWISE_CAST._replace(granularity=PerRow()),
+    "blockwise": _TENSORWISE_CAST._replace(granularity=PerBlock(1, 128)),
+    "mxfp8": _TENSORWISE_CAST._replace(granularity=PerBlock(1, 32)),
+    "stochastic": _TENSORWISE_CAST._replace(rounding=Rounding.STOCHASTIC),
+    "decoding": _TENSORWISE_CAST._replace(decodes=True),
 }
 
 
@@ -109,7 +109,7 @@ def choices(
     unsupported: dict[str, Callable[[Any], str | None]] = {each.name: each.unsupported_reason for each in backends}
     for device in devices:
         for name, typical in problems.items():
-            problem = replace(typical, device=device)
+            problem = typical._replace(device=device)
             selection = explain(problem)
             able = tuple(backend for backend, reason in unsupported.items() if reason(problem) is None)
             yield BackendChoice(name, device, selection.backend, able, dict(selection.rejected))

@@ -1,7 +1,5 @@
 """When the native backend multiplies, when it hands over, and the words it refuses with."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -30,7 +28,7 @@ built = pytest.mark.skipif(
     ids=str,
 )
 def test_unsupported_problems_give_a_reason(changes, words):
-    reason = NativeBackend().unsupported_reason(replace(PROBLEM, **changes))
+    reason = NativeBackend().unsupported_reason(PROBLEM._replace(**changes))
     assert reason is None if words is None else words in str(reason)
 
 

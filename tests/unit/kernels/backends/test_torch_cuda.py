@@ -52,8 +52,8 @@ def test_padding_adds_zero_codes_up_to_multiples_of_16():
         assert torch.equal(straight.view(torch.uint8), crooked.view(torch.uint8))
 
 
-PROBLEM = replace(
-    TENSORWISE, m=16, n=16, k=16, device="cuda", b_dtype=torch.float8_e4m3fn, accumulate=Accumulate.HOPPER_FAST
+PROBLEM = TENSORWISE._replace(
+    m=16, n=16, k=16, device="cuda", b_dtype=torch.float8_e4m3fn, accumulate=Accumulate.HOPPER_FAST
 )
 
 
@@ -77,14 +77,14 @@ PROBLEM = replace(
 def test_unsupported_problems_give_a_reason(changes, reason, monkeypatch):
     device_is(monkeypatch, HOPPER)
     assert CudaBackend().unsupported_reason(PROBLEM) is None
-    rows = replace(PROBLEM, a_granularity=PerRow(), b_granularity=PerRow())
+    rows = PROBLEM._replace(a_granularity=PerRow(), b_granularity=PerRow())
     assert CudaBackend().unsupported_reason(rows) is None
-    assert CudaBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
+    assert CudaBackend().unsupported_reason(PROBLEM._replace(**changes)) == reason
 
 
 LINES, SQUARES = PerBlock(1, 128), PerBlock(128, 128)
-BLOCKS = replace(
-    PROBLEM, m=20, n=48, k=512, a_granularity=LINES, b_granularity=SQUARES, accumulate=Accumulate.FP32, bias=True
+BLOCKS = PROBLEM._replace(
+    m=20, n=48, k=512, a_granularity=LINES, b_granularity=SQUARES, accumulate=Accumulate.FP32, bias=True
 )
 
 
@@ -106,7 +106,7 @@ BLOCKS = replace(
 )
 def test_blocks_it_takes(changes, reason, monkeypatch):
     device_is(monkeypatch, HOPPER)
-    found = CudaBackend().unsupported_reason(replace(BLOCKS, **changes))
+    found = CudaBackend().unsupported_reason(BLOCKS._replace(**changes))
     assert found is reason is None or (found is not None and reason is not None and found.endswith(reason))
 
 
@@ -116,7 +116,7 @@ def test_a_graph_of_one_number_of_rows_serves_others(rows, monkeypatch):
     graphs = CompileCounter()
 
     def choose(x: Tensor) -> Tensor:
-        explain(replace(BLOCKS, m=x.shape[0]))
+        explain(BLOCKS._replace(m=x.shape[0]))
         return x + 1
 
     compiled = torch.compile(choose, backend=graphs, fullgraph=True, dynamic=True)
@@ -210,18 +210,18 @@ def test_scales_begin_at_a_multiple_of_16_bytes(shape):
 @pytest.mark.parametrize("capability", [ADA, BLACKWELL])
 def test_only_hopper_sums_as_hopper_does(capability, monkeypatch):
     device_is(monkeypatch, capability)
-    assert CudaBackend().unsupported_reason(replace(PROBLEM, accumulate=Accumulate.FP32)) is None
+    assert CudaBackend().unsupported_reason(PROBLEM._replace(accumulate=Accumulate.FP32)) is None
     for accumulate in (Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW):
-        reason = CudaBackend().unsupported_reason(replace(PROBLEM, accumulate=accumulate)) or ""
+        reason = CudaBackend().unsupported_reason(PROBLEM._replace(accumulate=accumulate)) or ""
         assert reason.startswith("only Hopper sums as Hopper does")
 
 
 def test_problems_that_would_be_rounded_twice_are_declined(monkeypatch):
-    rows = replace(PROBLEM, a_granularity=PerRow(), accumulate=Accumulate.FP32)
-    plain, biased = replace(rows, out_dtype=torch.bfloat16), replace(rows, out_dtype=torch.bfloat16, bias=True)
+    rows = PROBLEM._replace(a_granularity=PerRow(), accumulate=Accumulate.FP32)
+    plain, biased = rows._replace(out_dtype=torch.bfloat16), rows._replace(out_dtype=torch.bfloat16, bias=True)
     for capability, cuda in ((HOPPER, (12, 8)), (BLACKWELL, (13, 0))):
         device_is(monkeypatch, capability, cuda)
-        for problem in (rows, biased, replace(rows, out_dtype=torch.float16)):
+        for problem in (rows, biased, rows._replace(out_dtype=torch.float16)):
             reason = CudaBackend().unsupported_reason(problem)
             assert reason == f"with per-row scales it would round to bfloat16 before {problem.out_dtype} or a bias"
         assert CudaBackend().unsupported_reason(plain) is None

@@ -1,7 +1,5 @@
 """What octavo's own kernel is asked for on a GPU, and what it refuses; that it multiplies stands in tests/triton."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,8 +11,8 @@ from octavo.kernels.backends.triton import TritonBackend
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
 from tests.unit.kernels.matmul_problem import PROBLEM as TENSORWISE
 
-PROBLEM = replace(
-    TENSORWISE, m=256, n=256, k=256, device="cuda", a_granularity=PerBlock(1, 128), b_granularity=PerBlock(128, 128)
+PROBLEM = TENSORWISE._replace(
+    m=256, n=256, k=256, device="cuda", a_granularity=PerBlock(1, 128), b_granularity=PerBlock(128, 128)
 )
 FAST, SLOW = Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW
 ROWS = {"a_granularity": PerRow(), "b_granularity": PerRow()}
@@ -37,7 +35,7 @@ def _hopper(monkeypatch):
     ids=lambda changes: ", ".join(f"{name} {value}" for name, value in changes.items()),
 )  # fmt: skip
 def test_supported_problems_have_no_unsupported_reason(changes):
-    assert TritonBackend().unsupported_reason(replace(PROBLEM, **changes)) is None
+    assert TritonBackend().unsupported_reason(PROBLEM._replace(**changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_supported_problems_have_no_unsupported_reason(changes):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unsupported_problems_give_a_reason(changes, reason):
-    assert TritonBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
+    assert TritonBackend().unsupported_reason(PROBLEM._replace(**changes)) == reason
 
 
 def test_unsupported_devices_and_missing_triton_are_explained(monkeypatch):
@@ -64,17 +62,17 @@ def test_unsupported_devices_and_missing_triton_are_explained(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert TritonBackend().unsupported_reason(PROBLEM) is None
     newer = "only Hopper sums as Hopper does, and this device has compute capability 10.0"
-    assert TritonBackend().unsupported_reason(replace(PROBLEM, accumulate=SLOW)) == newer
+    assert TritonBackend().unsupported_reason(PROBLEM._replace(accumulate=SLOW)) == newer
     monkeypatch.setattr(triton, "WHY_ABSENT", "triton is not installed")
     assert TritonBackend().unsupported_reason(PROBLEM) == "triton is not installed"
 
 
 def test_auto_takes_it_for_what_cublas_refuses(monkeypatch):
-    gradients = replace(PROBLEM, a_dtype=torch.float8_e5m2, a_granularity=PerTensor(), b_granularity=PerTensor())
+    gradients = PROBLEM._replace(a_dtype=torch.float8_e5m2, a_granularity=PerTensor(), b_granularity=PerTensor())
     assert explain(PROBLEM).backend == explain(gradients).backend == "triton"
     assert dict(explain(gradients).rejected) == {"torch_cuda": "cuBLAS does not multiply E5M2 by E5M2"}
-    assert explain(replace(gradients, a_dtype=torch.float8_e4m3fn)).backend == "torch_cuda"
-    assert explain(replace(PROBLEM, accumulate=SLOW)).backend == "triton"
+    assert explain(gradients._replace(a_dtype=torch.float8_e4m3fn)).backend == "torch_cuda"
+    assert explain(PROBLEM._replace(accumulate=SLOW)).backend == "triton"
 
 
 def test_a_graph_has_one_operator():
@@ -89,7 +87,7 @@ def test_a_graph_has_one_operator():
 
 
 def test_scale_or_bias_that_requires_a_gradient_is_rejected():
-    for problem in (replace(PROBLEM, scale_needs_grad=True), replace(PROBLEM, bias_needs_grad=True)):
+    for problem in (PROBLEM._replace(scale_needs_grad=True), PROBLEM._replace(bias_needs_grad=True)):
         selection = explain(problem)
         assert selection.backend == "reference"
         reason = "its kernels have no gradient, and a scale or the bias requires one"
