@@ -1,11 +1,12 @@
-# octavo's five chores. `make demo` and `make test` are the ones to know; both make .venv first if it is missing.
+# octavo's chores. `make demo` and `make test` are the ones to know; both make .venv first if it is missing.
 #
-#   make venv    .venv with the versions of requirements.lock, and octavo itself from this checkout
-#   make demo    train a small language model in FP32, BF16 and FP8 and compare the three
-#   make test    format, lint, types, tests: stops at the first that fails
-#   make docs    the documentation as a site in build/site; a broken link is an error
-#   make fmt     let ruff format the code and fix what it can
-#   make clean   remove .venv, caches and build leftovers (runs/ stays)
+#   make venv      .venv with the versions of requirements.lock, and octavo itself from this checkout
+#   make demo      train a small language model in FP32, BF16 and FP8 and compare the three
+#   make test      format, lint, types, tests but the long ones: stops at the first that fails
+#   make test-all  the same with every test, as CI runs it at each landing
+#   make docs      the documentation as a site in build/site; a broken link is an error
+#   make fmt       let ruff format the code and fix what it can
+#   make clean     remove .venv, caches and build leftovers (runs/ stays)
 #
 # PYTHON chooses the interpreter that .venv is made from: make venv PYTHON=python3.12
 
@@ -13,7 +14,7 @@ PYTHON ?= python3
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test docs fmt clean
+.PHONY: venv demo test test-all docs fmt clean
 
 venv: $(STAMP)
 
@@ -26,6 +27,10 @@ demo: $(STAMP)
 	@.venv/bin/octavo demo
 
 test: $(STAMP)
+	@scripts/check.sh -m "not long"
+	@echo "the tests marked long: make test-all"
+
+test-all: $(STAMP)
 	@scripts/check.sh
 
 docs: $(STAMP)

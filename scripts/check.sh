@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The whole check, as `make test` runs it: format, lint, types, tests. One line each with its time; the first red ends it.
+# The check that `make test` and `make test-all` run: format, lint, types, tests. One line each with its time; the first red
+# ends it. Arguments are pytest's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

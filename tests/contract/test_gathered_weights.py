@@ -12,6 +12,8 @@ import torch
 from tests.contract.gathered_weights_training import RECIPES
 from tests.contract.rank_processes import of_check, results_of_ranks
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict[str, Any]]]:

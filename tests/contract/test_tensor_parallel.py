@@ -11,6 +11,8 @@ import pytest
 
 from tests.contract.rank_processes import of_check, results_of_ranks
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Callable[..., list[Any]]:

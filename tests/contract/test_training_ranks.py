@@ -37,6 +37,8 @@ from tests.contract.training_ranks_program import (
 )
 from tests.unit.training.tiny_runs import tiny_data
 
+pytestmark = pytest.mark.long
+
 PROGRAM = "tests.contract.training_ranks_program"
 NORM_ORDER = 1e-6  # relative, of losses after clipping by a norm that shards have summed
 FLIPPED_CODES = 5e-3  # relative, of losses, norms and amaxes: the order of a layer's sum moves values to other codes

@@ -14,6 +14,8 @@ import octavo.cli.demo as command
 from octavo.cli.app import app
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, demo_config, load_config
 
+pytestmark = pytest.mark.long
+
 TINY = RunConfig(
     model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1),
     data=DataConfig(source="builtin", vocab_size=300),

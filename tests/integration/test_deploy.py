@@ -12,6 +12,8 @@ from octavo.cli.app import app
 from tests.policy.source_tree import ROOT
 from tests.policy.test_documents import fences
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("onnx")
 
 RUN = """

@@ -22,6 +22,8 @@ from octavo.training.metrics import read_metrics
 from tests.unit.reports.synthetic_run import findings, long_run, paths, run, samples, steps
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
+pytestmark = pytest.mark.long
+
 LAYERS, LOOKS = 21, 60
 
 

@@ -15,6 +15,8 @@ from tests.integration.test_tutorial import arguments, blocks, commands
 from tests.policy.source_tree import ROOT
 from tests.unit.models import small_gguf
 
+pytestmark = pytest.mark.long
+
 PAGES = (
     "calibrate", "check-a-run", "debug-a-loss-spike", "export-for-vllm", "find-sensitive-layers",
     "import-a-model", "use-the-autopilot", "use-your-own-text",

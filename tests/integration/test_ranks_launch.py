@@ -18,6 +18,8 @@ from octavo.training.run_folder import load_run
 from tests.policy.source_tree import ROOT
 from tests.unit.training.tiny_runs import comparable, tiny_config
 
+pytestmark = pytest.mark.long
+
 STEPS = 8
 PATIENCE = 300
 FAULTS = [

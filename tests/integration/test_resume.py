@@ -15,6 +15,8 @@ from octavo.training.run_folder import load_run
 from tests.integration.pieces import start
 from tests.unit.training.tiny_runs import comparable, tiny_config
 
+pytestmark = pytest.mark.long
+
 STEPS = 10
 
 

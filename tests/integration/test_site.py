@@ -16,6 +16,8 @@ from filelock import FileLock
 from scripts.check_pages import VIEWS, check_page, served
 from tests.policy.source_tree import ROOT
 
+pytestmark = pytest.mark.long
+
 GENERATED = ["reference/api/octavo.nn.html", "reference/cli/train.html", "reference/configuration.html"]
 WRITTEN = sorted(
     str(page.relative_to(ROOT / "docs").with_suffix(".html"))

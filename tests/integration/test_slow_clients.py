@@ -29,6 +29,8 @@ from octavo.text.tokenizer import train_tokenizer
 from tests.policy.source_tree import SOURCE
 from tests.tiny_llama import tiny_llama_config
 
+pytestmark = pytest.mark.long
+
 ROUNDS = int(os.environ.get("OCTAVO_SLOW_CLIENTS", "250"))
 FILES = 96
 OPEN = 150  # connections of ours at once

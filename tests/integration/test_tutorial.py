@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from octavo.cli.app import app
 from tests.policy.source_tree import ROOT
 
+pytestmark = pytest.mark.long
+
 PAGES = sorted((ROOT / "docs/tutorial").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([\w.-]+)"')

@@ -20,10 +20,13 @@ from octavo.text.tokenizer import train_tokenizer
 from tests.unit.checkpoints.folders import LAYER, ROW, layer_of, static, verdict
 from tests.unit.quantization.tiny_models import language_model
 
-pytestmark = pytest.mark.skipif(
-    find_spec("compressed_tensors") is None or find_spec("transformers") is None,
-    reason="compressed-tensors or transformers is not installed",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        find_spec("compressed_tensors") is None or find_spec("transformers") is None,
+        reason="compressed-tensors or transformers is not installed",
+    ),
+]
 VOCABULARY = 300
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.triton.conftest import PrintedBy
 
+pytestmark = pytest.mark.long
+
 OPERATORS = {"cast", "cast of a transpose", "cast_both_ways", "norm_backward", "activation_backward"}
 
 

@@ -5,6 +5,8 @@ import pytest
 from tests.triton.conftest import PrintedBy
 from tests.triton.traced_layers import RECIPES, STEPS
 
+pytestmark = pytest.mark.long
+
 SUMS = 1e-6  # what other orders of FP32 sums, and another exp, come to; a code that differs would be 1e-4 and more
 
 
