@@ -108,7 +108,7 @@ def of_one_process(rank: int, folder: Path) -> Any:
         model, losses = example("accelerate_on_ranks")["train"](micro_batches=2)
         rows: Any = DATA
         # Lightning shuffles on several ranks, and gives each of them every other row.
-        orders = [list(DistributedSampler(rows, 2, rank)) for rank in range(2)]
+        orders: Any = [list(DistributedSampler(rows, 2, rank)) for rank in range(2)]
         alternating = DATA[torch.tensor(orders).view(2, 4, 16).transpose(0, 1).flatten()]
         module = example("lightning_on_ranks")["train"](alternating, accumulate_grad_batches=2, **QUIET)
         return {
