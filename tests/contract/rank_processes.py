@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.policy.source_tree import ROOT
 
@@ -135,3 +137,17 @@ def kept_bytes(model: nn.Module, x: Tensor, besides: Callable[[], Iterable[Tenso
     held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     y.backward(torch.ones_like(y))
     return held
+
+
+class Collectives(TorchDispatchMode):
+    """Count of the collectives in a block, by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and count an operation."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func.overloadpacket.__name__.strip("_")] += 1
+        return func(*args, **(kwargs or {}))

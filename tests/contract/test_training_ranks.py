@@ -67,7 +67,7 @@ def four(folder, two):
 
 
 def numbers(folder: Path) -> list[dict]:
-    """What both runs write: losses and norms; the doctor samples the first rank's micro-batches."""
+    """What both runs write: losses and norms; the doctor samples each rank's last micro-batch."""
     keys = ("kind", "step", "loss", "lr", "grad_norm", "tokens", "nats", "perplexity", "loss_scale", "recipe")
     lines = [line for line in read_metrics(folder) if line["kind"] not in ("watched", "statistics")]
     return [{key: line[key] for key in keys if key in line} for line in lines]

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -21,7 +20,6 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import OctavoError
 from octavo.nn.tensor_parallel import whole
@@ -36,7 +34,7 @@ from octavo.training.events import Saved, StepDone
 from octavo.training.loop import Trainer, train
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.setup import build_model
-from tests.contract.rank_processes import Checks, regrouped, run_ranks
+from tests.contract.rank_processes import Checks, Collectives, regrouped, run_ranks
 from tests.unit.training.tiny_runs import tiny_config
 
 RECIPES = ("fp32", "bf16", "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
@@ -192,20 +190,6 @@ def chain_of_two(folder: Path) -> str:
 
 def chain_of_four(folder: Path) -> str:
     return stopping(config_of(shard=2, data=2, **CHAIN), folder, "chain", after=6, resume=True)
-
-
-class Collectives(TorchDispatchMode):
-    """Count of the collectives in a block, by their kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and count an operation."""
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[func.overloadpacket.__name__.strip("_")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def collectives(folder: Path) -> list[dict[str, int]]:
