@@ -1,5 +1,6 @@
 """Checks of tests/contract/gathered_weights_program.py: ways in which gathered weights are used."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tests.contract.rank_processes import kept_bytes
 __all__ = [
     "checkpointed",
     "compiled",
+    "evaluating_alone",
     "frozen",
     "kept_for_backward",
     "loaded",
@@ -167,6 +169,28 @@ def _around(model: Any, batch: Tensor, index: int, *, reentrant: bool = False) -
 
 
 _around_reentrant = partial(_around, reentrant=True)
+
+
+def evaluating_alone(rank: int, _: Path) -> Any:
+    """Differences where one rank evaluates within a step, and the others' evaluation is in training mode."""
+    return {
+        (recipe, name): compared(rank, partial(sharded, recipe), run=partial(_in_modes, rank=rank, forward=forward))
+        for recipe in ("tensorwise", "delayed")
+        for name, forward in (("plain", step_once), ("checkpointed", _around), ("reentrant", _around_reentrant))
+    }
+
+
+def _in_modes(model: Any, batch: Tensor, index: int, *, rank: int, forward: Callable[..., list[float]]) -> list[float]:
+    """A step of two micro-batches, in the second of which rank 1 is in ``eval()``, after an evaluation of rank 0."""
+    with torch.no_grad():
+        losses = [model.train(rank > 0)(batch).sum().item()]
+    model.reshard()
+    for last in (False, True):
+        model.train(not last or rank != 1)
+        model.set_requires_gradient_sync(last)
+        losses += forward(model, batch * (1 + last), index)
+    model.train()
+    return losses
 
 
 def frozen(rank: int, _: Path) -> Any:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which an optimizer imports otherwise, on every rank anew
 from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.policy.source_tree import ROOT
 
@@ -137,3 +139,17 @@ def kept_bytes(model: nn.Module, x: Tensor, besides: Callable[[], Iterable[Tenso
     held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     y.backward(torch.ones_like(y))
     return held
+
+
+class Collectives(TorchDispatchMode):
+    """Count of the collectives in a block, by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and count an operation."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func.overloadpacket.__name__.strip("_")] += 1
+        return func(*args, **(kwargs or {}))

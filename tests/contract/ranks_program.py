@@ -22,6 +22,7 @@ from octavo.training.setup import build_model
 from tests.contract.overflowing_ranks import overflow_state
 from tests.contract.rank_processes import kept_bytes, named, run_ranks
 from tests.contract.ranks_between_steps import nonfinite_of_one_rank, read_before_the_reduction, zero_redundancy
+from tests.contract.sampled_ranks import sampled_by_fsdp2
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 STEPS, RATIO = 4, 64.0
@@ -457,6 +458,7 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     zero_redundancy,
     read_before_the_reduction,
     nonfinite_of_one_rank,
+    sampled_by_fsdp2,
     one_more_step,
 )
 

@@ -40,7 +40,9 @@ def test_training_on_four_ranks_and_on_a_mesh_of_two_dimensions(found, check):
         assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize("check", ["switched_recipes", "micro_batches", "frozen", "modules", "unseen_writes"])
+@pytest.mark.parametrize(
+    "check", ["switched_recipes", "micro_batches", "frozen", "modules", "unseen_writes", "evaluating_alone"]
+)
 def test_training_is_the_same_in_other_loops(found, check):
     for differences in of_check(found[2], check):
         assert not any(differences.values()), differences

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import octavo
+from octavo.doctor.statistics import CAST_FIELDS
 from octavo.scaling import EMPTY
 from tests.contract import ranks_program as program
 from tests.contract.overflowing_ranks import overflow_state
 from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.sampled_ranks import ROWS_ALONE, batches_of, sampled_steps
 
 RANKS = range(2)
 
@@ -268,3 +270,31 @@ def test_the_trainer_s_steps_end_on_all_ranks_together(found, tmp_path):
     assert any(not torch.equal(one, other) for one, other in zip(*(each.values() for each in alone), strict=True))
     for state in ranks:
         _assert_same_state(state, {key: torch.maximum(value, alone[1][key]) for key, value in alone[0].items()})
+
+
+def test_a_sampled_step_has_as_many_collectives_for_any_number_of_layers(found):
+    """Four all-reduces: sums of the optimizer's step, alignment of gates, the casts' sums, and their extremes."""
+    for counts, _ in of_check(found, "sampled_by_fsdp2"):
+        assert counts == [{"allreduce": 4}] * 3
+
+
+def test_statistics_of_shards_are_those_of_one_process_with_both_batches(found):
+    """All rows are sampled; two ranks' weights are one process's twice, which no statistic shows."""
+    both = [torch.cat(pair) for pair in zip(*map(batches_of, RANKS), strict=True)]
+    truth, *_ = sampled_steps(both, ROWS_ALONE, blocks=1, sharded=False, group="alone")
+    for _, samples in of_check(found, "sampled_by_fsdp2"):
+        sample = samples[ROWS_ALONE]
+        for table in ("casts", "products", "parameters"):
+            expected = getattr(truth, table)
+            assert sample[table].keys() == expected.keys()
+            for key, numbers in expected.items():
+                assert sample[table][key] == pytest.approx(numbers, rel=1e-4, abs=1e-7, nan_ok=True), key
+        assert sample["alignment"] == pytest.approx(truth.modules["alignment"], rel=1e-6)
+
+
+def test_a_scaling_group_on_several_ranks_is_as_stale_as_its_largest_part(found):
+    """The second rank's batches are twice as large, and its amax the group's."""
+    for _, samples in of_check(found, "sampled_by_fsdp2"):
+        for key, numbers in samples["delayed"]["casts"].items():
+            largest, least = (numbers[CAST_FIELDS.index(name)] for name in ("stale_ratio", "least_stale_ratio"))
+            assert largest == least > 0.6, key

@@ -69,7 +69,7 @@ def four(folder, two):
 
 
 def numbers(folder: Path) -> list[dict]:
-    """What both runs write: losses and norms; the doctor samples the first rank's micro-batches."""
+    """What both runs write: losses and norms; the doctor samples each rank's last micro-batch."""
     keys = ("kind", "step", "loss", "lr", "grad_norm", "tokens", "nats", "perplexity", "loss_scale", "recipe")
     lines = [line for line in read_metrics(folder) if line["kind"] not in ("watched", "statistics")]
     return [{key: line[key] for key in keys if key in line} for line in lines]
@@ -287,6 +287,14 @@ def test_nan_on_one_rank_names_it(folder, two, shard):
     [
         ("altered_scale", "the ranks differ: scaling state 'model.layers.0.mlp.up_proj.input.amax', element 0 is"),
         ("altered_weight", "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', element 32 is"),
+        (
+            "altered_nan",
+            "the ranks differ: scaling state 'model.layers.0.mlp.up_proj.input.amax_history', bits of elem",
+        ),
+        (
+            "altered_step",
+            "the ranks differ: the step is 3 on rank 0 and 4 on rank 1; from here on they train different",
+        ),
         ("other_generator", "the ranks differ: torch's CPU generator is 'state "),
         ("other_recipe", "the ranks differ: training.recipe is 'rowwise' on rank 0 and 'delayed' on rank 1; start"),
         ("other_checkpoint", "the ranks differ: the newest checkpoint is 'step"),

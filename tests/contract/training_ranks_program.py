@@ -9,10 +9,7 @@ import os
 import resource
 import signal
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,27 +17,24 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import OctavoError
-from octavo.models import Llama
 from octavo.nn.tensor_parallel import whole
-from octavo.parallel import heartbeat
 from octavo.parallel.data_parallel import copied_to_cpu
 from octavo.parallel.ranks import Ranks
 from octavo.parsing import read_tensors
 from octavo.text.tokens import open_data
-from octavo.training import checkpoint, checkpoint_shards, loop, rank_layout, run_folder, setup
+from octavo.training import checkpoint, checkpoint_shards, setup
 from octavo.training.config import ParallelConfig, RunConfig
 from octavo.training.evaluate import token_loss
 from octavo.training.events import Saved, StepDone
 from octavo.training.loop import Trainer, train
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.setup import build_model
-from tests.contract.rank_processes import Checks, regrouped, run_ranks
+from tests.contract.rank_processes import Checks, Collectives, regrouped, run_ranks
 from tests.unit.training.tiny_runs import tiny_config
 
 RECIPES = ("fp32", "bf16", "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
@@ -198,20 +192,6 @@ def chain_of_four(folder: Path) -> str:
     return stopping(config_of(shard=2, data=2, **CHAIN), folder, "chain", after=6, resume=True)
 
 
-class Collectives(TorchDispatchMode):
-    """Count of the collectives in a block, by their kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and count an operation."""
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[func.overloadpacket.__name__.strip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def collectives(folder: Path) -> list[dict[str, int]]:
     """Number of collectives of an update of four micro-batches; DDP regroups its buckets in the second update."""
     counts, data = [], open_data(folder / "data")
@@ -302,144 +282,6 @@ def moved(folder: Path) -> list[float]:
     return losses
 
 
-def with_model(config: RunConfig, folder: Path, name: str, change: Callable[[Llama], None], **options: Any) -> str:
-    """Train a model that one rank has changed after it was built."""
-
-    def changed(*arguments: Any) -> tuple[Llama, int]:
-        model, converted = build_model(*arguments)
-        if distributed.get_rank() == 1:
-            change(model)
-        return model, converted
-
-    with mock.patch.object(loop, "build_model", changed):
-        return run(config, folder, name, **options)
-
-
-def nan_on_one_rank(folder: Path) -> list[str]:
-    calls = []
-
-    def break_third(mlp: nn.Module, _: object, output: Tensor) -> Tensor | None:
-        calls.extend([1] * mlp.training)
-        return output * float("nan") if len(calls) > 2 else None
-
-    def change(model: Llama) -> None:
-        calls.clear()
-        model.get_submodule("model.layers.0.mlp").register_forward_hook(break_third)
-
-    config: dict[str, Any] = {"recipe": "delayed", "eval_interval": 0, "statistics_interval": 0}
-    return [with_model(config_of(shard=shard, **config), folder, f"nan-{shard}", change) for shard in (1, 2)]
-
-
-def altered_scale(folder: Path) -> str:
-    layers: list[Any] = []
-
-    def on_event(event: object) -> None:
-        if isinstance(event, StepDone) and event.step == 2 and layers:
-            layers[0].amax_history.amax[0] *= 1.5
-
-    def change(model: Llama) -> None:
-        layers.append(model.get_submodule("model.layers.0.mlp.up_proj"))
-
-    return with_model(config_of(recipe="delayed"), folder, "altered scale", change, on_event=on_event)
-
-
-def altered_weight(folder: Path) -> str:
-    weights: list[Any] = []
-
-    def on_event(event: object) -> None:
-        if isinstance(event, StepDone) and event.step == 1 and weights:
-            weights[0].data[2, 0] += 1.0
-
-    def change(model: Llama) -> None:
-        weights.append(model.get_parameter("model.layers.0.self_attn.o_proj.weight"))
-
-    return with_model(config_of(recipe="tensorwise"), folder, "altered weight", change, on_event=on_event)
-
-
-def altered_shard(folder: Path) -> str:
-    """One of two replicas of a shard."""
-
-    def on_event(event: object) -> None:
-        if isinstance(event, StepDone) and event.step == 1 and models:
-            weight: Any = models[0].get_parameter("model.layers.0.self_attn.o_proj.weight")
-            weight.to_local().detach()[2, 0] += 1.0
-
-    models: list[Llama] = []
-    config = config_of(recipe="tensorwise", shard=2, grad_accumulation=4)
-    return with_model(config, folder, "altered shard", models.append, on_event=on_event)
-
-
-def stalled(folder: Path) -> list[str]:
-    """The second rank sleeps in its third forward pass of a layer; torch's time-out comes after two seconds."""
-    rank, said = distributed.get_rank(), []
-    for shard in (1, 2):
-        with regrouped(folder, f"stalled{shard}", rank, 2), mock.patch.object(heartbeat, "PATIENCE_S", 1.0):
-            said.append(asleep(folder, shard))
-    return said
-
-
-def asleep(folder: Path, shard: int) -> str:
-    calls: list[int] = []
-
-    def sleep(attention: nn.Module, _: object) -> None:
-        calls.extend([1] * attention.training)
-        if len(calls) == 3:
-            time.sleep(5)
-
-    def change(model: Llama) -> None:
-        model.get_submodule("model.layers.0.self_attn").register_forward_pre_hook(sleep)
-
-    def on_event(event: object) -> None:
-        if isinstance(event, StepDone):
-            for group in list(distributed.distributed_c10d._world.pg_map):
-                distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
-
-    try:
-        config = config_of(shard=shard, recipe="rowwise", grad_accumulation=4)
-        return with_model(config, folder, f"stalled {shard}", change, on_event=on_event)
-    except RuntimeError as error:
-        return str(error)
-
-
-def other_generator(folder: Path) -> str:
-    def change(_: Llama) -> None:
-        torch.manual_seed(9)
-
-    return with_model(config_of(), folder, "generator", change)
-
-
-def other_recipe(folder: Path) -> str:
-    return run(config_of(recipe=("rowwise", "delayed")[distributed.get_rank()]), folder, "other recipe")
-
-
-def other_checkpoint(folder: Path) -> str:
-    config = config_of(checkpoint_interval=2)
-    run(config, folder, "stale")
-    older, newest = sorted((folder / "stale" / checkpoint.FOLDER).iterdir())[-2:]
-    seen = (newest, older)[distributed.get_rank()]
-    with mock.patch.object(run_folder, "latest", return_value=seen):
-        return run(config, folder, "stale", resume=True)
-
-
-def other_version(folder: Path) -> str:
-    with mock.patch.object(rank_layout, "own_version", return_value=f"9.{distributed.get_rank()}"):
-        return run(config_of(), folder, "other version")
-
-
-def refused(folder: Path) -> list[str]:
-    late = (("bf16", 0.0), ("fp8", 0.5))
-    one_head = dataclasses.replace(config_of(tensor=2), model=tiny_config().model)
-    configs = (
-        config_of(grad_accumulation=3),
-        config_of(shard=4),
-        config_of(recipe="rowwise", autopilot=True),
-        config_of(recipe="mxfp8", tensor=2, precision_schedule=late),
-        one_head,
-        config_of(tensor=2, sequence=True, context=15),
-    )
-    return [run(config, folder, "refused") for config in configs]
-
-
 OF_TWO = (
     every_recipe,
     loss_scale,
@@ -450,22 +292,16 @@ OF_TWO = (
     full_disk,
     collectives,
     loaded,
-    nan_on_one_rank,
-    altered_scale,
-    altered_weight,
-    other_generator,
-    other_recipe,
-    other_checkpoint,
-    other_version,
-    refused,
     chain_of_two,
-    stalled,
 )
-OF_FOUR = (loaded, four_ranks, chain_of_four, altered_shard, uneven_shards, moved)
+OF_FOUR = (loaded, four_ranks, chain_of_four, uneven_shards, moved)
 
 
 def checks(ranks: int) -> Checks:
-    return {check.__name__: partial(_in_folder, check) for check in (OF_TWO if ranks == 2 else OF_FOUR)}
+    from tests.contract import training_ranks_faults as faults
+
+    every = (*OF_TWO, *faults.OF_TWO) if ranks == 2 else (*OF_FOUR, *faults.OF_FOUR)
+    return {check.__name__: partial(_in_folder, check) for check in every}
 
 
 def _in_folder(check: Callable[[Path], Any], _rank: int, folder: Path) -> Any:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.doctor.gated import gated_linears
+from octavo.doctor.parts import over_parts, rows_alike
 from octavo.nn.tensor_parallel import whole
+from octavo.parallel.data_parallel import local
 
 __all__ = ["alignments", "gated_pairs", "watching_batch_norms"]
 
@@ -33,23 +35,38 @@ def alignments(model: nn.Module) -> dict[str, Tensor]:
         >>> round(alignments(mlp)[""].item(), 4)
         1.0
     """
-    alignments_by_path = {}
-    for path, (gate, up) in gated_pairs(model).items():
-        cosines = torch.nn.functional.cosine_similarity(gate.float(), up.float(), dim=1)
-        alignments_by_path[path] = cosines.abs().amax().double().reshape(1)
-    return alignments_by_path
+    pairs = gated_pairs(model)
+    if not pairs:
+        return {}
+    largest = torch.stack([_alignment(local(gate), local(up)) for gate, up in pairs.values()])
+    largest = over_parts(largest[None], [gate for gate, _ in pairs.values()], largest=True)[0]
+    return {path: each.reshape(1) for path, each in zip(pairs, largest, strict=True)}
+
+
+def _alignment(gate: Tensor, up: Tensor) -> Tensor:
+    """The largest |cosine| over pairs of rows of [N, K]: float64 []; 0 without rows."""
+    if not len(gate):
+        return torch.zeros((), dtype=torch.float64, device=gate.device)
+    return torch.nn.functional.cosine_similarity(gate.float(), up.float(), dim=1).abs().amax().double()
 
 
 def gated_pairs(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Weights [N, K] of gate and up projection, by the path of their module; see :func:`gated_linears`."""
+    """Weights [N, K] of gate and up projection, by the path of their module; see :func:`gated_linears`.
+
+    DTensors where each rank holds the same rows of both; otherwise whole, for which all ranks must call.
+    """
     pairs = {}
     for path, module in model.named_modules():
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         shapes = {name: (child.out_features, child.in_features) for name, child in linears.items()}
-        weights = [whole(linears[name].weight) for name in gated_linears(shapes)[0]]
-        if weights:
-            gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
-            pairs[path] = (gate, up)
+        weights: list[Tensor] = [linears[name].weight for name in gated_linears(shapes)[0]]
+        if not weights:
+            continue
+        if len(weights) == 2 and rows_alike(*weights):
+            gate, up = weights
+        else:
+            gate, up = map(whole, weights) if len(weights) == 2 else whole(weights[0]).chunk(2)
+        pairs[path] = (gate, up)
     return pairs
 
 

@@ -1,5 +1,10 @@
-"""Statistics of an optimizer's step: gradient norms, gradient variance, and updates relative to the weights."""
+"""Statistics of an optimizer's step: gradient norms, gradient variance, and updates relative to the weights.
 
+Each is a function of sums over elements. A rank that holds a part of a matrix sums over its part; the sums of all
+matrices are then added over the ranks by one all-reduce for each dimension of the mesh that divides matrices.
+"""
+
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.doctor.parts import first_row, over_parts
 from octavo.doctor.statistics import spread
 from octavo.errors import ConfigError
 from octavo.kernels.tracing import is_distributed
-from octavo.nn.tensor_parallel import whole
+from octavo.parallel.data_parallel import local
 
 __all__ = ["OptimizerRecorder"]
 
@@ -71,14 +77,14 @@ class OptimizerRecorder:
 
     @torch.no_grad()
     def samples(self, *, copies: bool = False) -> list[Tensor]:
-        """Sampled rows of every matrix in FP32, copied if ``copies``."""
+        """Sampled rows of this rank's part of every matrix in FP32, copied if ``copies``."""
         return [_sample(parameter).to(torch.float32, copy=copies) for parameter in self.matrices.values()]
 
     @torch.no_grad()
     def norms(self) -> list[Tensor]:
-        """Norm of every gradient: float64 []; NaN without a gradient."""
-        gradients = [parameter.grad for parameter in self.matrices.values() if parameter.grad is not None]
-        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else whole(grad) for grad in gradients]))
+        """Norm of this rank's part of every gradient: float64 []; NaN without a gradient."""
+        gradients = [_part_of_gradient(p.grad, p) for p in self.matrices.values() if p.grad is not None]
+        norms = iter(_norms(gradients))
         return [_nan(p) if p.grad is None else next(norms).double() for p in self.matrices.values()]
 
     @torch.no_grad()
@@ -87,15 +93,20 @@ class OptimizerRecorder:
 
         Args:
             before: sampled rows of each matrix before the step.
-            norms: gradient norm of each matrix.
+            norms: gradient norm of each matrix, of this rank's part.
         """
+        if not before:
+            return []
         updates = _norms([after - old for after, old in zip(self.samples(), before, strict=True)])
+        squares = [torch.stack([each.double() for each in of]).square() for of in (norms, updates, _norms(before))]
         variances = [self._variance(parameter) for parameter in self.matrices.values()]
-        ratios = [(update / size).double() for update, size in zip(updates, _norms(before), strict=True)]
-        return [torch.stack(three) for three in zip(norms, variances, ratios, strict=True)]
+        sums = torch.stack([*squares, torch.stack(variances), _counts(before)])
+        gradient, update, size, variance, count = over_parts(sums, list(self.matrices.values()))
+        elements = count.new_tensor([parameter.numel() for parameter in self.matrices.values()])
+        return list(torch.stack([gradient.sqrt(), variance / count * elements, (update / size).sqrt()], dim=1))
 
     def _variance(self, parameter: Tensor) -> Tensor:
-        """Sum over the elements of v̂ - m̂², Adam's estimate of the gradient's variance: float64 []."""
+        """Sum over this rank's sampled elements of v̂ - m̂², Adam's estimate of the gradient's variance: float64 []."""
         state, group = self.optimizer.state.get(parameter, {}), self.groups[id(parameter)]
         if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys() or "betas" not in group:
             return _nan(parameter)
@@ -106,23 +117,33 @@ class OptimizerRecorder:
         mean = _sample(state["exp_avg"]).float() / (1 - beta1**step)
         square = _sample(state["exp_avg_sq"]).float() / (1 - beta2**step)
         variance: Tensor = square.addcmul_(mean, mean, value=-1).clamp_(min=0)
-        return variance.mean(dtype=torch.float64) * parameter.numel()
+        return variance.sum(dtype=torch.float64)
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    if not tensors:
-        return []
-    if any(map(is_distributed, tensors)):
-        return [whole(torch.linalg.vector_norm(tensor, dtype=torch.float32)) for tensor in tensors]
-    norms: list[Tensor] = list(torch._foreach_norm(tensors, dtype=torch.float32))  # noqa: SLF001
+    norms: list[Tensor] = list(torch._foreach_norm(tensors, dtype=torch.float32)) if tensors else []  # noqa: SLF001
     return norms
+
+
+def _counts(samples: list[Tensor]) -> Tensor:
+    """Number of elements of each sample: float64."""
+    return torch.tensor([each.numel() for each in samples], dtype=torch.float64, device=samples[0].device)
+
+
+def _part_of_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        return gradient.coalesce().values()
+    if is_distributed(gradient) and any(each.is_partial() for each in gradient.placements):
+        gradient = gradient.redistribute(placements=getattr(parameter, "placements", None))
+    return local(gradient)
 
 
 @torch.no_grad()
 def _sample(parameter: Tensor) -> Tensor:
-    """Sampled rows of a matrix."""
-    matrix = whole(parameter.detach()).flatten(1)
-    return matrix[spread(matrix.shape[0], SAMPLED_ELEMENTS // max(1, matrix.shape[1]))]
+    """This rank's part of the sampled rows of a matrix."""
+    part = local(parameter.detach()).flatten(1)
+    rows = spread(parameter.shape[0], SAMPLED_ELEMENTS // max(1, math.prod(parameter.shape[1:])))
+    return part[slice((rows.start - first_row(parameter)) % rows.step, None, rows.step)]
 
 
 def _nan(parameter: Tensor) -> Tensor:

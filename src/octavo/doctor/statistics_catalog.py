@@ -108,6 +108,8 @@ MODULES = {
                    "the batch's variance against the running one, in binades beyond what a batch scatters"),
     "batch_norm_rows": ("Batch norm rows", NUMBER, "rows of the batch"),
     "rank_scale_ratio": ("Scales across ranks", RATIO, "the largest scale of any rank over the smallest"),
+    "rank_of_largest_scale": ("Rank of the largest scale", NUMBER, "number of the rank, from 0"),
+    "rank_of_smallest_scale": ("Rank of the smallest scale", NUMBER, "number of the rank, from 0"),
 }  # fmt: skip
 
 # By a finding's code, the statistics that show it, the best first; codes about the whole run have none.

@@ -80,8 +80,8 @@ def watch(
         on_sample: called with each sample when its step ends.
         captures: a folder for captures. The rules are then applied to the samples so far, and layers with findings are
             captured at the next sampled step, for :func:`octavo.doctor.replay`; None captures nothing.
-        group: ranks with equal weights, whose scales are compared; all of them must sample the same steps. None is the
-            default group of torch.distributed, if initialized; "alone" compares nothing.
+        group: ranks whose statistics are taken together and whose scales are compared; all of them must sample the same
+            steps. None is the default group of torch.distributed, if initialized; "alone" is this rank.
 
     Raises:
         ConfigError: ``interval`` or ``keep`` is out of range, ``group`` is a string other than "alone", or the model
@@ -237,6 +237,7 @@ class Watcher:
         sums_of_casts, sums_of_products, parameter_numbers, batch_norm_numbers, alignment_numbers, nonfinite_counts = (
             _fetch(casts, products, parameters, batch_norms, alignments(self.model), counts)
         )
+        sums_of_casts, sums_of_products, rank_numbers = self.ranks.reduce(sums_of_casts, sums_of_products)
         cast_table, product_table = (
             _apply_formula(cast_numbers, sums_of_casts),
             _apply_formula(product_numbers, sums_of_products),
@@ -251,7 +252,7 @@ class Watcher:
             casts=cast_table,
             products=product_table,
             parameters=parameter_numbers,
-            modules=numbers | self.ranks.ratios(cast_table),
+            modules=numbers | rank_numbers,
             scalars={"gradient_to_noise": _gradient_to_noise(parameter_numbers, product_table)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )

@@ -1,9 +1,11 @@
 """Comparison of what must be equal on all ranks: versions and settings once, state every few steps.
 
 Ranks that differ train on without an error, each with gradients of the others' models. A comparison of state is one
-collective of three digests; only where digests differ are the values themselves exchanged, to name what differs.
+collective of three digests; only where digests differ are values exchanged, to name what differs, and of a tensor one
+element.
 """
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,7 +17,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.parallel.ranks import Ranks, named_ranks
 
-__all__ = ["require_equal", "require_equal_state"]
+__all__ = ["refuse_difference", "require_equal", "require_equal_state"]
 
 
 def require_equal(ranks: Ranks, values: Mapping[str, object], *, advice: str) -> None:
@@ -34,9 +36,7 @@ def require_equal(ranks: Ranks, values: Mapping[str, object], *, advice: str) ->
     """
     by_rank = ranks.gathered(dict(values))
     for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
-        column = [theirs.get(name) for theirs in by_rank]
-        if any(value != column[0] for value in column):
-            _refuse(name, dict(enumerate(column)), advice)
+        refuse_difference(name, {rank: theirs.get(name) for rank, theirs in enumerate(by_rank)}, advice=advice)
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def require_equal_state(
         shards: parts of tensors, by names that say which; compared among the ranks that have the same parts.
 
     Raises:
-        ConfigError: as :func:`require_equal`; of a tensor, the first element that differs.
+        ConfigError: as :func:`require_equal`; of a tensor, an element that differs.
     """
     common, of_shards = dict(values) | _sums_of_bits(tensors), _sums_of_bits(shards)
     numbers = [zlib.crc32(repr(each).encode()) for each in (common, list(shards), of_shards)]
@@ -74,20 +74,43 @@ def require_equal_state(
         for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
             holders = [rank for rank, theirs in enumerate(by_rank) if shared or name in theirs]
             if len({by_rank[rank].get(name) for rank in holders}) > 1:
-                elements = ranks.gathered(_elements(own.get(name)))
-                _refuse_element(name, {rank: elements[rank] for rank in holders}, advice)
+                _refuse_tensor(ranks, name, own.get(name), holders, advice)
 
 
-def _refuse_element(name: str, elements: Mapping[int, Sequence[float]], advice: str) -> None:
-    """Refuse the first element that differs."""
-    for index in range(max(map(len, elements.values()))):
-        column = {rank: theirs[index] if index < len(theirs) else None for rank, theirs in elements.items()}
-        if len(set(map(repr, column.values()))) > 1:
-            _refuse(f"{name}, element {index}", column, advice)
+def refuse_difference(name: str, values: Mapping[int, object], *, advice: str) -> None:
+    """Compare values that the ranks have exchanged.
+
+    Raises:
+        ConfigError: they differ; with the name, the ranks and their values.
+    """
+    if any(value != next(iter(values.values())) for value in values.values()):
+        _refuse(name, values, advice)
 
 
-def _elements(tensor: Tensor | None) -> list[float]:
-    return [] if tensor is None else tensor.flatten().tolist()
+def _refuse_tensor(ranks: Ranks, name: str, tensor: Tensor | None, holders: Sequence[int], advice: str) -> NoReturn:
+    """Refuse a tensor whose digest differs, with an element that does: the first, unless differences before it cancel.
+
+    It is found by digests of halves, since a tensor may be as large as the memory. The digest of two halves is the sum
+    of theirs, so that one of these differs.
+    """
+    flat = torch.empty(0) if tensor is None else tensor.detach().contiguous().flatten()
+    gathered = ranks.gathered(tuple(tensor.shape) if tensor is not None else None)
+    refuse_difference(f"the shape of {name}", {rank: gathered[rank] for rank in holders}, advice=advice)
+    start, end = 0, math.prod(gathered[holders[0]])
+    while end - start > 1:
+        middle = (start + end) // 2
+        halves = ranks.gathered_numbers(_halves_of_sum(flat[start:middle]))
+        start, end = (start, middle) if len({tuple(halves[rank]) for rank in holders}) > 1 else (middle, end)
+    shown = ranks.gathered([(each.item(), each.view(_integers(each)).item()) for each in flat[start:end]])
+    numbers, bits = ({rank: shown[rank][0][index] for rank in holders} for index in (0, 1))
+    if len(set(map(repr, numbers.values()))) > 1:
+        _refuse(f"{name}, element {start}", numbers, advice)
+    _refuse(f"{name}, bits of element {start}", bits, advice)  # NaN has several bit patterns
+
+
+def _halves_of_sum(flat: Tensor) -> list[float]:
+    """The sum of elements as integers of their bits, in two numbers that float64 has exactly."""
+    return list(divmod(int(flat.view(_integers(flat)).sum()) % 2**64, 2**32))
 
 
 def _sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:

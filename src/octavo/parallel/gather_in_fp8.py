@@ -71,6 +71,8 @@ def gather_in_fp8(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[s
     }
     for module in fsdp_modules(model):
         module.register_forward_pre_hook(partial(_attach, _gathers(module)), prepend=True)
+    for module in _outermost(fsdp_modules(model)):  # inside of it, torch's reentrant checkpoint disables gradients
+        module.register_forward_pre_hook(step.note_gradients, prepend=True)
     _attach(_gathers(model))
     return left
 
@@ -91,6 +93,12 @@ def _run_eagerly(layer: Linear) -> None:
 def _gathers(module: torch.nn.Module) -> list[WeightGather]:
     sources = (each.weight_gather for each in module.modules() if isinstance(each, Linear))
     return [source for source in sources if isinstance(source, WeightGather)]
+
+
+def _outermost(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules that are part of no other one."""
+    parts = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if module not in parts]
 
 
 def _attach(gathers: list[WeightGather], *_: Any) -> None:

@@ -16,17 +16,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from octavo.errors import ConfigError
-from octavo.parallel.ranks import Ranks
+from octavo.errors import ConfigError, TrainingError
+from octavo.parallel.ranks import Ranks, named_ranks
 
 __all__ = ["Launch", "Place", "joined", "place_of"]
 
-FIRST_HOST = re.compile(r"([^,\[]+)(?:\[(\d+))?")
+FIRST_HOSTS = re.compile(r"(?:[^,\[\]]|\[\d[^\[\]]*\])+")  # up to a comma outside of brackets
+NUMBERS = re.compile(r"\[(\d+)[^\]]*\]")
 LONGEST_WAIT = timedelta(days=7)  # of a rank for the first one, which may prepare a large text
 FAILURES, FAILED, EXIT_CODE = "failures", "failed", "exit code"
 FAILURE_SECONDS = 10  # of a rank whose collective broke for the exit code of the rank that failed
@@ -98,11 +100,11 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
 
 
 def _first_host(nodes: str) -> str:
-    """First of Slurm's list of nodes, such as gpu[04-05,9],cpu1."""
-    match = FIRST_HOST.match(nodes)
+    """First of Slurm's list of nodes, such as gpu[04-05,9]-ib,cpu1."""
+    match = FIRST_HOSTS.match(nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}")
-    return match[1] + (match[2] or "")
+    return NUMBERS.sub(r"\1", match[0])
 
 
 class Launch:
@@ -178,13 +180,39 @@ class Launch:
 
 
 @contextmanager
-def joined(place: Place) -> Iterator[Launch]:
-    """Join the other processes of a launch as the default process group: gloo on CPUs, NCCL on GPUs."""
+def joined(place: Place, *, timeout: timedelta | None = None) -> Iterator[Launch]:
+    """Join the other processes of a launch as the default process group: gloo on CPUs, NCCL on GPUs.
+
+    Args:
+        place: this process's place.
+        timeout: of the collectives, the first of which waits for all ranks; torch's by default.
+
+    Raises:
+        TrainingError: the store cannot be reached, or ranks do not come.
+    """
     is_master = place.rank == 0 and not place.has_store
-    store = TCPStore(place.host, place.port, is_master=is_master, wait_for_workers=False)
+    limits: Any = {} if timeout is None else {"timeout": timeout}
+    address = f"{place.host}:{place.port}"
+    try:
+        store = TCPStore(place.host, place.port, is_master=is_master, wait_for_workers=False, **limits)
+    except distributed.DistError as error:
+        raise TrainingError(
+            f"rank {place.rank} cannot {'listen' if is_master else 'reach the first rank'} at {address}: {error}; "
+            "see that the first rank runs, and that its port is free and open to all machines"
+        ) from None
     if place.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(place.local_rank)
-    group_store = PrefixStore(f"group/{place.attempt}", store)
-    distributed.init_process_group(store=group_store, rank=place.rank, world_size=place.size)
+    came, group_store = (PrefixStore(f"{name}/{place.attempt}", store) for name in ("came", "group"))
+    came.set(str(place.rank), "")
+    try:
+        distributed.init_process_group(store=group_store, rank=place.rank, world_size=place.size, **limits)
+    except distributed.DistError as error:
+        missing = [rank for rank in range(place.size) if not came.check([str(rank)])]
+        if not missing:
+            raise
+        raise TrainingError(
+            f"{place.size - len(missing)} of {place.size} ranks came to {address}, {named_ranks(missing)} did not: "
+            f"start as many as the launcher's variables say, on machines that reach it ({error})"
+        ) from None
     yield Launch(Ranks(rank=place.rank, size=place.size), store, place.attempt, local_size=place.local_size)
     distributed.destroy_process_group()  # after an error it might wait for other ranks

@@ -8,9 +8,10 @@ gather. Each process group of a model has its own collective.
 A delayed cast scales by amaxes of finished steps, which the end of each step has reduced already
 (:mod:`octavo.scaling.scale_updates`); its weight takes part only as long as there are none.
 
-What no version counts, such as writes through ``.data``, is seen where it is expected: an evaluation, the forward pass
-after it, and every forward pass of weights that no ``torch.optim`` optimizer holds measure all weights. After such a
-write between the micro-batches of a step, ``octavo.update_scales(model)`` on all ranks lets them be measured.
+What no version counts, such as writes through ``.data``, is seen where it is expected: a forward pass without
+gradients, the one after it, and every forward pass of weights that no ``torch.optim`` optimizer holds measure all
+weights. After such a write between passes with gradients, ``octavo.update_scales(model)`` on all ranks lets them be
+measured. Whether a module is in ``train()`` or ``eval()`` makes no difference, as it may differ between the ranks.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from torch import Tensor, distributed
 
 from octavo.numerics import Scaling
 from octavo.parallel.shard_cast import ShardCast
+from octavo.scaling import inside_backward
 
 __all__ = ["MeasuredWeight", "StepAmaxes"]
 
@@ -58,11 +60,17 @@ class StepAmaxes:
     Attributes:
         weights: the weights.
         generation: a weight adds 1 where all of them must be measured anew.
+        with_gradients: whether the model's last forward pass was called with gradients enabled.
     """
 
     def __init__(self) -> None:
         self.weights: list[MeasuredWeight] = []
         self.generation = 0
+        self.with_gradients = True
+
+    def note_gradients(self, *_: object) -> None:
+        """Before the model's forward pass, note whether gradients are enabled."""
+        self.with_gradients = torch.is_grad_enabled() or inside_backward()
 
     @torch.no_grad()
     def of(self, weight: MeasuredWeight) -> dict[ShardCast, Tensor]:

@@ -187,7 +187,7 @@ class WeightGather:
 
     def operands(self, recipe: Recipe, scaling: OperandScaling) -> WeightOperands:
         """Return the weight's operands under ``recipe``, which ``scaling`` casts where values were gathered."""
-        if self.layer.training and not inside_backward():
+        if not inside_backward():
             self._repeats_forward = _may_repeat_forward()
         transposed = RecomputedOperand(_GatheredTranspose(self, recipe), ())
         if not self._current().casts:
@@ -227,13 +227,14 @@ class WeightGather:
         """Let all weights be measured anew where a write to them might not have been seen.
 
         No version counts what is written through ``.data`` or by ``torch._foreach_*``. Such writes are expected before
-        and after an evaluation (an average of weights), and where no ``torch.optim`` optimizer holds the weights.
+        and after a pass without gradients (an evaluation of averaged weights), and where no ``torch.optim`` optimizer
+        holds the weights. Both are the same on all ranks: with gradients, the others gather for a backward pass too.
         """
-        generation, trained = self._last_forward
-        written = not (trained and self.layer.training and self.layer.scale_updates.has_optimizer)
+        generation, had_gradients = self._last_forward
+        written = not (had_gradients and self.step.with_gradients and self.layer.scale_updates.has_optimizer)
         if written and generation == self.step.generation:
             self.step.generation += 1
-        self._last_forward = (self.step.generation, self.layer.training)
+        self._last_forward = (self.step.generation, self.step.with_gradients)
 
     def clear(self) -> None:
         """Forget the weight's amaxes; all ranks must."""

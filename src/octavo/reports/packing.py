@@ -27,7 +27,8 @@ from octavo.doctor.statistics_catalog import PageStatistic, StatisticKind, Worst
 __all__ = ["MOST_COLUMNS", "CellMap", "Columns", "cell_maps", "columns_of", "encode", "layers_of", "sheets"]
 
 MOST_COLUMNS = 400
-BY_CAST = "rank_scale_ratio"  # of Series.modules, the one whose keys are casts: "path role gemm"
+# Of Series.modules, those whose keys are casts: "path role gemm".
+BY_CAST = {"rank_scale_ratio", "rank_of_largest_scale", "rank_of_smallest_scale"}
 MISSING, INFINITE, NEGATIVE_INFINITE = 65535, 65534, 65533
 Floats = NDArray[np.float64]
 
@@ -86,7 +87,7 @@ def layers_of(series: Series) -> list[str]:
     executed = _executed_layers(series)
     layers = set(executed)
     others = [_place(name, layers) for name in series.parameters.keys]
-    modules = [key for name, table in series.modules.items() if name != BY_CAST for key in table.keys]
+    modules = [key for name, table in series.modules.items() if name not in BY_CAST for key in table.keys]
     return list(dict.fromkeys([*executed, *others, *modules]))
 
 
@@ -166,7 +167,7 @@ def _groups(series: Series, statistic: PageStatistic) -> list[tuple[str, str, di
     if statistic.table != "modules":
         return _groups_by_role(getattr(series, statistic.table).keys)
     keys = series.modules[statistic.field].keys
-    if statistic.field == BY_CAST:
+    if statistic.field in BY_CAST:
         return _groups_by_role([CastKey(*key.rsplit(" ", 2)) for key in keys])
     return [("", "", {path: index for index, path in enumerate(keys)})]
 

@@ -47,7 +47,14 @@ from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_p
 from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.rank_layout import check_same_checkpoint, check_same_run, check_same_state, on_ranks, sharing_loss
+from octavo.training.rank_layout import (
+    check_same_checkpoint,
+    check_same_run,
+    check_same_state,
+    check_same_step,
+    on_ranks,
+    sharing_loss,
+)
 from octavo.training.result import TrainResult, curves_of
 from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
@@ -255,9 +262,14 @@ class Trainer:
         return nullcontext() if self.ranks.size == 1 else synchronizing(self.forward, now=now)
 
     def _mean_loss(self, losses: Tensor) -> float:
-        """Return the mean loss of all ranks' micro-batches; learn with it whether a rank was told to stop."""
+        """Return the mean loss of all ranks' micro-batches; learn with it whether a rank was told to stop.
+
+        Raises:
+            ConfigError: a rank is in another step.
+        """
         number = signal.Signals[self.stop.signal_name].value if self.stop.signal_name else 0
-        rows = self.ranks.gathered_numbers([*losses.tolist(), number])
+        rows = self.ranks.gathered_numbers([*losses.tolist(), number, self.step + 1])
+        check_same_step([row.pop() for row in rows])
         number = int(max(row.pop() for row in rows))
         if self.ranks.size > 1 and number:
             self.stopped_by = signal.Signals(number).name

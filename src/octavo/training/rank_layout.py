@@ -3,6 +3,7 @@
 import logging
 import platform
 import zlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -18,7 +19,7 @@ from octavo.nn import Linear
 from octavo.nn.scaling_state import read_scaling_state
 from octavo.nn.tensor_parallel import check_slices
 from octavo.parallel import gather_in_fp8
-from octavo.parallel.agreement import require_equal, require_equal_state
+from octavo.parallel.agreement import refuse_difference, require_equal, require_equal_state
 from octavo.parallel.data_parallel import local, part_of, replicated, sharded
 from octavo.parallel.ranks import Ranks
 from octavo.text.tokens import TokenData
@@ -31,7 +32,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_same_checkpoint", "check_same_run", "check_same_state", "on_ranks", "sharing_loss"]
+__all__ = [
+    "check_same_checkpoint",
+    "check_same_run",
+    "check_same_state",
+    "check_same_step",
+    "on_ranks",
+    "sharing_loss",
+]
+
+APART = (
+    "from here on they train different models; resume from the last checkpoint, and suspect the machine of the rank "
+    "that is alone"
+)
 
 
 def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
@@ -148,8 +161,17 @@ def _first_steps(training: TrainingConfig) -> dict[str, int]:
     return first
 
 
+def check_same_step(steps: Sequence[float]) -> None:
+    """Check that all ranks are in the same step, by the numbers that each has sent with its losses.
+
+    Raises:
+        ConfigError: they are not; all ranks raise together.
+    """
+    refuse_difference("the step", dict(enumerate(map(int, steps))), advice=APART)
+
+
 def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *, step: int) -> None:
-    """Compare scales, recipes, generators, step and the replicas' weights, if it is due after this step.
+    """Compare scales, recipes, generators and the replicas' weights, if it is due after this step.
 
     Raises:
         ConfigError: they differ; all ranks raise together.
@@ -174,10 +196,9 @@ def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *
     require_equal_state(
         ranks,
         scales | weights,
-        {"the step": step, **recipes, **generators},
+        recipes | generators,
         shards=shards,
-        advice="from here on they train different models; resume from the last checkpoint, and suspect the machine of "
-        "the rank that is alone",
+        advice=APART,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import octavo
 from octavo.doctor.ranks import ALONE, RankComparison
 from octavo.doctor.series import CastKey
-from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.statistics import CAST_SUMS
 from octavo.errors import ConfigError
 
 PROGRAM = """
@@ -41,6 +41,9 @@ def run(name, layers, used, *, recipe="tensorwise", factor=1.0, spoil=lambda mod
         "ratios": sample.modules.get("rank_scale_ratio"),
         "amaxes": {" ".join(key): float(numbers[0]) for key, numbers in sample.casts.items()},
         "findings": [[one.path, one.role] for one in watcher.findings() if one.code == "rank-mismatch"],
+        "causes": [one.cause for one in watcher.findings() if one.code == "rank-mismatch"],
+        "largest": sample.modules.get("rank_of_largest_scale"),
+        "smallest": sample.modules.get("rank_of_smallest_scale"),
     }
 
 
@@ -61,6 +64,7 @@ def own(name):
 
 factor = 3.0 if rank else 1.0  # the second rank's batch is three times as large
 run("batches", alike("0", "1"), ["01"], factor=factor)
+run("own batches", alike("0", "1"), ["01"], factor=factor, group="alone")
 run("experts", alike("0", "1", "2"), ["01", "01" if rank else "012", "12" if rank else "01"])
 run("idle", alike("0"), ["0", "" if rank else "0"])
 run("halved", alike("0", "1"), ["01"] * 3, recipe="delayed", spoil=halve)
@@ -95,10 +99,21 @@ def test_both_ranks_learn_how_far_their_scales_are_apart(found):
     assert first["ratios"] == second["ratios"]
     assert first["ratios"].keys() == first["amaxes"].keys()
     for name, ratio in first["ratios"].items():
-        amaxes = first["amaxes"][name], second["amaxes"][name]
+        amaxes = [one["own batches"]["amaxes"][name] for one in found]
         assert ratio == pytest.approx(max(amaxes) / min(amaxes), rel=1e-6), name
     assert first["ratios"]["0 input output"] == pytest.approx(3)
     assert first["ratios"]["0 weight output"] == 1
+    for one in (first, second):
+        assert (one["largest"]["0 input output"], one["smallest"]["0 input output"]) == (1, 0)
+
+
+def test_every_rank_has_the_statistics_of_all(found):
+    """Amaxes of the largest batch, and an expert that ran on the other rank alone."""
+    first, second = (one["batches"] for one in found)
+    assert first["amaxes"] == second["amaxes"]
+    assert first["amaxes"]["0 input output"] == found[1]["own batches"]["amaxes"]["0 input output"] == 3.0
+    experts = [{name.split()[0] for name in one["experts"]["amaxes"]} for one in found]
+    assert experts == [{"0", "1", "2"}] * 2
 
 
 def test_ranks_that_run_other_experts_are_compared_by_name(found):
@@ -116,6 +131,7 @@ def test_equal_weights_with_unequal_scales_stay_a_finding(found):
         assert one["halved"]["ratios"]["0 weight output"] == pytest.approx(2)
         assert one["halved"]["ratios"]["1 weight output"] == 1
         assert one["halved"]["findings"] == [["0", "weight"]]
+        assert "rank 0 casts this weight with a scale 2x rank 1's" in one["halved"]["causes"][0]
 
 
 def test_layers_that_differ_by_design_are_not_compared(found):
@@ -141,8 +157,8 @@ def test_process_group_argument_selects_the_ranks_to_compare(found):
 
 def test_alone_there_is_nothing_to_compare():
     layer = octavo.nn.Linear(16, 16, recipe="tensorwise")
-    casts = {CastKey("0", "input", "output"): np.ones(len(CAST_FIELDS))}
+    casts = {CastKey("0", "input", "output"): np.ones(len(CAST_SUMS))}
     for group in (None, ALONE):
-        assert RankComparison({"0": layer}, group).ratios(casts) == {}
+        assert RankComparison({"0": layer}, group).reduce(casts, {}) == (casts, {}, {})
     with pytest.raises(ConfigError, match=r"None for the default one or 'alone', not 'default'"):
         RankComparison({"0": layer}, "default")

@@ -1,10 +1,14 @@
 """The sentence about ranks that differ; ranks themselves compare in tests/contract/test_training_ranks.py."""
 
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.parallel.agreement import _sums_of_bits, require_equal
+from octavo.parallel.agreement import _sums_of_bits, require_equal, require_equal_state
 from octavo.parallel.ranks import ALONE, Ranks
 
 
@@ -41,6 +45,76 @@ def test_the_first_difference_is_named(theirs, sentence):
     with pytest.raises(ConfigError) as error:
         require_equal(others(*theirs), {"a": 1}, advice="x")
     assert str(error.value) == sentence
+
+
+class Meeting:
+    """Exchange between two threads, each a rank; the longest message that one has sent."""
+
+    def __init__(self):
+        self.values, self.barrier, self.longest = [None, None], threading.Barrier(2), 0
+
+    def exchange(self, rank, value):
+        self.longest = max(self.longest, len(pickle.dumps(value)))
+        self.values[rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+
+class Thread(Ranks):
+    __slots__ = ("meeting",)
+    meeting: Meeting
+
+    def gathered(self, value):
+        return self.meeting.exchange(self.rank, value)
+
+    def gathered_numbers(self, numbers):
+        return torch.tensor(self.gathered(list(numbers)), dtype=torch.float64).tolist()
+
+
+def refusals(one, other):
+    """What two ranks that hold these tensors say, and the longest message."""
+    meeting = Meeting()
+
+    def compare(rank, tensor):
+        ranks = Thread(rank=rank, size=2)
+        object.__setattr__(ranks, "meeting", meeting)
+        with pytest.raises(ConfigError) as error:
+            require_equal_state(ranks, {"same": torch.ones(3), "t": tensor}, {"a": 1}, advice="x")
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = set(pool.map(compare, (0, 1), (one, other)))
+    assert len(said) == 1
+    return said.pop(), meeting.longest
+
+
+@pytest.mark.parametrize("first", [0, 1, 4999, 123_456, 699_999])
+def test_the_first_element_that_differs_is_named_by_small_messages(first):
+    """A million elements; several later ones differ too, and of one pair the sums cancel."""
+    tensor = torch.randn(1000, 1000)
+    other = tensor.clone()
+    other.view(-1)[first] += 1
+    other.view(-1)[max(first, 700_000) :: 50_000] += 1
+    integers = other.view(-1).view(torch.int32)
+    integers[-3:-1] += torch.tensor([5, -5], dtype=torch.int32)
+    values = [each.view(-1)[first].item() for each in (tensor, other)]
+    said, longest = refusals(tensor, other)
+    assert said == f"the ranks differ: t, element {first} is {values[0]} on rank 0 and {values[1]} on rank 1; x"
+    assert longest < 1000
+
+
+def test_bits_of_numbers_that_print_alike_are_named():
+    one, other = (torch.tensor([0, 0x7FC00000 + last], dtype=torch.int32).view(torch.float32) for last in (0, 1))
+    assert one[1].isnan()
+    said, _ = refusals(one, other)
+    assert said == "the ranks differ: t, bits of element 1 is 2143289344 on rank 0 and 2143289345 on rank 1; x"
+
+
+def test_other_shapes_are_named():
+    said, _ = refusals(torch.ones(2, 3), torch.ones(3, 3))
+    assert said == "the ranks differ: the shape of t is (2, 3) on rank 0 and (3, 3) on rank 1; x"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])

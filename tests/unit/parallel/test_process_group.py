@@ -1,11 +1,14 @@
 """A process's place in a launch, by the variables of launchers, and what ranks note at its store."""
 
+import socket
+from datetime import timedelta
+
 import pytest
 from torch import distributed
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from octavo.errors import ConfigError
-from octavo.parallel.process_group import Launch, Place, place_of
+from octavo.errors import ConfigError, TrainingError
+from octavo.parallel.process_group import Launch, Place, joined, place_of
 from octavo.parallel.ranks import Ranks
 
 TORCHRUN = {
@@ -30,6 +33,8 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", 
         ),
         ({**STEP, "SLURM_STEP_NODELIST": "a1"}, Place(rank=0, size=2, host="a1", port=20019)),
         ({**STEP, "SLURM_STEP_NODELIST": "cn-[007,9-12]"}, Place(rank=0, size=2, host="cn-007", port=20019)),
+        ({**STEP, "SLURM_STEP_NODELIST": "gpu[04-05,9]-ib,x"}, Place(rank=0, size=2, host="gpu04-ib", port=20019)),
+        ({**STEP, "SLURM_STEP_NODELIST": "r[2,4]n[10-12]"}, Place(rank=0, size=2, host="r2n10", port=20019)),
         ({**STEP, "SLURM_STEP_NODELIST": "x,y3"}, Place(rank=0, size=2, host="x", port=20019)),
         ({**STEP, "MASTER_ADDR": "m", "MASTER_PORT": "77"}, Place(rank=0, size=2, host="m", port=77)),
         # A batch script has these, without srun; a shell that srun has started is a step of one task.
@@ -48,6 +53,29 @@ def test_place(variables, place):
 def test_variables_that_say_nothing(variables):
     with pytest.raises(ConfigError, match="the launcher's variables cannot be read: "):
         place_of(variables)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_ranks_that_do_not_come_are_named():
+    place = Place(rank=0, size=3, port=free_port())
+    with pytest.raises(TrainingError) as error, joined(place, timeout=timedelta(seconds=0.5)):
+        pass
+    assert str(error.value).startswith(
+        f"1 of 3 ranks came to localhost:{place.port}, ranks 1, 2 did not: start as many"
+    )
+
+
+def test_a_first_rank_that_cannot_be_reached_is_named():
+    place = Place(rank=1, size=2, port=free_port())
+    with pytest.raises(TrainingError) as error, joined(place, timeout=timedelta(seconds=0.5)):
+        pass
+    assert str(error.value).startswith(f"rank 1 cannot reach the first rank at localhost:{place.port}: ")
 
 
 def launches(attempt: int, store: HashStore) -> list[Launch]:

@@ -248,6 +248,10 @@ def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
         where = longest(ratios > allowed)
         if length(where) >= (1 if role == "weight" else limits.persistent_looks):
             worst = float(ratios[where].max())
+            largest, smallest = (
+                _rank_at(series, f"rank_of_{extreme}_scale", name, steps[where][ratios[where].argmax()])
+                for extreme in ("largest", "smallest")
+            )
             yield Finding(
                 code="rank-mismatch",
                 severity=Severity.FAIL,
@@ -256,7 +260,15 @@ def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 first_step=int(steps[where][0]),
                 last_step=int(steps[where][-1]),
                 evidence={"rank_scale_ratio": worst, "samples": float(length(where))},
-                cause=f"one rank casts this {role} with a scale {worst:.3g}x another's: "
-                "their amaxes were reduced over the wrong ranks, or not at all",
+                cause=f"{largest or 'one rank'} casts this {role} with a scale {worst:.3g}x "
+                f"{smallest or 'another'}'s: their amaxes were reduced over the wrong ranks, or not at all",
                 weight=float(np.log2(worst)),
             )
+
+
+def _rank_at(series: Series, table: str, name: str, step: float) -> str:
+    """The rank that a table has for a cast at a step, as "rank 3"; nothing in a run that recorded none."""
+    for key, steps, ranks in module_tracks(series, table):
+        if key == name and step in steps:
+            return f"rank {ranks[np.flatnonzero(steps == step)[0]]:.0f}"
+    return ""
