@@ -10,6 +10,8 @@ from tests.contract.test_training_ranks import assert_same, numbers
 from tests.contract.training_ranks_program import run
 from tests.unit.training.tiny_runs import tiny_data
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

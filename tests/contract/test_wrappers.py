@@ -12,6 +12,8 @@ import torch
 
 from tests.contract.rank_processes import of_check, results_of_ranks
 
+pytestmark = pytest.mark.long
+
 NORM_ORDER = 1e-6  # relative, as in test_training_ranks.py
 
 

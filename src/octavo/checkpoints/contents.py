@@ -3,12 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from octavo.checkpoints.tables import CodedTable
+from octavo.convert import TensorNames, UnfusedExperts, routers
 from octavo.errors import ConfigError
 from octavo.functional import quantize_operand
 from octavo.nn import Linear
@@ -47,9 +48,10 @@ class Contents:
         layers: FP8 layers by path, in the model's order.
         rest: every other tensor by its name in the ``state_dict``; tied tensors under their first name only.
         tables: embeddings stored as rows of codes, by path.
-        left_out: paths of linear layers that stay in high precision.
+        left_out: paths of linear layers and routers that stay in high precision.
         kv_scales: scales of keys and of values, float32 [] each, by decoder layer.
         experts: names of high-precision tensors that contain the matrices of all experts.
+        unfused: paths of the linear layers of experts that have them, in FP8 or not.
     """
 
     layers: Mapping[str, FP8Layer]
@@ -58,6 +60,17 @@ class Contents:
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
     tables: Mapping[str, CodedTable] = field(default_factory=dict)
+    unfused: tuple[str, ...] = ()
+
+    def renamed(self, names: TensorNames) -> "Contents":
+        """The same contents under other names."""
+        return replace(
+            self,
+            layers={names.path(path): layer for path, layer in self.layers.items()},
+            rest={names.tensor(name): tensor for name, tensor in self.rest.items()},
+            left_out=tuple(map(names.path, self.left_out)),
+            unfused=tuple(map(names.path, self.unfused)),
+        )
 
 
 def contents_of(
@@ -81,13 +94,16 @@ def contents_of(
         raise ConfigError(nothing_in_fp8(model))
     tables = tables or {}
     _check_tables(model, tables)
+    unfused = tuple(_unfused(model))
+    choosing = [name.removesuffix(".weight") for name in (routers(model) if unfused else ())]
     return Contents(
         layers=layers,
         rest={name: tensor for name, tensor in _rest(model, layers) if name.removesuffix(".weight") not in tables},
         tables=tables,
-        left_out=tuple(path for path in linears if path not in layers),
+        left_out=tuple(path for path in dict.fromkeys([*linears, *choosing]) if path not in layers),
         kv_scales=_check_kv_scales(model, kv_scales or {}),
         experts=tuple(_experts(model)),
+        unfused=unfused,
     )
 
 
@@ -159,6 +175,13 @@ def _experts(model: nn.Module) -> Iterator[str]:
             for name, parameter in module.named_parameters(path, recurse=False):
                 if parameter.ndim == 3 and parameter.shape[0] > 1:
                     yield name
+
+
+def _unfused(model: nn.Module) -> Iterator[str]:
+    """Paths of the linear layers of experts that have them."""
+    for path, module in model.named_modules():
+        if isinstance(module, UnfusedExperts):
+            yield from (name for name, layer in module.named_modules(prefix=path) if isinstance(layer, nn.Linear))
 
 
 def _fp8_layer(path: str, layer: Linear, owners: Mapping[int, int]) -> FP8Layer:

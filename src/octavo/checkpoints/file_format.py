@@ -68,9 +68,10 @@ class FileFormat:
         """Reason why the format cannot store these contents, or None."""
         if contents.experts and self.schemes is not None:
             return (
-                f"this model has experts, {contents.experts[0]!r} and {len(contents.experts) - 1} more tensors, which "
-                f"stay in high precision and whose names no server reads in {self.name}; only the format octavo takes "
-                "them, or serve the model in high precision"
+                f"this model has experts, {contents.experts[0]!r} and {len(contents.experts) - 1} more tensors, in one "
+                f"weight for all of them, which no server reads in {self.name}; call octavo.convert.unfuse_experts "
+                "before octavo.convert (octavo export does, where files name each expert), use the format octavo, or "
+                "serve the model in high precision"
             )
         if contents.tables and self.schemes is not None:
             return (
@@ -82,6 +83,10 @@ class FileFormat:
         for path, layer in contents.layers.items():
             if (reason := self._reason_of(layer)) is not None:
                 return f"layer {path!r}: {reason}"
+        if self.schemes is not None and (mixed := _partly_in_fp8(contents)):
+            return (
+                f"servers run all experts of a layer by one scheme, and {mixed!r} has several; skip all or none of it"
+            )
         return self._reason_of_mixture(contents) if self.one_scheme else None
 
     def _reason_of_mixture(self, contents: Contents) -> str | None:
@@ -102,6 +107,15 @@ class FileFormat:
         if scheme not in self.schemes:
             return f"it has {scheme}; {self.name} has " + "; or ".join(sorted(map(str, self.schemes)))
         return self.refuses(layer)
+
+
+def _partly_in_fp8(contents: Contents) -> str | None:
+    """Path of the first experts whose linear layers have several schemes, or of which some are in high precision."""
+    schemes = dict[str, set[Scheme | None]]()
+    for path in contents.unfused:
+        experts, layer = path.rsplit(".", 2)[0], contents.layers.get(path)
+        schemes.setdefault(experts, set()).add(None if layer is None else scheme_of(layer.recipe))
+    return next((experts for experts, each in schemes.items() if len(each) > 1), None)
 
 
 def matched_scheme(fmt: str, scheme: Scheme, supported: frozenset[Scheme]) -> Scheme:

@@ -4,11 +4,13 @@ A layer stored as codes becomes an ``octavo.nn.Linear`` that stores those codes 
 converted to FP32, which is exact. Every inconsistency is an error: a tensor that belongs to neither the model nor the
 format, a scale of another shape, or a layer on which the configuration and the file disagree.
 
-A Llama is loaded as octavo's own model, without transformers; other architectures need transformers.
+A Llama is loaded as octavo's own model, without transformers; other architectures need transformers. Experts that the
+folder has one by one become linear layers of their own (:mod:`octavo.convert.unfused_experts`).
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from octavo.checkpoints.names import EXACT_IN_FP32, ScaleNames, checked_scale
 from octavo.checkpoints.tables import CodedTable, table_names
 from octavo.checkpoints.tensor_files import TensorFiles
 from octavo.checksums import check_sums
-from octavo.convert import convert, guard_save_pretrained
+from octavo.convert import UnfusedExperts, convert, file_names, guard_save_pretrained, unfuse_experts
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama
 from octavo.models.llama import skip_init
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QuantizedModel", "check_names", "load_layers", "load_quantized", "read_layout"]
 
-EXPERT = ".experts."  # in a tensor's name; shared experts are ordinary layers
+EXPERT = re.compile(r"\.experts\.\d+\.")  # in a tensor's name
 AGAIN = "export or download the folder again"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -89,7 +91,10 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
         raise CheckpointError(f"{str(folder)!r} holds no model: it has no {CONFIG}; name a folder that has one")
     check_sums(path)
     _, record, _ = read_configuration(path)
-    model = _empty_model(path, record, TensorFiles(path))
+    files = TensorFiles(path)
+    model = _empty_model(path, record, files)
+    if any(EXPERT.search(name) for name in files.names):
+        unfuse_experts(model)
     fmt, layout, files = read_layout(path, model)
     dtype = _dtype(files, {name for name in model.state_dict() if name in files} - _code_names(layout))
     tables = _tables(path, model, files, layout)
@@ -115,14 +120,17 @@ def read_layout(folder: Path, model: nn.Module) -> tuple[FileFormat, Layout, Ten
 
     Args:
         folder: of the checkpoint.
-        model: of the folder's architecture; its weights are not read and may be on the meta device.
+        model: of the folder's architecture; its weights are not read and may be on the meta device. Experts that the
+            folder has one by one must be so in the model.
     """
     fmt, _, config = read_configuration(folder)
-    files = TensorFiles(folder)
-    _check_no_experts(folder, files, fmt)
-    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    layout = fmt.layout(config, linears, folder)
-    _check_codes(folder, files, layout, linears)
+    names = file_names(model)
+    files = TensorFiles(folder, names.reversed().tensor)
+    _check_experts(folder, files, model)
+    linears = {names.path(path): path for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    layout = fmt.layout(config, list(linears), folder)
+    layout = replace(layout, recipes={linears[path]: recipe for path, recipe in layout.recipes.items()})
+    _check_codes(folder, files, layout, list(linears.values()))
     return fmt, layout, files
 
 
@@ -152,13 +160,13 @@ def _empty_model(folder: Path, record: dict[str, Any], files: TensorFiles) -> nn
     return built
 
 
-def _check_no_experts(folder: Path, files: TensorFiles, fmt: FileFormat) -> None:
-    """Raise for a server format with experts: it has one tensor per expert, transformers one for all experts."""
-    names = [name for name in files.names if EXPERT in name]
-    if names and fmt.schemes is not None:
+def _check_experts(folder: Path, files: TensorFiles, model: nn.Module) -> None:
+    """Raise for a folder that has experts one by one where the model has them in one weight, or has none."""
+    names = [name for name in files.names if EXPERT.search(name)]
+    if names and not any(isinstance(module, UnfusedExperts) for module in model.modules()):
         raise CheckpointError(
-            f"{str(folder)!r} has experts, {names[0]} and {len(names) - 1} more tensors; octavo reads models without "
-            "experts: serve this one with vLLM or SGLang, or read it in high precision"
+            f"{str(folder)!r} has experts one by one, {names[0]} and {len(names) - 1} more tensors, which this "
+            f"{type(model).__name__} has not; octavo.load_quantized reads what transformers names so"
         )
 
 

@@ -10,7 +10,7 @@ Files are memory-mapped: a tensor takes memory when it is read.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,15 @@ def check_no_codes(folder: Path) -> None:
 class TensorFiles:
     """Tensors of a folder, by name.
 
+    Args:
+        folder: of the files.
+        renamed: maps a name in the files to the one here.
+
     Raises:
         CheckpointError: a file is missing, truncated or damaged, or its tensors differ from the index.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, renamed: Callable[[str], str] = str) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
         if (folder / INDEX).is_file():
@@ -116,15 +120,16 @@ class TensorFiles:
         else:
             opened = self._open(SINGLE)
             self._files = dict.fromkeys(opened.keys(), opened)
+        self._stored = {renamed(name): name for name in self._files}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors."""
-        return tuple(self._files)
+        return tuple(self._stored)
 
     def shape(self, name: str) -> torch.Size:
         """Shape of a tensor, without reading it."""
-        return torch.Size(self._files[name].get_slice(name).get_shape())
+        return torch.Size(self._slice(name).get_shape())
 
     def is_fp8(self, name: str) -> bool:
         """Report whether a tensor is FP8."""
@@ -132,16 +137,21 @@ class TensorFiles:
 
     def kind(self, name: str) -> str:
         """Element type of a tensor in safetensors' notation, without reading it."""
-        kind: str = self._files[name].get_slice(name).get_dtype()
+        kind: str = self._slice(name).get_dtype()
         return kind
 
+    def _slice(self, name: str) -> Any:
+        stored = self._stored[name]
+        return self._files[stored].get_slice(stored)
+
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self._stored
 
     def __getitem__(self, name: str) -> Tensor:
         try:
+            stored = self._stored[name]
             with library_errors():
-                tensor: Tensor = self._files[name].get_tensor(name)
+                tensor: Tensor = self._files[stored].get_tensor(stored)
         except (OSError, DataError) as error:
             raise CheckpointError(f"{name} in {str(self._folder)!r} cannot be read: {error}; {AGAIN}") from error
         return tensor

@@ -6,18 +6,25 @@ from octavo.convert.experts import other_modules
 from octavo.convert.fp8_storage import read_by_others, store_weights_as_codes
 from octavo.convert.plain_checkpoint import guard_save_pretrained
 from octavo.convert.report import ConversionReport
+from octavo.convert.routers import routers
+from octavo.convert.unfused_experts import TensorNames, UnfusedExperts, file_names, unfuse_experts
 from octavo.convert.weight_readers import layers_not_run
 
 __all__ = [
     "HEAD_NAMES",
     "ConversionReport",
+    "TensorNames",
+    "UnfusedExperts",
     "choose_layers",
     "convert",
+    "file_names",
     "guard_save_pretrained",
     "heads_of",
     "layers_not_run",
     "other_modules",
     "read_by_others",
     "restore",
+    "routers",
     "store_weights_as_codes",
+    "unfuse_experts",
 ]

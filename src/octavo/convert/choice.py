@@ -7,9 +7,10 @@ from typing import TypeGuard
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.convert.experts import linear_shapes, other_modules, routers, unable
+from octavo.convert.experts import linear_shapes, other_modules, unable
 from octavo.convert.other_modules import ConvertedModule
 from octavo.convert.report import shown
+from octavo.convert.routers import routers
 from octavo.convert.weight_readers import WeightReader, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear

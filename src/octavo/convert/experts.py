@@ -5,8 +5,6 @@ the indices of each token's experts and their weights, parameters ``gate_up_proj
 gate, and flags that say how they are stored. Whatever class follows it is converted: there is no list of models to
 keep. A converted one sorts the tokens by expert, as transformers' own grouped implementation does, and multiplies by
 :class:`octavo.nn.GroupedLinear`'s rules. Expert modules that follow no interface are known by their class.
-
-A router stays in high precision: it decides which experts run, on differences smaller than FP8's steps.
 """
 
 import inspect
@@ -23,9 +21,7 @@ from octavo.kernels.tracing import is_distributed
 from octavo.nn.grouped_linear import ExpertsProjection
 from octavo.nn.scaled_layer import ScaledLayer
 
-__all__ = ["kind_of", "linear_shapes", "other_modules", "routers", "unable"]
-
-_ROUTER = "router: it decides which experts a token is sent to, and stays in high precision"
+__all__ = ["kind_of", "linear_shapes", "other_modules", "unable"]
 
 
 class InterfaceExperts(ConvertedModule):
@@ -178,24 +174,3 @@ def unable(module: torch.nn.Module) -> str | None:
         if not is_distributed(parameter) and (not parameter.is_floating_point() or parameter.dtype.itemsize == 1):
             return f"a weight is {parameter.dtype}, codes of another library and no numbers in high precision"
     return None
-
-
-def routers(model: torch.nn.Module) -> dict[str, str]:
-    """Names of the weights of two dimensions that choose among experts, with the reason why they stay.
-
-    Such a weight has a row for each expert, and is its module's own beside the experts or in what is called a router.
-    """
-    found = {}
-    for path, module in other_modules(model).items():
-        experts = next((p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3), None)
-        if experts is None:
-            continue
-        block = path.rpartition(".")[0]
-        inside = f"{block}." if block else ""
-        for name, parameter in model.get_submodule(block).named_parameters():
-            own = f"{inside}{name}"
-            sibling, *rest = name.split(".")
-            beside = len(rest) == 1 or sibling in ("router", "gate")
-            if parameter.ndim == 2 and parameter.shape[0] == experts and beside and not own.startswith(f"{path}."):
-                found[own] = _ROUTER
-    return found

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from octavo.convert.convolutions import is_product
-from octavo.convert.experts import routers
 from octavo.convert.other_modules import ConvertedModule
+from octavo.convert.routers import routers
 from octavo.html.notebook import Table, summary
 from octavo.html.wording import counted
 from octavo.nn.fp8_weight import runs_in_fp8

@@ -31,11 +31,13 @@ from octavo.checkpoints import (
 from octavo.checkpoints.schemes import scheme_of
 from octavo.checkpoints.tensor_files import write_json, write_tensors
 from octavo.checksums import write_sums
+from octavo.convert import file_names
 from octavo.errors import ConfigError
 from octavo.export.emulation import emulated, layers_in_high_precision
 from octavo.export.lockstep import LockstepAgreement, make_probe
 from octavo.export.model_files import Companions, companions_of
-from octavo.export.verification import reader_note, reader_of, verify
+from octavo.export.reload import OCTAVO
+from octavo.export.verification import decoded_layers, reader_note, reader_of, verify
 from octavo.files import claimed_folder, hidden_path, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.nn.arguments import check_whole
@@ -134,14 +136,14 @@ def save_quantized(
         on_phase("write", 0, 1)
         writer.write(temporary)
         nbytes = sum(path.stat().st_size for path in temporary.glob("*.safetensors"))
-        reader = reader_of(fmt) if verify_folder else ""
+        reader = reader_of(fmt, contents) if verify_folder else ""
         agreement = writer.verify(temporary, reader, beside=folder) if verify_folder else None
     return SavedCheckpoint(
         folder=folder,
         format=format,
         schemes=writer.schemes(),
         left_out=contents.left_out,
-        notes=writer.notes() + reader_note(fmt, reader),
+        notes=writer.notes() + reader_note(fmt, contents, reader),
         nbytes=nbytes,
         bf16_nbytes=writer.bf16_nbytes(),
         reader=reader,
@@ -181,23 +183,34 @@ class _CheckpointWriter:
         companions = companions_of(self.model)
         for name, content in companions.files.items():
             (folder / name).write_bytes(content)
-        for name, text in self.fmt.other_files(self.contents).items():
+        contents = self.contents.renamed(file_names(self.model.model))
+        for name, text in self.fmt.other_files(contents).items():
             (folder / name).write_text(text, encoding="utf-8")
-        write_json(folder / "config.json", self._config(companions))
-        floats = {name: self.dtype for name, tensor in self.contents.rest.items() if tensor.is_floating_point()}
-        write_tensors(folder, self._tensors(), floats, self.most)
+        write_json(folder / "config.json", self._config(companions, contents))
+        floats = {name: self.dtype for name, tensor in contents.rest.items() if tensor.is_floating_point()}
+        write_tensors(folder, self._tensors(contents), floats, self.most)
         write_sums(folder)
 
     def verify(self, folder: Path, reader: str, *, beside: Path) -> LockstepAgreement:
-        """Verify the written folder in a fresh process."""
+        """Verify the written folder in a fresh process, and by octavo too where the reader does not cast all inputs."""
+        agreement = self._verify_by(reader, folder, beside=beside)
+        if decoded_layers(self.contents, reader):
+            self._verify_by(OCTAVO, folder, beside=beside)
+        return agreement
+
+    def _verify_by(self, reader: str, folder: Path, *, beside: Path) -> LockstepAgreement:
+        decoded = decoded_layers(self.contents, reader)
+        paths = [path for path in self.contents.layers if path not in set(decoded)]
         length = min(PROMPT + GREEDY, self.model.context)
         text = text_windows(self.model, BUILTIN, Split.TEST, count=WINDOWS, length=length)
         text = text.to(next(self.model.model.parameters()).device)
-        with emulated(self.model, self.contents, dtype=self.dtype, served=self.fmt.served) as logits:
+        with emulated(
+            self.model, self.contents, dtype=self.dtype, served=self.fmt.served, decoded=set(decoded)
+        ) as logits:
             probe = make_probe(
                 logits,
                 self.model.model,
-                self.contents.layers,
+                paths,
                 text,
                 prompt=max(1, min(PROMPT, length // 2)),  # with a context of 1 no token is generated
                 on_token=lambda done, total: self.on_phase("emulate", done, total),
@@ -237,23 +250,23 @@ class _CheckpointWriter:
         rows = sum(table.shape[0] * table.shape[1] for table in self.contents.tables.values())
         return 2 * (weights + rows + sum(tensor.numel() for tensor in self.contents.rest.values()))
 
-    def _config(self, companions: Companions) -> dict[str, object]:
+    def _config(self, companions: Companions, contents: Contents) -> dict[str, object]:
         plain = {key: value for key, value in companions.config.items() if key not in ("dtype", "torch_dtype")}
         dtype = str(self.dtype).removeprefix("torch.")
-        return written_configuration(self.fmt, {**plain, "dtype": dtype}, self.fmt.configuration(self.contents))
+        return written_configuration(self.fmt, {**plain, "dtype": dtype}, self.fmt.configuration(contents))
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self, contents: Contents) -> dict[str, Tensor]:
         """All tensors in the model's order, each layer's scales after its weight."""
         names, tensors = self.fmt.names, dict[str, Tensor]()
-        for path, layer in self.contents.layers.items():
+        for path, layer in contents.layers.items():
             tensors[f"{path}.weight"] = layer.weight.data
             tensors[f"{path}.{names.weight}"] = names.written(layer.weight.scale)
             if layer.input_scale is not None:
                 tensors[f"{path}.{names.input}"] = names.written(layer.input_scale)
-        for index, (key, value) in self.contents.kv_scales.items():
+        for index, (key, value) in contents.kv_scales.items():
             attention = attention_path(self.model.model, index)
             tensors[f"{attention}.{names.key}"] = names.written(key)
             tensors[f"{attention}.{names.value}"] = names.written(value)
-        for path, table in self.contents.tables.items():
+        for path, table in contents.tables.items():
             tensors |= table.tensors(path)
-        return tensors | dict(self.contents.rest)
+        return tensors | dict(contents.rest)

@@ -1,7 +1,8 @@
 """Emulation of an exported model: other tensors rounded to the file's dtype, inputs cast as by servers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,7 +27,12 @@ _16_BITS = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def emulated(
-    model: LanguageModel, contents: Contents, *, dtype: torch.dtype, served: Callable[[Recipe], Recipe]
+    model: LanguageModel,
+    contents: Contents,
+    *,
+    dtype: torch.dtype,
+    served: Callable[[Recipe], Recipe],
+    decoded: Collection[str] = (),
 ) -> Iterator[Logits]:
     """Context manager under which the model computes like its exported file, in FP32; restored afterwards.
 
@@ -35,6 +41,7 @@ def emulated(
         contents: contents of the model.
         dtype: dtype of other tensors in the file.
         served: maps a recipe to the one that servers run.
+        decoded: paths of layers that the reader multiplies by decoded weights, without a cast of their inputs.
 
     Yields:
         token ids [B, T] → logits [B, T, V].
@@ -42,7 +49,7 @@ def emulated(
     with (
         _rounded(contents.rest, dtype),
         _in_fp32(model.model),
-        _serving(model.model, contents, served),
+        _serving(model.model, contents, served, decoded),
         _casting_caches(model.model, contents) as cast,
         torch.no_grad(),
     ):
@@ -119,20 +126,26 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _serving(model: nn.Module, contents: Contents, served: Callable[[Recipe], Recipe]) -> Iterator[None]:
+def _serving(
+    model: nn.Module, contents: Contents, served: Callable[[Recipe], Recipe], decoded: Collection[str]
+) -> Iterator[None]:
     """Run layers with their served recipes, without changing amax histories; restored afterwards."""
-    layers = [layer for path in contents.layers if isinstance(layer := model.get_submodule(path), Linear)]
+    layers = {path: layer for path in contents.layers if isinstance(layer := model.get_submodule(path), Linear)}
     others = layers_in_high_precision(model)
-    originals = [layer.recipe for layer in (*layers, *others)]
+    originals = [layer.recipe for layer in (*layers.values(), *others)]
     try:
-        for layer in layers:
-            layer.recipe = served(layer.recipe)
+        for path, layer in layers.items():
+            layer.recipe = _weight_only(served(layer.recipe)) if path in decoded else served(layer.recipe)
         for other in others:
             other.recipe = HIGH_PRECISION
         yield
     finally:
-        for each, recipe in zip((*layers, *others), originals, strict=True):
+        for each, recipe in zip((*layers.values(), *others), originals, strict=True):
             each.recipe = recipe
+
+
+def _weight_only(recipe: Recipe) -> Recipe:
+    return replace(recipe, output=replace(recipe.output, a=None))
 
 
 def layers_in_high_precision(model: nn.Module) -> list[ScaledLayer]:

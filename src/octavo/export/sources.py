@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo import recipes
 from octavo.checkpoints import FORMATS, CodedTable, is_quantized, load_quantized
 from octavo.checkpoints.contents import nothing_in_fp8
-from octavo.convert import choose_layers, convert, other_modules, store_weights_as_codes
+from octavo.convert import choose_layers, convert, other_modules, store_weights_as_codes, unfuse_experts
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, from_quantized, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
@@ -117,11 +117,14 @@ def load_source(model: str, fmt: str, request: ConversionOptions, *, device: Dev
     """
     place, folder = resolve_device(device), located(model)
     if (folder / MARK).is_file():
-        return _store_codes(_load_qat_folder(folder, request, place))
+        tuned = _load_qat_folder(folder, request, place)
+        _name_experts(tuned, fmt)
+        return _store_codes(tuned)
     if kind_of(folder) is SourceKind.HUGGING_FACE and is_quantized(folder):
         return _load_fp8_folder(folder, request, place)
     loaded = load_language_model(folder, device=device)
     loaded.model.requires_grad_(False)
+    _name_experts(loaded, fmt)
     if request.calibration is not None:
         return _apply_calibration(loaded, load_calibration(request.calibration), request)
     if request.mix is not None:
@@ -132,7 +135,7 @@ def load_source(model: str, fmt: str, request: ConversionOptions, *, device: Dev
     recipe = _recipe(name, power_of_two=request.power_of_two)
     if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
         raise ConfigError(nothing_in_fp8(loaded.model))
-    skip = [*request.skip, *other_modules(loaded.model)]  # experts are stored as they are
+    skip = [*request.skip, *other_modules(loaded.model)]  # those in one weight are stored as they are
     convert(loaded.model, recipe, skip=skip, convert_head=request.convert_head)
     return _store_codes(loaded)
 
@@ -195,6 +198,12 @@ def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: 
             "calibrate MODEL --out SCALES, then --calibration SCALES"
         )
     return _apply_calibration(loaded, calibration_from_run(folder, power_of_two=request.power_of_two), request)
+
+
+def _name_experts(loaded: LanguageModel, fmt: str) -> None:
+    """Give experts linear layers of their own, as files have them; those that stay fused are written as they are."""
+    if fmt in FORMATS:
+        unfuse_experts(loaded.model)
 
 
 def _store_codes(loaded: LanguageModel) -> ExportSource:

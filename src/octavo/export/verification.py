@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 
 import octavo
-from octavo.checkpoints import FileFormat
+from octavo.checkpoints import Contents, FileFormat
+from octavo.checkpoints.schemes import BLOCK, scheme_of
 from octavo.errors import CheckpointError
 from octavo.export.lockstep import LockstepAgreement, ReferenceProbe, save_probe
 from octavo.export.reload import OCTAVO, TRANSFORMERS
 from octavo.parsing import parse_json
 
-__all__ = ["TOLERANCE", "reader_note", "reader_of", "verify"]
+__all__ = ["TOLERANCE", "decoded_layers", "reader_note", "reader_of", "verify"]
 
 # Relative. Correct exports differ by up to 2.4e-4 (docs/concepts/verification.md), inputs that are not cast by 1e-2.
 TOLERANCE = 1e-3
@@ -27,19 +28,37 @@ PROBE = "probe.safetensors"
 COMPRESSED_TENSORS = "compressed-tensors"
 
 
-def reader_of(fmt: FileFormat) -> str:
+def reader_of(fmt: FileFormat, contents: Contents) -> str:
     """Program for reading a format back: transformers for compressed-tensors if installed, otherwise octavo.
 
-    Transformers runs hf-fp8 only on GPUs, and reads modelopt and octavo only by octavo's own quantizer.
+    Transformers runs hf-fp8 only on GPUs, reads modelopt and octavo only by octavo's own quantizer, and decodes no
+    experts with a scale a block (5.23 multiplies their codes by the scales as they are).
     """
     installed = all(find_spec(name) is not None for name in ("transformers", "compressed_tensors"))
-    return TRANSFORMERS if fmt.name == COMPRESSED_TENSORS and installed else OCTAVO
+    decodes = not _has_experts_in_blocks(contents)
+    return TRANSFORMERS if fmt.name == COMPRESSED_TENSORS and installed and decodes else OCTAVO
 
 
-def reader_note(fmt: FileFormat, reader: str) -> tuple[str, ...]:
-    """Note on a folder for transformers that octavo read back itself."""
+def _has_experts_in_blocks(contents: Contents) -> bool:
+    return any(
+        scheme_of(contents.layers[path].recipe).weight == BLOCK for path in contents.unfused if path in contents.layers
+    )
+
+
+def decoded_layers(contents: Contents, reader: str) -> tuple[str, ...]:
+    """Paths of FP8 layers whose weights the reader decodes when it loads, so that it does not cast their inputs."""
+    return tuple(path for path in contents.unfused if path in contents.layers) if reader == TRANSFORMERS else ()
+
+
+def reader_note(fmt: FileFormat, contents: Contents, reader: str) -> tuple[str, ...]:
+    """Note on a folder for transformers that octavo read back itself, or whose experts transformers decodes."""
+    if decoded_layers(contents, reader):
+        decodes = "transformers decodes the weights of experts when it loads and does not cast their inputs"
+        return (f"{decodes}: it was compared with that, and octavo's reading of the folder with casts of all inputs",)
     if fmt.name != COMPRESSED_TENSORS or reader != OCTAVO:
         return ()
+    if _has_experts_in_blocks(contents):
+        return ("read back by octavo alone: transformers does not decode experts with a scale a block",)
     return ("read back by octavo alone, without transformers and compressed-tensors; pip install 'octavo[export]'",)
 
 

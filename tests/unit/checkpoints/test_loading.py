@@ -351,7 +351,7 @@ def test_configuration_of_dense_weights_is_accepted(broken, folders, sparsity):
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "modelopt"])
 def test_experts_are_refused_by_name(broken, kind):
-    """As DeepSeek names them; no model is built first, which would need transformers and memory."""
+    """As DeepSeek names them, in a layer that its configuration says has none."""
     folder, expert = broken(kind), "model.layers.3.mlp.experts.{}.gate_proj"
 
     def change(tensors):
@@ -362,7 +362,7 @@ def test_experts_are_refused_by_name(broken, kind):
     change_tensors(folder, change)
     record = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(record | {"model_type": "deepseek_v3"}))
-    words = rf"has experts, {expert.format(0)}\.weight and 3 more tensors; octavo reads models without experts"
+    words = rf"has experts one by one, {expert.format(0)}\.weight and 3 more tensors, which this Deep.* has not"
     with pytest.raises(CheckpointError, match=words):
         load_quantized(folder)
 

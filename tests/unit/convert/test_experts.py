@@ -11,8 +11,9 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.convert.experts import InterfaceExperts, kind_of, routers
+from octavo.convert.experts import InterfaceExperts, kind_of
 from octavo.convert.other_modules import ConvertedModule
+from octavo.convert.routers import routers
 from octavo.errors import ConfigError
 from octavo.functional import fp8_linear
 

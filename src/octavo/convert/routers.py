@@ -1,0 +1,41 @@
+"""Routers, which choose among the experts beside them; they stay in high precision.
+
+They decide which experts run on differences smaller than FP8's steps.
+"""
+
+import torch
+
+from octavo.convert.experts import kind_of
+from octavo.convert.unfused_experts import UnfusedExperts
+
+__all__ = ["routers"]
+
+_ROUTER = "router: it decides which experts a token is sent to, and stays in high precision"
+
+
+def routers(model: torch.nn.Module) -> dict[str, str]:
+    """Names of the weights of two dimensions that choose among experts, with the reason why they stay.
+
+    Such a weight has a row for each expert, and is its module's own beside the experts or in what is called a router.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        experts = _number_of_experts(module)
+        if experts is None:
+            continue
+        block = path.rpartition(".")[0]
+        inside = f"{block}." if block else ""
+        for name, parameter in model.get_submodule(block).named_parameters():
+            own = f"{inside}{name}"
+            sibling, *rest = name.split(".")
+            beside = len(rest) == 1 or sibling in ("router", "gate")
+            if parameter.ndim == 2 and parameter.shape[0] == experts and beside and not own.startswith(f"{path}."):
+                found[own] = _ROUTER
+    return found
+
+
+def _number_of_experts(module: torch.nn.Module) -> int | None:
+    if isinstance(module, UnfusedExperts):
+        return module.num_experts
+    stacks = (parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3)
+    return None if kind_of(module) is None else next(stacks, None)

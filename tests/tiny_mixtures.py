@@ -1,0 +1,45 @@
+"""Mixtures of experts of transformers with two layers, and a tokenizer."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from octavo.language_model import LanguageModel
+from octavo.text.tokenizer import train_tokenizer
+
+VOCABULARY, CONTEXT, HIDDEN, INTERMEDIATE, EXPERTS = 300, 64, 64, 32, 4
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": EXPERTS, "head_dim": 32},
+    "Qwen3Moe": {
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": INTERMEDIATE,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+    },
+    "GptOss": {
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default"},
+    },
+}
+
+
+def mixture(name: str) -> LanguageModel:
+    """A model with weights large enough that formats differ."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **MODELS[name])
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5)
+    tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=VOCABULARY)
+    return LanguageModel(model=model, tokenizer=tokenizer, context=CONTEXT, source="a test")
