@@ -46,7 +46,7 @@ def commands(text, program):
 
 
 def makefile_targets():
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def file_map(page):

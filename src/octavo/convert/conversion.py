@@ -150,16 +150,9 @@ def convert(
             convolutions=convolutions,
         )
         _check_effect(overriding, paths, skipped | others_left, chosen | others)
-    updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
+    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
-    for path, module in chosen.items():
-        if not isinstance(module, Linear):
-            if type(module) is not torch.nn.Linear:
-                module.__dict__["restored_class"] = type(module)
-            module.__class__ = Linear
-        assert isinstance(module, Linear)
-        module.set_recipe(followed[path], updates, path=path)
-        module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
+    _run(chosen, followed, updates, cache_weights=cache_weights)
     weights: dict[str, Recipe] = {}
     for path, other in others.items():
         its_recipe = _overridden(paths[other], overriding, resolved)
@@ -174,6 +167,25 @@ def convert(
     _warn_if_nothing_stored(report, frozen)
     logging.getLogger("octavo").info("%s", report)
     return report
+
+
+def _run(
+    layers: Mapping[str, torch.nn.Linear],
+    of_layers: Mapping[str, Recipe],
+    updates: ScaleUpdates,
+    *,
+    cache_weights: bool,
+) -> None:
+    """Make linear layers octavo's, each with its recipe."""
+    shared_input = SharedInput()
+    for path, module in layers.items():
+        if not isinstance(module, Linear):
+            if type(module) is not torch.nn.Linear:
+                module.__dict__["restored_class"] = type(module)
+            module.__class__ = Linear
+        assert isinstance(module, Linear)
+        module.set_recipe(of_layers[path], updates, path=path)
+        module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Shares:
     Attributes:
         parameters: of the model's parameters, the weights of layers whose recipe casts.
         multiplications: of those of one token, if each weight multiplies it once; see this module's head.
-        training: of those of forward and backward together.
+        training: of those of forward and backward together; 0 where no recipe casts in backward, as for inference.
         by_path: of both, each weight that stays as it is.
     """
 
@@ -81,7 +81,8 @@ class Shares:
     def sentence(self) -> str:
         """The totals; that of training where it differs from that of forward alone."""
         training = _percent(self.training)
-        with_backward = f" ({training} with backward's)" if training != _percent(self.multiplications) else ""
+        differs = self.training and training != _percent(self.multiplications)
+        with_backward = f" ({training} with backward's)" if differs else ""
         return (
             f"in FP8: {_percent(self.parameters)} of the parameters and {_percent(self.multiplications)} of the "
             f"multiplications{with_backward}, counting each weight once a token"
@@ -292,7 +293,8 @@ def shares_of(
     staying = {path: layer.weight for path, layer in staying_layers.items()}
     staying |= {weight.path: weight.parameter for weight in bare}
     runs = [*((layer.weight, layer.recipe) for layer in taken if runs_in_fp8(layer)), *others.items()]
-    in_training = sum(weight.numel() * _products(weight, recipe) for weight, recipe in runs)
+    trains = any(recipe.grad_input.b is not None or recipe.grad_weight.b is not None for _, recipe in runs)
+    in_training = sum(weight.numel() * _products(weight, recipe) for weight, recipe in runs) if trains else 0
     of_training = sum(
         _elements(weight) * (3 if weight.requires_grad else 2)
         for weight in (*(layer.weight for layer in taken), *others, *multiplying.values())
