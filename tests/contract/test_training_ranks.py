@@ -325,7 +325,7 @@ def test_stalled_rank_is_named(two, shard, waited):
     first, second = (each[shard - 1] for each in of_check(two, "stalled"))
     layer = "step 2, forward of layer 'model.layers.0'"
     assert first.startswith(f"rank 1 did not come to a collective in which rank 0 waited in {waited}")
-    assert f"until torch's time-out: rank 1 was last seen in {layer} (asleep.<locals>.sleep, training_ranks_pr" in first
+    assert f"until torch's time-out: rank 1 was last seen in {layer} (asleep.<locals>.sleep, training_ranks_fa" in first
     assert "did not come" not in second
 
 

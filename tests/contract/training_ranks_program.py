@@ -300,7 +300,8 @@ OF_FOUR = (loaded, four_ranks, chain_of_four, uneven_shards, moved)
 def checks(ranks: int) -> Checks:
     from tests.contract import training_ranks_faults as faults
 
-    every = (*OF_TWO, *faults.OF_TWO) if ranks == 2 else (*OF_FOUR, *faults.OF_FOUR)
+    # The last one of each ends the process group.
+    every = (*OF_TWO, *faults.OF_TWO) if ranks == 2 else (*faults.OF_FOUR, *OF_FOUR)
     return {check.__name__: partial(_in_folder, check) for check in every}
 
 
