@@ -12,6 +12,7 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.training_text import text_to_train_on
+from octavo.convert import unfuse_experts
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models.sources import located
@@ -108,6 +109,7 @@ def calibrate(
     with open_display() as display:
         display.phase("load", None)
         loaded = load_language_model(model, device=target_device)
+        unfuse_experts(loaded.model)
         if from_run is not None:
             calibration = calibration_from_run(from_run, **settings)
             calibration.check_fit(loaded.model)

@@ -6,25 +6,27 @@ neither the order nor the size of the batches. Padding is counted like other tok
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.convert import choose_layers
+from octavo.convert import choose_layers, other_modules
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.formats import Format
 from octavo.language_model import LanguageModel
 from octavo.numerics import QuantizedTensor, sqnr_db
 from octavo.numerics.cast_spec import check_member
+from octavo.quantization.calibration.expert_scales import MIN_TOKENS, fill_in, same_layers, tokens_of
 from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 from octavo.quantization.calibration.observers import Batch, Observation, module_of, observe
 from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, scale_from_magnitudes
 from octavo.quantization.calibration.result import (
     NEVER_REACHED,
+    NO_LINEAR_LAYERS,
     Calibration,
     SeenData,
     check_can_store_codes,
@@ -53,6 +55,7 @@ def calibrate(
     kv_cache: bool = False,
     skip: Sequence[str] = (),
     convert_head: bool = False,
+    min_expert_tokens: int = MIN_TOKENS,
     source: str = "",
     split: str = "",
     on_batch: OnBatch = lambda _done, _total: None,
@@ -73,6 +76,8 @@ def calibrate(
             the mean key, which the KV cache subtracts; language models only.
         skip: shell patterns of paths to leave out, as in ``octavo.convert``.
         convert_head: include the language-model head.
+        min_expert_tokens: an expert that fewer tokens reach has the largest scale of the other experts in its layer.
+            Experts need linear layers of their own (``octavo.convert.unfuse_experts``); others are left out.
         source: name of the data in the result: for text, a source of ``octavo.text.sources``.
         split: split of that source.
         on_batch: called after each batch with (done, total or None).
@@ -99,6 +104,7 @@ def calibrate(
     layers, left_out = choose_layers(module, skip=skip, convert_head=convert_head)
     if not layers:
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
+    left_out |= dict.fromkeys(other_modules(module), NO_LINEAR_LAYERS)
     check_has_no_codes(module, layers)
     if weight_rule is not WeightMethod.MAX:
         check_can_store_codes(module, layers)
@@ -113,9 +119,13 @@ def calibrate(
     stats = observe(
         model, batches, layers, kv_cache=kv_cache, before_the_last_quarter=note_early_scales, on_batch=on_batch
     )
-    reached = {path: layer for path, layer in layers.items() if path in stats.inputs}
+    same = same_layers(module, layers)
+    tokens = tokens_of(stats.inputs, {path: layers[path] for path in same})
+    scales = _scales(stats, rule, fmt)
+    borrowed = fill_in(scales, same, tokens, min_expert_tokens)
+    reached = {path: layer for path, layer in layers.items() if path in scales}
     weights = weights_of(reached, recipe, weight_rule)
-    scales, health = _scales_and_health(stats, rule, fmt, reached, weights)
+    health = _health(stats, fmt, scales, weights, tokens=tokens, borrowed=borrowed)
     return Calibration(
         recipe=recipe,
         rule=rule,
@@ -239,26 +249,38 @@ def weights_of(
     return quantized
 
 
-def _scales_and_health(
-    observation: Observation,
-    rule: RangeRule,
-    fmt: Format,
-    layers: dict[str, nn.Linear],
-    weights: dict[str, tuple[QuantizedTensor, float | None]],
-) -> tuple[dict[str, Tensor], dict[str, LayerHealth]]:
-    """Scale and health of each layer's input, computed once for layers that share their inputs."""
-    scales, health = dict[str, Tensor](), dict[str, LayerHealth]()
+def _scales(observation: Observation, rule: RangeRule, fmt: Format) -> dict[str, Tensor]:
+    """Scale of each input that was observed, computed once for layers that share it."""
+    scales = dict[str, Tensor]()
     for group in _input_groups(observation):
-        first = observation.inputs[group[0]]
-        magnitudes = first.counts.magnitudes()
-        scale = scale_from_magnitudes(magnitudes, rule, fmt)
+        scale = scale_from_magnitudes(observation.inputs[group[0]].counts.magnitudes(), rule, fmt)
+        scales |= {path: scale.clone() for path in group}
+    return scales
+
+
+def _health(
+    observation: Observation,
+    fmt: Format,
+    scales: Mapping[str, Tensor],
+    weights: Mapping[str, tuple[QuantizedTensor, float | None]],
+    *,
+    tokens: Mapping[str, int],
+    borrowed: Collection[str],
+) -> dict[str, LayerHealth]:
+    """Health of each layer under its scale; experts that no token reached have one too."""
+    health = dict[str, LayerHealth]()
+    unreached = ((path,) for path in scales if path not in observation.inputs)
+    for group in (*_input_groups(observation), *unreached):
+        first = observation.inputs.get(group[0])
+        magnitudes = MagnitudeCounts().magnitudes() if first is None else first.counts.magnitudes()
+        early_scale = None if first is None else first.early_scale
         for path in group:
-            scales[path] = scale.clone()
-            health[path] = health_of(
-                path, magnitudes, scale, fmt, early_scale=first.early_scale, weight_sqnr_db=weights[path][1]
+            of_input = health_of(
+                path, magnitudes, scales[path], fmt, early_scale=early_scale, weight_sqnr_db=weights[path][1]
             )
-    assert scales.keys() == layers.keys()
-    return scales, health
+            health[path] = replace(of_input, tokens=tokens.get(path), borrowed=path in borrowed)
+    assert scales.keys() == health.keys() == weights.keys()
+    return health
 
 
 def _input_groups(observation: Observation) -> list[tuple[str, ...]]:

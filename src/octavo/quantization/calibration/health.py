@@ -45,6 +45,8 @@ class LayerHealth:
         moved: relative change of the scale by the last quarter of the batches; 1 if no earlier batch reached the
             layer.
         weight_sqnr_db: SQNR of the weight under its own scales.
+        tokens: how many tokens an expert's layer received; None for other layers.
+        borrowed: whether these were too few, so that the scale is the largest of the other experts'.
     """
 
     path: str
@@ -58,6 +60,8 @@ class LayerHealth:
     peak: float | None = None
     moved: float | None = None
     weight_sqnr_db: float | None = None
+    tokens: int | None = None
+    borrowed: bool = False
 
 
 def health_of(
@@ -130,9 +134,25 @@ def health_warnings(layers: Iterable[LayerHealth], *, samples: int | None) -> It
             f"clipping costs {_worst(clipped, 'clipped_energy')} of their energy, down to {worst.sqnr_db:.1f} dB, "
             f"where FP8 gives {_THRESHOLDS.healthy_cast_db:g} and more; use the method max"
         )
+    if starved := _starved_experts(layers):
+        yield starved
     moving = [each for each in layers if (each.moved or 0.0) > MOVED]
     if moving:
         yield f"the last quarter of the samples still moved the scale of {_worst(moving, 'moved')}; calibrate on more"
+
+
+def _starved_experts(layers: list[LayerHealth]) -> str:
+    """Sentence about experts that too few tokens reached, those with the fewest first; empty if there are none."""
+    tokens = {each.path.rpartition(".")[0]: each.tokens or 0 for each in layers if each.borrowed}
+    fewest = sorted(tokens, key=lambda path: tokens[path])
+    if not fewest:
+        return ""
+    names = ", ".join(f"{path!r} ({tokens[path]})" for path in fewest[:_SHOWN])
+    more = f" and {len(fewest) - _SHOWN} more experts" if len(fewest) > _SHOWN else ""
+    return (
+        f"too few tokens reached {names}{more}: they have the largest scale of the other experts in their layer; "
+        "calibrate on more text"
+    )
 
 
 def _moved(scale: float, early: float | None) -> float | None:

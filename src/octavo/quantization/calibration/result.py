@@ -37,6 +37,7 @@ from octavo.recipes import Recipe, from_toml, to_toml
 
 __all__ = [
     "NEVER_REACHED",
+    "NO_LINEAR_LAYERS",
     "Calibration",
     "SeenData",
     "check_can_store_codes",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 NEVER_REACHED = "no batch reached it"
+NO_LINEAR_LAYERS = "its weights are no linear layers'; octavo.convert.unfuse_experts gives experts their own"
 MOST_BEYOND = 2.02  # a search at most halves a group's range; rounding to BF16 changes it slightly
 LOST_DB = 1.0  # of a weight under its own searched scales; rounding to BF16 first costs a tenth of that
 KV_CACHE, KV_ROLES, KEY_MEAN = "kv_cache.", ("key", "value"), ".key.mean"
@@ -89,7 +91,7 @@ class Calibration:
         key_means: mean key after the rotary embedding, float32 [kv heads, D], by decoder layer; empty like kv_scales.
         health: of each layer.
         groups: paths of layers that share their inputs, and therefore their scale.
-        left_out: reason for each linear layer that is not calibrated, by path.
+        left_out: reason for each linear layer, and each module of fused experts, that is not calibrated, by path.
         shapes: [N, K] of the model's linear layers, calibrated or not, by path.
         model_hash: hash of the names and shapes of all parameters.
         weights_hash: hash of the values of all parameters (:func:`weights_hash`); empty in calibrations written before
@@ -218,6 +220,8 @@ class Calibration:
         if unreached:
             names = ", ".join(map(repr, unreached[:5])) + (" and others" if len(unreached) > 5 else "")
             sentences.append(f"no batch reached {names}: {len(unreached)} layers stay as they are")
+        if others := [path for path, why in self.left_out.items() if why == NO_LINEAR_LAYERS]:
+            sentences.append(f"{others[0]!r} and {len(others) - 1} more stay as they are: {NO_LINEAR_LAYERS}")
         return sentences
 
     def save(self, folder: str | Path) -> None:
