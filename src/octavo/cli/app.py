@@ -30,7 +30,7 @@ from octavo.training.signals import StoppedBySignal
 __all__ = ["app", "main"]
 
 BAD_INPUT = 2
-UNHARMED = "interrupted; nothing is half-written, and the same command continues where a checkpoint was saved"
+UNHARMED = "interrupted; nothing is half-written; training, tuning and studies continue from their last checkpoint"
 DEBUG = "--debug"
 VERBOSITY = {
     **dict.fromkeys(("-v", "--verbose"), Verbosity.VERBOSE),

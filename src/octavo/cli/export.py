@@ -33,7 +33,10 @@ def export(
         bool, typer.Option("--power-of-two", help="Round the recipe's scales to powers of two.")
     ] = False,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of octavo calibrate, for static scales.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder of octavo calibrate: static scales; with --recipe, its KV cache's."
+        ),
     ] = None,
     mix: Annotated[Path | None, typer.Option(metavar="FILE", help="mix.toml of octavo sensitivity.")] = None,
     skip: options.Skip = None,

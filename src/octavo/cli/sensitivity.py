@@ -66,7 +66,7 @@ def show_sensitivity(
 ) -> None:
     """Rank a language model's layers by what FP8 costs them, and find the best mix of precisions for a budget.
 
-    The exit code is 1 if no mix meets the budget.
+    The exit code is 1 if no mix meets the budget, or the best one exceeds it on the verification windows.
     """
     place = options.device_of(device)
     budget = _budget(budget_perplexity, budget_bytes)
@@ -105,7 +105,7 @@ def show_sensitivity(
     _show(sensitivity, results, folder, as_json=as_json)
     if save_error is not None:
         raise save_error
-    if sensitivity.best is None:
+    if not sensitivity.is_met:
         raise typer.Exit(NO_MIX)
 
 

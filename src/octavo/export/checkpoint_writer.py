@@ -228,8 +228,13 @@ class _CheckpointWriter:
         return counts
 
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each recipe whose input cast differs on a server, and one for experts in FP8."""
+        """One sentence for each recipe whose input cast differs on a server, and for experts and a cache."""
         sentences = []
+        if self.contents.kv_scales:
+            sentences.append(
+                f"keys and values of {len(self.contents.kv_scales)} layers have scales; a server uses them if it is "
+                "told to keep an FP8 cache (vllm serve ... --kv-cache-dtype fp8), octavo's own engine does not"
+            )
         if others := layers_in_high_precision(self.model.model):
             sentences.append(
                 f"{others[0].path!r} and {len(others) - 1} more weights of experts or Conv1D run FP8 recipes here and "

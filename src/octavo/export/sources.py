@@ -46,7 +46,8 @@ class ConversionOptions:
     Attributes:
         recipe: name of a preset.
         power_of_two: use power-of-two scales.
-        calibration: folder of ``octavo calibrate``.
+        calibration: folder of ``octavo calibrate``; beside a recipe with dynamic inputs, only its scales of keys and
+            values are used.
         mix: file of ``octavo sensitivity``.
         skip: shell patterns of layers that stay in high precision.
         convert_head: also convert an untied head.
@@ -63,18 +64,21 @@ class ConversionOptions:
     convert_head: bool = False
 
     def __post_init__(self) -> None:
-        ways = {"--recipe": self.recipe, "--calibration": self.calibration, "--mix": self.mix}
+        ways = {"--recipe": self.recipe, "--calibration": self.calibration}
         given = [name for name, value in ways.items() if value is not None]
-        if self.recipe == STATIC and self.calibration is not None:
-            given.remove("--recipe")
-        if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} both define how layers run; leave one of them out")
+        if self.mix is not None and given:
+            raise ConfigError(f"{given[0]} and --mix both define how layers run; leave one of them out")
         if self.mix is not None and (self.skip or self.convert_head):
             raise ConfigError("a mix defines its layers; leave out --skip and --head")
-        if self.power_of_two and (self.calibration or self.mix):
+        if self.power_of_two and (self.has_static_inputs or self.mix):
             raise ConfigError("--power-of-two goes with a recipe; calibrations and mixes have their own scales")
         if self.recipe is not None:
             _recipe(self.recipe, power_of_two=self.power_of_two)
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """True if the calibration defines how layers run; beside another recipe it has the scales of a cache alone."""
+        return self.calibration is not None and self.recipe in (None, STATIC)
 
     @property
     def is_empty(self) -> bool:
@@ -125,19 +129,34 @@ def load_source(model: str, fmt: str, request: ConversionOptions, *, device: Dev
     loaded = load_language_model(folder, device=device)
     loaded.model.requires_grad_(False)
     _name_experts(loaded, fmt)
-    if request.calibration is not None:
+    if request.calibration is not None and request.has_static_inputs:
         return _apply_calibration(loaded, load_calibration(request.calibration), request)
     if request.mix is not None:
         return _apply_mix(loaded, request.mix, fmt)
     name = request.recipe or PRESETS[fmt]
     if name == STATIC:
         return _calibrate_from_run(loaded, folder, fmt, request)
-    recipe = _recipe(name, power_of_two=request.power_of_two)
+    recipe, kv_scales = _recipe(name, power_of_two=request.power_of_two), _cache_scales(loaded, fmt, request)
     if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
         raise ConfigError(nothing_in_fp8(loaded.model))
     skip = [*request.skip, *other_modules(loaded.model)]  # those in one weight are stored as they are
     convert(loaded.model, recipe, skip=skip, convert_head=request.convert_head)
-    return _store_codes(loaded)
+    return replace(_store_codes(loaded), kv_scales=kv_scales)
+
+
+def _cache_scales(loaded: LanguageModel, fmt: str, request: ConversionOptions) -> Mapping[int, tuple[Tensor, Tensor]]:
+    """Scales of keys and values of a calibration that does not define how layers run."""
+    if request.calibration is None:
+        return {}
+    calibration = load_calibration(request.calibration)
+    calibration.check_fit(loaded.model)
+    if fmt == ONNX or not calibration.kv_scales:
+        lacks = "an ONNX graph has no FP8 cache" if fmt == ONNX else "the calibration has no scales of keys and values"
+        raise ConfigError(
+            f"--recipe {request.recipe} casts inputs by scales of its own and takes of --calibration only the scales "
+            f"of a KV cache, but {lacks}; leave --calibration out, use --recipe static, or calibrate with --kv-cache"
+        )
+    return calibration.kv_scales
 
 
 def _recipe(name: str, *, power_of_two: bool) -> Recipe:
@@ -173,7 +192,7 @@ def _load_fp8_folder(folder: Path, request: ConversionOptions, place: torch.devi
 
 def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request: ConversionOptions) -> ExportSource:
     if request.skip or request.convert_head:
-        raise ConfigError("a calibration defines its layers; leave out --skip and --head")
+        raise ConfigError("a calibration defines its layers; give --skip and --head to octavo calibrate instead")
     calibration.apply(loaded, hold_weights=True)
     return ExportSource(language_model=loaded, kv_scales=calibration.kv_scales, calibration=calibration)
 

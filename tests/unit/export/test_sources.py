@@ -1,7 +1,7 @@
 import pytest
 
 import octavo
-from octavo.checkpoints import FORMATS
+from octavo.checkpoints import FORMATS, load_quantized
 from octavo.errors import ConfigError
 from octavo.export.checkpoint_writer import save_quantized
 from octavo.export.sources import ONNX, ConversionOptions, load_source
@@ -60,6 +60,26 @@ def test_a_calibration(plain, tmp_path):
     assert layers_of(source)[LAYER].input_scale > 0
     with pytest.raises(ConfigError, match="a calibration defines its layers"):
         load_source(str(plain), "modelopt", ConversionOptions(calibration=tmp_path / "scales", skip=("*.k_proj",)))
+
+
+def test_a_recipe_takes_the_scales_of_a_cache_from_a_calibration(plain, tmp_path):
+    from octavo.language_model import load_language_model
+
+    model = load_language_model(plain)
+    octavo.calibrate(model, [windows()], kv_cache=True).save(tmp_path / "scales")
+    octavo.calibrate(load_language_model(plain), [windows()]).save(tmp_path / "none")
+    options = ConversionOptions(recipe="rowwise", calibration=tmp_path / "scales", skip=("*.k_proj",))
+    source = load_source(str(plain), "compressed-tensors", options)
+    assert set(source.kv_scales) == {0, 1}
+    assert source.calibration is None
+    assert {layer.recipe.name for layer in layers_of(source).values()} == {"rowwise"}
+    assert len(layers_of(source)) == LINEARS - 2
+    saved = save_quantized(source.language_model, tmp_path / "out", kv_scales=source.kv_scales, verify_folder=False)
+    assert any(note.startswith("keys and values of 2 layers have scales") for note in saved.notes)
+    assert set(load_quantized(tmp_path / "out").kv_scales) == {0, 1}
+    for folder, fmt, lacks in (("none", "modelopt", "has no scales of keys"), ("scales", ONNX, "has no FP8 cache")):
+        with pytest.raises(ConfigError, match=f"--recipe rowwise .*{lacks}.*leave --calibration out"):
+            load_source(str(plain), fmt, ConversionOptions(recipe="rowwise", calibration=tmp_path / folder))
 
 
 def test_a_mix(plain, tmp_path):
