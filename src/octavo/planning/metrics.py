@@ -1,7 +1,7 @@
 """From seconds to the metric that a row was published in: "tokens_per_s_per_gpu", "latency_us", "tflops".
 
 A metric is read as words. All of them must be known for its kind, so that a rate or a unit that the planner does not
-predict is refused instead of answered in another unit; what stands in parentheses may be anything.
+predict is refused instead of answered in another unit; what stands in parentheses may be a unit, or anything.
 """
 
 import re
@@ -20,20 +20,24 @@ SECONDS = frozenset({"s", "sec", "second", "seconds"})
 GPUS = frozenset({"gpu", "gpus", "device", "chip"})
 AVERAGES = frozenset({"mean", "median", "average", "avg"})
 TOKENS = frozenset({"tokens", "token", "tok", "toks"})
+REQUESTS = frozenset({"requests", "request", "req", "reqs"})
+ALIASES = {"tps": "tokens s", "tgs": "tokens s gpu", "qps": "requests s", "rps": "requests s", "msec": "ms"}
 SAMPLES = frozenset({"samples", "sample", "sequences", "sequence"})
 PER = frozenset({"per", "throughput"}) | SECONDS | GPUS | AVERAGES
 STEPS = frozenset({"step", "iter", "iteration", "train", "training"})
-TIME = frozenset({"time", "latency", "duration"}) | AVERAGES
+STEPS_A_SECOND = re.compile(r"(?:steps?|iters?|iterations?|it) ?(?:/|per) ?(?:s|sec|second)\b")
+TIME = frozenset({"time", "latency", "duration", "elapsed"}) | AVERAGES
 PASSES = frozenset(
     {"fwd", "bwd", "forward", "backward", "and", "total", "sum", "dgrad", "wgrad", "fprop", "kernel", "gemm"}
 )
 TOKEN_TIME = frozenset({"tpot", "itl", "inter", "token", "output", "per"})
 SPEEDUP = frozenset({"speedup", "speed", "ratio"})
 OF_SPEEDUP = frozenset({"up", "vs", "over", "bf", "16", "fp", "8", "throughput", "end", "to", "layer"})
-FLOPS = frozenset({"tflops", "tflop", "tflop/s", "model", "per", "s"}) | GPUS | AVERAGES
+FLOPS = frozenset({"tflops", "tflop", "model", "per"}) | SECONDS | GPUS | AVERAGES
 UNITS = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3, "min": 1 / 60, "h": 1 / 3600, "hours": 1 / 3600}
 UNITS |= dict.fromkeys(SECONDS, 1.0)
 BYTES = {"gb": 1e9, "gib": 1024.0**3, "mb": 1e6, "mib": 1024.0**2}
+ANY_UNIT = {*UNITS, *BYTES, "%"}
 MEMORY = frozenset({"mem", "memory", "peak", "max", "per", "used", "allocated", "reserved"}) | GPUS
 MEMORY_PARTS: dict[str, Callable[[Memory], float]] = {
     "optimizer": lambda memory: memory.moments,
@@ -43,9 +47,14 @@ MEMORY_PARTS: dict[str, Callable[[Memory], float]] = {
 
 
 def words_of(row: Row) -> frozenset[str]:
-    """Return the words of a row's metric, without those in parentheses."""
-    text = re.sub(r"\(.*?\)", " ", row["metric"].lower())
-    return frozenset(re.findall(r"[a-zµ%]+|\d+", text))
+    """Return the words of a row's metric; of what stands in parentheses, a unit alone."""
+    text = re.sub(r"\((.*?)\)", lambda match: f" {match[1]} " if match[1].strip() in ANY_UNIT else " ", _metric(row))
+    words = re.findall(r"[a-zµ%]+|\d+", text)
+    return frozenset(" ".join(ALIASES.get(word, word) for word in words).split())
+
+
+def _metric(row: Row) -> str:
+    return row["metric"].lower().replace("_", " ")
 
 
 def is_speedup(row: Row) -> bool:
@@ -96,12 +105,14 @@ def step_measure(row: Row, job: TrainingJob) -> Measure:
     if "mfu" in words and words <= {"mfu", "%", "percent", "pct"}:
         peak = job.hardware.peak(16) / (100.0 if len(words) > 1 else 1.0)
         return lambda seconds: flops / (seconds * peak)
+    if STEPS_A_SECOND.search(_metric(row)):
+        return lambda seconds: 1.0 / seconds
     rate = _rate_of_step(words, row, job, tokens)
     if rate is not None:
         return lambda seconds: rate / seconds
     if steps := re.fullmatch(r"hours_for_(\d+)_\w+", row["metric"].lower()):
         return lambda seconds: seconds * float(steps.group(1)) / 3600
-    unit = _time_unit(words, STEPS | TIME | ({"per"} if words & TIME else set()))
+    unit = _time_unit(words, STEPS | TIME | {"per"})
     if unit is None or not words & STEPS or "to" in words:
         raise _refused(row, "training", "step time, tokens or samples a second, TFLOP/s, MFU and memory")
     return lambda seconds: seconds * unit
@@ -111,8 +122,7 @@ def _rate_of_step(words: frozenset[str], row: Row, job: TrainingJob, tokens: int
     """Tokens or samples of a step, of one GPU where the row says so; None if the metric is no such rate."""
     if not words & SECONDS:
         return None
-    of_gpu = "per gpu" in re.sub(r"[_/]", " ", row["metric"].lower()) or words & {"device", "chip"}
-    share = job.layout.gpus if of_gpu or "/gpu" in row["metric"].lower() else 1
+    share = job.layout.gpus if words & GPUS else 1
     if words & TOKENS and words <= TOKENS | PER:
         # torchtitan logs tokens of one GPU
         return tokens / (job.layout.gpus if "as logged" in row["metric"].lower() else share)
@@ -128,14 +138,15 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
         ConfigError: its metric is not one that is predicted.
     """
     words = words_of(row)
-    share = job.gpus if words & GPUS else 1
+    replicas = max(1, row.integer("gpus", 1) // job.gpus)
+    share = job.gpus if words & GPUS else 1 / replicas
     if words & SECONDS and words & TOKENS and words <= TOKENS | PER | {"output", "total", "generated"}:
         # vLLM counts prompts; ROCm's page gives generated tokens of it
         text = f"{row.source} {row['source_path_or_url']} {row.notes}".lower()
         of_vllm = not words & {"output", "generated"} and "vllm" in text and "rocm" not in text
         counted = (job.prompt + job.answer) / job.answer if of_vllm or "total" in words else 1.0
         return lambda seconds: counted / share / seconds
-    if words & SECONDS and words & {"requests", "request"} and words <= {"requests", "request"} | PER:
+    if words & SECONDS and words & REQUESTS and words <= REQUESTS | PER:
         return lambda seconds: 1.0 / job.answer / share / seconds
     requests = requests_in_flight(job)
     if words & SECONDS and words & TOKENS and "user" in words and words <= TOKENS | {"per", "s", "user", "output"}:

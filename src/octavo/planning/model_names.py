@@ -27,6 +27,7 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"llama-?3(?:\.\d)?-(?:arch-)?(\d+(?:\.\d+)?b)", "llama-3-{0}"),
     (r"llama-?2-?(?:chat)?-?(70b)", "llama-2-{0}"),
     (r"llama-?[12]?-?(\d+b)", "llama-{0}"),
+    (r"llama-?(?:3[.\d]*-\w+-)?(\d+b)", "llama-3-{0}"),
     (r"mistral-?(?:v[\d.]+)?-?nemo", "mistral-12b"),
     (r"mistral-?small", "mistral-24b"),
     (r"mistral-?large", "mistral-123b"),
@@ -57,7 +58,7 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"gpt-?[23]?-?(\d+(?:\.\d+)?[bm])", "gpt-{0}"),
     (r"mpt-?(\d+[bm])", "mpt-{0}"),
     (r"grok", "grok-1-314b"),
-    (r"phi-?3-?mini", "phi-3-mini"),
+    (r"phi-?(?:3|3\.5|4)-?mini", "phi-3-mini"),
     (r"phi-?3\.5-?moe", "phi-3.5-moe"),
     (r"phi-?[34]", "phi-14b"),
     (r"olmoe", "olmoe-7b"),
@@ -76,7 +77,9 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"vit-?(b|l|h)", "vit-{0}"),
     (r"dit-?xl", "dit-xl"),
 )
-SIZE = re.compile(r"(\d+(?:\.\d+)?)b(?:-a(\d+(?:\.\d+)?)b)?")
+SIZE = re.compile(r"(?<![\dx.])(?<!-a)(\d+(?:\.\d+)?)([bm])(?![a-z])(?:-a(\d+(?:\.\d+)?)b)?")
+UNLIKE = 1.6  # times another size than the name says: another model of the family
+OF_ONE_KEY_A_HEAD = re.compile(r"gpt|opt|bloom|mpt|pythia|falcon|neox|t5|bert")
 
 
 def find_model(text: str) -> ModelShape:
@@ -93,16 +96,16 @@ def find_model(text: str) -> ModelShape:
         ('llama-3-70b', 4)
     """
     lower = text.lower()
-    plain = re.sub(r"\([^)]*\)", "", lower).split("/")[-1].strip()
-    key = re.sub(r"[\s_]+", "-", plain)
+    plain = re.sub(r"^.*/(?=[^/]*[a-z]{2})", "", re.sub(r"\([^)]*\)", "", lower)).strip()
+    key = re.sub(r"[\s_]+", "-", plain).split("distill-")[-1]  # a distilled model has its student's shape
     shape = _by_spelling(key) or _table().get(key) or _nanochat(key) or _by_size(key)
     if shape is None:
         near = ", ".join(get_close_matches(key, _table(), n=3, cutoff=0.0))
         raise ConfigError(f"no shape is known for model {text[:80]!r}; give a config.json, or a name such as {near}")
     if "w/o mtp" in lower:
         shape = replace(shape, mtp_layers=0)
-    layers = re.search(r"(?:cut|reduced) to (\d+) layers?", lower)
-    return shape.cut(int(layers.group(1))) if layers and int(layers.group(1)) else shape
+    layers = re.search(r"\b(\d+)[ -]layers?\b", lower)
+    return shape.cut(int(layers.group(1))) if layers and 0 < int(layers.group(1)) < shape.layers else shape
 
 
 def model_names() -> tuple[str, ...]:
@@ -121,11 +124,22 @@ def _table() -> dict[str, ModelShape]:
 
 
 def _by_spelling(key: str) -> ModelShape | None:
-    """The entry that the first matching spelling names, if the table has it."""
+    """The entry of the first matching spelling that the table has and whose size is not unlike the name's."""
     for pattern, template in SPELLINGS:
-        if match := re.search(pattern, key):
-            return _table().get(template.format(*match.groups("")))
+        match = re.search(pattern, key)
+        shape = _table().get(template.format(*match.groups(""))) if match else None
+        if shape is not None and _has_size(shape, key):
+            return shape
     return None
+
+
+def _has_size(shape: ModelShape, key: str) -> bool:
+    """Whether a name says no size, or about that of a shape; the names of "8x7b" are not their sizes."""
+    match = SIZE.search(key)
+    if match is None:
+        return True
+    ratio = float(match.group(1)) * (1e9 if match.group(2) == "b" else 1e6) / shape.parameters
+    return 1 / UNLIKE < ratio < UNLIKE
 
 
 def _nanochat(key: str) -> ModelShape | None:
@@ -151,11 +165,15 @@ def _nanochat(key: str) -> ModelShape | None:
 def _by_size(key: str) -> ModelShape | None:
     """A shape of usual proportions with the size that the name ends with."""
     match = SIZE.search(key)
-    if match is None or not 0.01 <= float(match.group(1)) <= 100_000:
+    total = float(match.group(1)) * (1e9 if match.group(2) == "b" else 1e6) if match else 0.0
+    if match is None or not 1e7 <= total <= 1e14:
         return None
-    total, active = float(match.group(1)) * 1e9, float(match.group(2) or 0) * 1e9
+    active = float(match.group(3) or 0) * 1e9
     build: Callable[[float, float], dict[str, Any]] = _mixture if 0 < active < total else _dense
-    return ModelShape(name=f"like a {match.group(0)} model", source="the size in its name", **build(total, active))
+    fields = build(total, active)
+    if not OF_ONE_KEY_A_HEAD.search(key):
+        fields["kv_heads"] = min(8, fields["heads"])
+    return ModelShape(name=f"like a {match.group(0)} model", source="the size in its name", **fields)
 
 
 def _dense(total: float, _active: float) -> dict[str, Any]:

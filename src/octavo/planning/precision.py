@@ -6,10 +6,11 @@ stores half the bits.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from octavo import recipes
+from octavo.errors import ConfigError
 from octavo.numerics import CastSpec, PerBlock, PerTensor, Scaling
 from octavo.planning.hardware import Hardware
 from octavo.recipes import Recipe
@@ -48,6 +49,7 @@ class Precision:
         recipe: octavo's recipe whose casts it makes.
         kernel: that multiplies.
         bits: of its operands.
+        weight_bits: of stored weights where they are fewer than those of the operands; 0 where they are the same.
         casts: whether the time includes casts; False where the operands were quantized before.
         covers_dense: whether dense layers use it; ``covers_experts``: whether experts do.
         gathers_codes: whether FSDP gathers weights as codes.
@@ -61,6 +63,7 @@ class Precision:
     recipe: Recipe
     kernel: Kernel
     bits: int = 8
+    weight_bits: int = 0
     casts: bool = True
     covers_dense: bool = True
     covers_experts: bool = True
@@ -72,7 +75,12 @@ class Precision:
     @property
     def is_bf16(self) -> bool:
         """Return whether nothing is cast."""
-        return self.kernel == Kernel.BF16
+        return self.kernel == Kernel.BF16 and not self.weight_bits
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of an element of a stored weight."""
+        return self.weight_bits or self.bits
 
     @property
     def hp_grad_weight(self) -> bool:
@@ -104,35 +112,51 @@ def precision_of_recipe(name: str) -> Precision:
 
 
 # A pattern of the published name, the recipe, and the kernel where it is not the recipe's own.
+HIGH_PRECISION = re.compile(r"(?:bf16|bfloat16|fp16|float16|half|16-?bit|none|unquanti[sz]ed|not stated|baseline)\b|$")
+WEIGHTS_ALONE = re.compile(
+    r"w([48])a16|(?:int|fp|uint)?([48])[- ]?(?:bit)?[- ]?weight|(awq|gptq|int4|mxfp4)|(weight[-_ ]?only)"
+)
 SPELLINGS: tuple[tuple[str, str, Kernel | None], ...] = (
-    (r"fp4|int4", "mxfp8", Kernel.FP4),
+    (r"fp4", "mxfp8", Kernel.FP4),
     (r"triton", "blockwise", Kernel.TRITON),
     (r"1x128 x 128x128", "blockwise", Kernel.DEEPGEMM),
-    (r"mxfp8|fp8[- ]?mx|\bmx\b", "mxfp8", None),
+    (r"mxfp8|(?<![a-z0-9])mx(?![a-z0-9])", "mxfp8", None),
     (r"block", "blockwise", None),
     (r"row-?wise|per-?(?:row|token|channel)", "rowwise", None),
-    (r"current|fp8-?cs|tensor-?wise|maxtext|w8a8|modelopt|generation", "tensorwise", None),
-    (r"fp8|float8|e4m3|int8|w8", "delayed_te", None),
+    (r"current|fp8-?cs|(?:per-?)?tensor-?(?:wise)?\b|maxtext|w[48]a8|modelopt|generation", "tensorwise", None),
+    (r"fp8|float8|e4m3|e5m2|int8|hybrid|\bte\b|ms-?amp", "delayed_te", None),
 )
 
 
 def find_precision(text: str, *, generation: str = "hopper") -> Precision:
-    """Return the precision of a published name; a name that says nothing of 8 or 4 bits is BF16.
+    """Return the precision of a published name.
 
     Args:
         text: as published.
-        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling.
+        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling, and MXFP4 is weights alone.
+
+    Raises:
+        ConfigError: the name is not known.
 
     Example:
         >>> find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
         True
-        >>> find_precision("bf16") is BF16
-        True
+        >>> find_precision("bf16") is BF16, find_precision("int4 awq").stored_bits
+        (True, 4)
     """
-    lower = text.lower()
-    match = next((entry for entry in SPELLINGS if re.search(entry[0], lower)), None)
-    if match is None or lower.startswith(("bf16", "fp16", "not stated")):
+    lower = text.strip().lower()
+    if HIGH_PRECISION.match(lower):
         return BF16
+    alone = WEIGHTS_ALONE.search(lower)
+    if alone and not ("mxfp4" in lower and generation == "blackwell"):
+        bits = int(alone.group(1) or alone.group(2) or (8 if alone.group(4) and "4" not in lower else 4))
+        return replace(BF16, name=text, weight_bits=bits, casts=False)
+    match = next((entry for entry in SPELLINGS if re.search(entry[0], lower)), None)
+    if match is None or re.search(r"fp6|tf32|fp32(?! promotion)", lower):
+        raise ConfigError(
+            f"the precision {text!r} is not known; known are bf16, fp8 with delayed, current (per tensor), rowwise, "
+            "block or MX scales, nvfp4, and weights alone in 8 or 4 bits"
+        )
     if "block/mx" in lower and generation != "blackwell":
         match = (match[0], "blockwise", None)
     _, recipe, kernel = match
@@ -142,6 +166,7 @@ def find_precision(text: str, *, generation: str = "hopper") -> Precision:
         recipe=usual.recipe,
         kernel=kernel or usual.kernel,
         bits=4 if kernel == Kernel.FP4 else 8,
+        weight_bits=4 if "w4a8" in lower else 0,
         casts="prequant" not in lower and kernel != Kernel.DEEPGEMM,
         covers_dense=not re.search(r"\bgrouped\b(?! gemm)", lower),
         covers_experts=not re.search(r"linears$", lower),
@@ -160,9 +185,9 @@ def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
         >>> unsupported_reason(precision_of_recipe("mxfp8"), find_hardware("h100"))
         'h100 has no MX scales in hardware; use tensorwise, rowwise or blockwise'
     """
-    has_mx = hardware.generation == "blackwell" or hardware.name.startswith("mi35")
-    if precision.is_bf16:
+    if precision.kernel == Kernel.BF16:
         return None
+    has_mx = hardware.generation == "blackwell" or hardware.name.startswith("mi35")
     if precision.integer:
         return None if hardware.int8 else f"{hardware.name} has no INT8 units"
     if not hardware.has_fp8:

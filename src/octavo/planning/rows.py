@@ -7,6 +7,7 @@ that a row leaves out gets its usual value: the least recomputation and the larg
 """
 
 import csv
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,10 @@ __all__ = ["Row", "gemm_job", "read_rows", "serving_job", "training_job"]
 
 MOST_BYTES = 64 << 20
 REQUIRED = ("id", "kind", "model", "hardware")
+UNIT = r"(?: ?[kmg]?(?:gpus?|tokens|sequences|seqs|samples|s|ms|us|gb|gib|%))?"
+CELL = re.compile(
+    r"[<>~≈=]?\s*(?:[\d.k]+ ?/ ?|in ?\d+ ?/ ?)?(?:out ?)?(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?) ?(?P<k>k)?" + UNIT
+)
 TE_LAYER = ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))  # N and K of QKV, projection, MLP at width 4096
 
 
@@ -46,13 +51,25 @@ class Row:
     def number(self, column: str, default: float = 0.0) -> float:
         """The number of a cell, of several ("128/256") the last, or the default.
 
+        Thousands may be separated by commas, "8k" is 8 · 1,024, and what stands in parentheses says nothing.
+
         Raises:
-            ConfigError: the cell is a negative number.
+            ConfigError: the cell is a negative number, or has another form.
+
+        Example:
+            >>> [Row({"seq": cell}).integer("seq") for cell in ("8,192", "8k", "in4096/out32", "1 (per GPU)")]
+            [8192, 8192, 32, 1]
         """
-        if re.match(r"\s*-\s*\d", self[column]):
+        cell = re.sub(r"\(.*?\)", "", self[column].lower()).strip()
+        if re.match(r"-\s*\d", cell):
             raise ConfigError(f"{column} must not be negative, as {self[column].strip()!r} is")
-        numbers = re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", self[column])
-        return float(numbers[-1]) if numbers else default
+        numbers = re.findall(r"\d", cell)
+        if not numbers:
+            return default
+        match = CELL.fullmatch(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", cell))
+        if match is None:
+            raise ConfigError(f"{column} is {self[column]!r}; write a number such as 8192, or 1024/128")
+        return float(match["number"]) * (1024.0 if match["k"] else 1.0)
 
     def integer(self, column: str, default: int = 0) -> int:
         """A cell as an integer."""
@@ -214,27 +231,39 @@ def _recompute(row: Row) -> Recompute | None:
 
 
 def serving_job(row: Row) -> ServingJob:
-    """Return the service that a row measured.
+    """Return the service that a row measured: one replica, where its GPUs are several times the tensor-parallel ranks.
 
     Raises:
         ConfigError: its model or hardware is unknown, or it has no prompt and answer lengths.
     """
     hardware = find_hardware(row["hardware"])
-    lengths = [int(each) for each in re.findall(r"\d+", row["seq"])]
+    cell = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", row["seq"].lower())
+    lengths = [int(digits) * (1024 if thousands else 1) for digits, thousands in re.findall(r"(\d+)(k?)", cell)]
     if len(lengths) < 2:
         raise ConfigError("a service needs the lengths of prompts and answers in seq, as 1024/128")
-    gpus = max(1, row.integer("gpus", 1))
+    model, of_notes = find_model(row["model"]), row.notes
+    gpus, pp = max(1, row.integer("gpus", 1)), row.integer("pp", 1) or 1
+    tp = max(1, row.integer("tp", gpus // pp) or gpus // pp)
+    requests = row.integer("micro_batch") or row.integer("global_batch")
+    divides = bool(re.search(r"\bdep\d+|\bep\d+|attention dp", of_notes))
+    # at the highest throughput, servers replicate latent attention, whose cache no rank could divide
+    divides |= model.kv_rank > 0 and gpus > 1 and not requests and "tp attention" not in of_notes
+    if pp > 1 or gpus % tp:
+        raise ConfigError(
+            f"a service of {gpus} GPUs with TP {tp} and PP {pp} is not predicted; TP must divide the GPUs, without PP"
+        )
+    replicas = 1 if divides else gpus // tp
     return ServingJob(
-        model=find_model(row["model"]),
+        model=model,
         hardware=hardware,
-        gpus=gpus,
-        tp=max(1, row.integer("tp", gpus) or gpus),
+        gpus=gpus // replicas,
+        tp=tp,
         prompt=max(1, lengths[0]),
         answer=max(1, lengths[1]),
         precision=find_precision(row["precision"], generation=hardware.generation),
-        requests=row.integer("micro_batch") or row.integer("global_batch"),
+        requests=math.ceil(requests / replicas),
         framework=framework_of(row),
-        divides_experts=bool(re.search(r"\bdep\d+|\bep\d+|attention dp", row.notes)),
+        divides_experts=divides,
         release=release_of(row),
     )
 

@@ -25,7 +25,7 @@ def weight_bytes(job: ServingJob) -> float:
     experts = sum(linear.parameters for linear in model.linears() if linear.part == Part.EXPERTS)
     dense = model.parameters - embeddings - experts
     copies = job.gpus if job.divides_experts else 1  # attention to different requests needs all of its weights
-    return (experts + copies * dense) * job.precision.bits / 8 + 2.0 * embeddings * copies
+    return (experts + copies * dense) * job.precision.stored_bits / 8 + 2.0 * embeddings * copies
 
 
 def kv_bytes_of_token(job: ServingJob) -> float:
