@@ -13,6 +13,7 @@ from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import open_display, phases
 from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
+from octavo.convert import left_as_they_are
 from octavo.errors import ConfigError
 from octavo.files import check_room, claimed_folder
 from octavo.language_model import load_language_model
@@ -119,7 +120,7 @@ def qat(
         show("write", 0, 1)
         save = partial(save_qat, result=result, source=text, split=Split.TRAIN)
         result_folder, save_error = save_or_keep(out, save, command="qat", nbytes=bytes_of_qat(loaded))
-    _show(result, result_folder, as_json=as_json)
+    _show(result, result_folder, left_as_they_are(loaded.model), as_json=as_json)
     if save_error is not None:
         raise save_error
 
@@ -132,7 +133,7 @@ def _scales(recipe: str, given: str | None) -> str:
     return given or "tracked"
 
 
-def _show(result: QATResult, out: Path | None, *, as_json: bool) -> None:
+def _show(result: QATResult, out: Path | None, left: str, *, as_json: bool) -> None:
     record = {
         name: {
             "perplexity": result.perplexity(name),
@@ -143,7 +144,8 @@ def _show(result: QATResult, out: Path | None, *, as_json: bool) -> None:
         for name in result.windows
     }
     if as_json:
-        print_json({"out": None if out is None else str(out), "reference": result.reference, "measured": record})
+        output = {"out": None if out is None else str(out), "reference": result.reference, "measured": record}
+        print_json(output | ({"left": left} if left else {}))
         return
     rows = [
         (VARIANT_TITLES[name], number(measurement["perplexity"], 5), *_difference(measurement))
@@ -155,6 +157,8 @@ def _show(result: QATResult, out: Path | None, *, as_json: bool) -> None:
         ["", "perplexity", "difference", "nats", "± standard error"],
         rows,
     )
+    if left:
+        print_lines(f"{left}.")
     if out is not None:
         print_lines(f"written to {out}; read it with octavo.quantization.load_qat")
 

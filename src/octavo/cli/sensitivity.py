@@ -12,6 +12,7 @@ from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
+from octavo.convert import left_as_they_are
 from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, check_room, replacing_folder, write_atomically
 from octavo.language_model import load_language_model
@@ -98,6 +99,8 @@ def show_sensitivity(
         "chosen on": f"{text}, {split} split, {windows} windows of {length} tokens",
         "verified on": f"{other}, {verify_split} split, {verify_windows} windows of {length} tokens",
     }
+    if left := left_as_they_are(model.model):
+        facts["left"] = left
     results = record(sensitivity, facts)
     folder, save_error = save_or_keep(
         out, lambda folder: _save(folder, sensitivity, results, facts), command="sensitivity", nbytes=BYTES
@@ -190,6 +193,8 @@ def _show(sensitivity: Sensitivity, results: dict[str, Any], folder: Path | None
         print_json(results)
         return
     _print(sensitivity)
+    if "left" in results:
+        print_lines(f"{results['left']}.")
     if folder is not None:
         print_lines(f"\nIn {folder}: {', '.join(_files(sensitivity))}")
 

@@ -2,7 +2,7 @@
 
 from octavo.convert.choice import HEAD_NAMES, choose_layers, heads_of
 from octavo.convert.conversion import convert, restore
-from octavo.convert.experts import other_modules
+from octavo.convert.experts import left_as_they_are, other_modules
 from octavo.convert.fp8_storage import read_by_others, store_weights_as_codes
 from octavo.convert.plain_checkpoint import guard_save_pretrained
 from octavo.convert.report import ConversionReport
@@ -21,6 +21,7 @@ __all__ = [
     "guard_save_pretrained",
     "heads_of",
     "layers_not_run",
+    "left_as_they_are",
     "other_modules",
     "read_by_others",
     "restore",

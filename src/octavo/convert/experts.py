@@ -21,7 +21,7 @@ from octavo.kernels.tracing import is_distributed
 from octavo.nn.grouped_linear import ExpertsProjection
 from octavo.nn.scaled_layer import ScaledLayer
 
-__all__ = ["kind_of", "linear_shapes", "other_modules", "unable"]
+__all__ = ["kind_of", "left_as_they_are", "linear_shapes", "other_modules", "unable"]
 
 
 class InterfaceExperts(ConvertedModule):
@@ -162,6 +162,18 @@ def other_modules(model: torch.nn.Module, *, convolutions: bool = False) -> dict
     return {
         path: module for path, module in model.named_modules() if kind_of(module, convolutions=convolutions) is not None
     }
+
+
+def left_as_they_are(model: torch.nn.Module) -> str:
+    """Sentence about the modules of :func:`other_modules`, for what handles linear layers alone; empty without any.
+
+    Example:
+        >>> left_as_they_are(torch.nn.Linear(4, 4))
+        ''
+    """
+    first, *more = [*other_modules(model)] or [""]
+    others = f" and {len(more)} more" if more else ""
+    return first and f"{first}{others} stay in high precision: the weights of experts and Conv1D are no linear layers"
 
 
 def unable(module: torch.nn.Module) -> str | None:

@@ -38,6 +38,7 @@ CAUSES = {
     "biased-accumulation": "a tensor core's sums of same-sign products are biased",
     "sensitive-module": "a module that should not run in FP8 does",
     "batch-norm": "a batch norm next to FP8 layers has erratic statistics",
+    "starved-experts": "the router sends an expert few tokens or none",
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
     "learning-rate": "the learning rate or the updates jumped, such as at a change of precision",

@@ -107,10 +107,20 @@ MODULES = {
     "batch_norm": ("Batch norm distance", NUMBER,
                    "the batch's variance against the running one, in binades beyond what a batch scatters"),
     "batch_norm_rows": ("Batch norm rows", NUMBER, "rows of the batch"),
+    "expert_sqnr_db": ("Worst expert's SQNR", DECIBEL, "lowest SQNR of a cast of any expert of the layer"),
+    "worst_expert": ("Worst expert", NUMBER, "the expert of the lowest SQNR"),
+    "least_expert_tokens": ("Fewest tokens", NUMBER, "of an expert in the step"),
+    "most_expert_tokens": ("Most tokens", NUMBER, "of an expert in the step"),
+    "least_expert_share": ("Smallest share", FRACTION,
+                           "of an even share of all sampled tokens, of the expert with the fewest"),
+    "least_expert": ("Expert with the fewest tokens", NUMBER, "in all sampled steps so far"),
+    "idle_experts": ("Idle experts", COUNT, "without a token in all sampled steps so far"),
     "rank_scale_ratio": ("Scales across ranks", RATIO, "the largest scale of any rank over the smallest"),
     "rank_of_largest_scale": ("Rank of the largest scale", NUMBER, "number of the rank, from 0"),
     "rank_of_smallest_scale": ("Rank of the smallest scale", NUMBER, "number of the rank, from 0"),
 }  # fmt: skip
+
+SMALLEST_IS_WORST = ("expert_sqnr_db", "least_expert_tokens", "least_expert_share")
 
 # By a finding's code, the statistics that show it, the best first; codes about the whole run have none.
 STATISTIC_OF_CODE = {
@@ -129,6 +139,7 @@ STATISTIC_OF_CODE = {
     "biased-accumulation": ("products.accumulation_bias",),
     "sensitive-module": ("casts.underflow_fraction",),
     "batch-norm": ("modules.batch_norm", "modules.batch_norm_rows"),
+    "starved-experts": ("modules.least_expert_share", "modules.idle_experts"),
     "gradient-below-noise": ("products.sqnr_db",),
     "learning-rate": ("parameters.update_ratio",),
     "slow-layer": ("casts.amax",),
@@ -159,7 +170,8 @@ def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple
 
 def _module_row(name: str) -> tuple[str, str, str, StatisticKind, Worst, str]:
     title, kind, meaning = MODULES.get(name, (name.replace("_", " "), NUMBER, "as the run recorded it"))
-    return "modules", name, title, kind, LARGEST, meaning
+    worst = SMALLEST if name in SMALLEST_IS_WORST else LARGEST
+    return "modules", name, title, kind, worst, meaning
 
 
 def _healthy_ranges(thresholds: Thresholds) -> dict[str, tuple[float | None, float | None]]:
@@ -177,5 +189,7 @@ def _healthy_ranges(thresholds: Thresholds) -> dict[str, tuple[float | None, flo
         "products.accumulation_bias": (-bias, bias),
         "modules.alignment": (None, thresholds.alignment),
         "modules.batch_norm": (None, thresholds.batch_norm_binades),
+        "modules.expert_sqnr_db": (thresholds.healthy_cast_db, None),
+        "modules.least_expert_share": (thresholds.starved_share, None),
         "modules.rank_scale_ratio": (None, thresholds.rank_ratio),
     }

@@ -87,6 +87,7 @@ class Thresholds:
     batch_norm_share: float = _ours(0.5, "of the samples; a single batch may differ from the others")
     batch_norm_settling: float = _ours(0.5, "a distance that halves is converging")
     batch_norm_sizes: float = _ours(4.0, "a quarter of the rows: the batch's variance scatters twice as far")
+    starved_share: float = _ours(0.1, "of an even share: the expert sees a tenth of the tokens that others learn from")
     slow_weight_elements: float = _published(
         2.0**24, "torchao: rowwise linears forward and backward, 8192x4096x4096 1.00x BF16, 4096^3 0.84x, 1024^3 0.42x"
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from octavo.doctor.capture import Captures
 from octavo.doctor.capture_scheduler import CaptureScheduler
 from octavo.doctor.diagnose import diagnose
+from octavo.doctor.expert_statistics import ExpertStatistics
 from octavo.doctor.facts import layer_facts
 from octavo.doctor.findings import Findings
 from octavo.doctor.layer_recorder import LayerRecorder
@@ -137,6 +138,7 @@ class Watcher:
         _check_device(self.layers)
         self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
+        self.experts = ExpertStatistics(model)
         self.overflows = Overflows(optimizer)
         capture_folder = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = (
@@ -212,6 +214,7 @@ class Watcher:
         products: dict[ProductKey, Tensor] = {}
         batch_norms: dict[str, Tensor] = {}
         parameters: dict[str, Tensor] = {}
+        experts: dict[str, Tensor] = {}
         for path, layer in self.layers.items():
             recorder = LayerRecorder(path, casts, products)
             layer.watch = recorder if self.captor is None else self.captor.wrap(recorder, path, self.number)
@@ -220,8 +223,9 @@ class Watcher:
                 torch.compiler.set_stance("force_eager"),
                 watching_batch_norms(self.model, batch_norms),
                 OptimizerRecorder.recording(self.optimizer, parameters),
+                self.experts.recording(experts),
             ):
-                yield lambda: self._sample(casts, products, parameters, batch_norms)
+                yield lambda: self._sample(casts, products, parameters, batch_norms, experts)
         finally:
             for layer in self.layers.values():
                 layer.watch = None
@@ -232,11 +236,13 @@ class Watcher:
         products: dict[ProductKey, Tensor],
         parameters: dict[str, Tensor],
         batch_norms: dict[str, Tensor],
+        experts: dict[str, Tensor],
     ) -> Sample:
         counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
-        sums_of_casts, sums_of_products, parameter_numbers, batch_norm_numbers, alignment_numbers, nonfinite_counts = (
-            _fetch(casts, products, parameters, batch_norms, alignments(self.model), counts)
+        sums_of_casts, sums_of_products, parameter_numbers, batch_norm_numbers, *others = _fetch(
+            casts, products, parameters, batch_norms, alignments(self.model), counts, experts
         )
+        alignment_numbers, nonfinite_counts, expert_numbers = others
         sums_of_casts, sums_of_products, rank_numbers = self.ranks.reduce(sums_of_casts, sums_of_products)
         cast_table, product_table = (
             _apply_formula(cast_numbers, sums_of_casts),
@@ -252,7 +258,7 @@ class Watcher:
             casts=cast_table,
             products=product_table,
             parameters=parameter_numbers,
-            modules=numbers | rank_numbers,
+            modules=numbers | rank_numbers | self.experts.numbers(expert_numbers),
             scalars={"gradient_to_noise": _gradient_to_noise(parameter_numbers, product_table)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )

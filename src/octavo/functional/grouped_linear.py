@@ -147,7 +147,11 @@ class _GroupedLinear(torch.autograd.Function):
         parts = _Matrices(rows.split(_side_by_side(x)))
         inputs = _cast(parts, spec, inputs_scaling)
         saved = _cast(parts.t(), transposed_spec, inputs_scaling, known=(spec, inputs)) if for_weight else []
-        weights = _cast(_matrices(weight, rows), recipe.output.b, weights_scaling)
+        matrices = _matrices(weight, rows)
+        weights = _cast(matrices, recipe.output.b, weights_scaling)
+        if scaling.experts_watch is not None:
+            scaling.experts_watch.cast(INPUT, spec, parts.tensors(), inputs, rows.experts)
+            scaling.experts_watch.cast(WEIGHT, recipe.output.b, matrices.tensors(), weights, rows.experts)
         out = (x.new_zeros if rows.beyond else x.new_empty)((len(x), weight.shape[1]))
         biases = None if bias is None else rows.select(bias)
         _multiply(inputs, weights, recipe.output, rows.split(out), biases, emulate=recipe.emulate_tensor_cores)
@@ -174,6 +178,8 @@ class _GroupedLinear(torch.autograd.Function):
         left_spec, left = recipe.grad_input.a, list[Operand]()
         if weight is not None:
             left = _cast(parts, left_spec, scaling)
+            if ctx.scaling.experts_watch is not None:
+                ctx.scaling.experts_watch.cast(GRAD_OUTPUT, left_spec, parts.tensors(), left, rows.experts)
             right_scaling = _Scaling(weight_amax, measured=weight_measured)
             right = _cast(_matrices(weight, rows).t(), recipe.grad_input.b, right_scaling)
             shape, dtype = ctx.x_layout
@@ -202,7 +208,7 @@ class _Matrices(NamedTuple):
     def t(self) -> "_Matrices":
         return _Matrices(self.memory, not self.transposed)
 
-    def values(self) -> list[Operand]:
+    def tensors(self) -> list[Tensor]:
         return [each.t() if self.transposed else each for each in self.memory]
 
 
@@ -268,7 +274,7 @@ def _cast(
     """
     known_spec, operands = known
     if spec is None or not matrices.memory:
-        return matrices.values()
+        return list(matrices.tensors())
     if operands and spec == known_spec and spec.granularity.orientation_free:
         return [each.t() for each in operands]
     static, delayed = spec.scaling == Scaling.STATIC, spec.scaling == Scaling.DELAYED

@@ -14,7 +14,7 @@ from octavo.kernels.tracing import is_distributed
 from octavo.nn.scaled_layer import ScaledLayer, in_autocast_dtype
 from octavo.numerics.cast import check_float
 from octavo.recipes import Recipe
-from octavo.scaling import ScaleUpdates
+from octavo.scaling import ExpertsWatch, LayerScaling, ScaleUpdates
 
 __all__ = ["ExpertsProjection", "GroupedLinear"]
 
@@ -42,6 +42,7 @@ class GroupedLinear(ScaledLayer):
     """
 
     experts: int
+    experts_watch: ExpertsWatch | None = None  # set for the steps that the doctor inspects
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
@@ -103,6 +104,11 @@ class GroupedLinear(ScaledLayer):
         y = fp8_grouped_linear(x, weight, bias, offsets, recipe, scaling=self._layer_scaling(recipe))
         self._watch_backward(y)
         return y
+
+    def _layer_scaling(self, recipe: Recipe) -> LayerScaling:
+        scaling = super()._layer_scaling(recipe)
+        scaling.experts_watch = self.experts_watch
+        return scaling
 
     def _checked_input_scale(self) -> Tensor:
         """The scales of a static input; the experts that have rows are checked when they are cast."""

@@ -1,12 +1,13 @@
 """Scaling of one call's operands: the amaxes or scale to cast with, and where to record what a cast measures."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor
+from octavo.numerics import AmaxRecord, CastSpec, Measurement, QuantizedTensor
 from octavo.recipes import Recipe
 from octavo.scaling.slices import Slices
 
@@ -15,6 +16,7 @@ __all__ = [
     "INPUT",
     "ROLES",
     "WEIGHT",
+    "ExpertsWatch",
     "LayerScaling",
     "LayerWatch",
     "Operand",
@@ -96,6 +98,21 @@ class LayerWatch(Protocol):
         ...
 
 
+class ExpertsWatch(Protocol):
+    """Observer of the casts of a layer of experts, such as the doctor."""
+
+    def cast(
+        self,
+        role: int,
+        spec: CastSpec | None,
+        matrices: Sequence[Tensor],
+        operands: Sequence[Operand],
+        experts: tuple[int, ...],
+    ) -> None:
+        """Inspect a tensor of each of these experts, and the operand cast from it."""
+        ...
+
+
 @dataclass(slots=True)
 class LayerScaling:
     """Scaling state that one call of a layer reads and updates; a None is neither read nor updated.
@@ -110,6 +127,7 @@ class LayerScaling:
         records_weight: whether the weight's amax and overflows are recorded.
         slices: of which the tensors are one each, on several ranks; None where they are whole.
         weight_is_parameter: whether the weight is a parameter's memory, also where autograd does not take it for one.
+        experts_watch: inspects the casts of experts.
     """
 
     amaxes: Tensor | None = None
@@ -121,6 +139,7 @@ class LayerScaling:
     records_weight: bool = True
     slices: tuple[Slices | None, ...] = (None,) * len(ROLES)
     weight_is_parameter: bool = False
+    experts_watch: ExpertsWatch | None = None
 
     def with_amaxes(self, amaxes: Tensor | None) -> "LayerScaling":
         """Return a copy with other amaxes; written out, since each field of dataclasses.replace would guard a graph."""
@@ -134,6 +153,7 @@ class LayerScaling:
             self.records_weight,
             self.slices,
             self.weight_is_parameter,
+            self.experts_watch,
         )
 
     def of(self, role: int) -> OperandScaling:

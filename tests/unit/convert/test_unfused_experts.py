@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.convert import UnfusedExperts, choose_layers, file_names, routers, unfuse_experts
+from octavo.convert import UnfusedExperts, choose_layers, file_names, left_as_they_are, routers, unfuse_experts
 from tests.tiny_mixtures import EXPERTS, HIDDEN, INTERMEDIATE, mixture
 
 pytest.importorskip("transformers", reason="transformers is not installed: no experts to divide")
@@ -83,3 +83,11 @@ def test_experts_that_files_have_in_one_weight_stay():
     )
     assert torch.equal(logits_of(model), expected)
     assert file_names(model).changed == {}
+
+
+def test_what_handles_linear_layers_alone_names_experts():
+    model = mixture("Mixtral").model
+    sentence = "model.layers.0.mlp.experts and 1 more stay in high precision: the weights of experts and Conv1D are no"
+    assert left_as_they_are(model).startswith(sentence)
+    unfuse_experts(model)
+    assert not left_as_they_are(model)

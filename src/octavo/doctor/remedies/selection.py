@@ -228,6 +228,12 @@ FIXED_REMEDIES = {
     ),
     "checkpoint": (Remedy(text="Follow the advice in the finding, or start a new run in another folder."),),
     "memory": (Remedy(text="Lower batch_size or context, and raise grad_accumulation by the same factor."),),
+    "starved-experts": (
+        Remedy(
+            text="Raise the weight of the loss that balances the router (transformers: output_router_logits=True and "
+            "router_aux_loss_coef), or give each step more tokens."
+        ),
+    ),
     "nondeterministic": (
         Remedy(
             text="Find operators that depend on a random generator, the time or the order of threads; "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from octavo.doctor.findings import Finding
 from octavo.doctor.rules.divergence import divergence
+from octavo.doctor.rules.experts import starved_experts
 from octavo.doctor.rules.modules import batch_norm, sensitive_module, slow_layer
 from octavo.doctor.rules.nonfinite import nonfinite
 from octavo.doctor.rules.outliers import outlier_growth
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     nonfinite,
     sensitive_module,
     batch_norm,
+    starved_experts,
     outlier_growth,
     zero_tensor,
     saturation,

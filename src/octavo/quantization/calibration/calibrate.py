@@ -273,7 +273,7 @@ def _health(
     for group in (*_input_groups(observation), *unreached):
         first = observation.inputs.get(group[0])
         magnitudes = MagnitudeCounts().magnitudes() if first is None else first.counts.magnitudes()
-        early_scale = None if first is None else first.early_scale
+        early_scale = None if first is None or group[0] in borrowed else first.early_scale
         for path in group:
             of_input = health_of(
                 path, magnitudes, scales[path], fmt, early_scale=early_scale, weight_sqnr_db=weights[path][1]

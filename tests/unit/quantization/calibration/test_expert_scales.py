@@ -76,6 +76,14 @@ def test_an_expert_without_tokens_has_the_largest_scale_of_the_others(tmp_path):
     assert read.get_submodule(f"{BLOCK}.2.w2").input_scale == found.input_scales[f"{BLOCK}.2.w2"]
 
 
+def test_a_borrowed_scale_has_not_moved():
+    model = starving()
+    health = octavo.calibrate(model, batches(), min_expert_tokens=10_000).health
+    experts = [each for each in health if ".experts." in each.path]
+    assert [each for each in experts if not each.borrowed or each.moved is not None] == []
+    assert all(each.moved is not None for each in health if each not in experts)
+
+
 def test_few_tokens_do_not_lower_an_experts_own_scale():
     scales = {f"e.{expert}.w": torch.tensor(scale) for expert, scale in enumerate((1.0, 2.0, 5.0))}
     paths = (*scales, "e.3.w")

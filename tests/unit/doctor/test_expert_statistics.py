@@ -1,0 +1,116 @@
+"""Experts in the doctor: one line a layer with the worst expert and tokens per expert, and experts that starve."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import octavo
+import octavo.doctor
+from octavo import recipes
+from octavo.doctor import Severity
+from octavo.doctor.rules.experts import starved_experts
+from octavo.doctor.series import Sample, series_of
+from octavo.doctor.thresholds import Thresholds
+from octavo.nn import GroupedLinear
+from octavo.numerics import sqnr_db
+from tests.tiny_mixtures import EXPERTS, mixture
+
+PATH = "model.layers.1.mlp.experts"
+
+
+def watched_steps(layer, x, offsets, steps=1, recipe="tensorwise"):
+    model = torch.nn.ModuleDict({"plain": torch.nn.Linear(16, 16), "experts": layer})
+    octavo.convert(model, recipe)
+    watcher = octavo.doctor.watch(model, interval=1)
+    for _ in range(steps):
+        with watcher.step():
+            model["experts"](model["plain"](x), offsets).square().sum().backward()
+    return watcher
+
+
+def line_of(watcher, path="experts"):
+    return {name: by_path[path] for name, by_path in watcher.samples[-1].modules.items() if path in by_path}
+
+
+def test_the_worst_expert_has_the_lowest_sqnr_of_its_casts():
+    torch.manual_seed(0)
+    recipe, offsets = recipes.get("weight_only", granularity="tensor"), torch.tensor([0, 5, 5, 9])
+    layer = GroupedLinear(3, 16, 8, recipe=recipe)
+    with torch.no_grad():
+        layer.weight[2] = torch.randn(8, 16).exp().pow(4)  # its small weights share a scale with large ones
+    found = line_of(watched_steps(layer, torch.randn(9, 16), offsets))
+    expected = [sqnr_db(each, octavo.quantize(each, octavo.E4M3).dequantize()) for each in layer.weight.detach()]
+    assert found["worst_expert"] == min((0, 2), key=lambda expert: expected[expert])
+    assert found["expert_sqnr_db"] == pytest.approx(min(expected[0], expected[2]), abs=1e-3)
+
+
+def test_tokens_are_counted_for_each_expert_over_all_steps():
+    layer = GroupedLinear(3, 16, 8)
+    watcher = watched_steps(layer, torch.randn(9, 16), torch.tensor([0, 5, 6, 9]), steps=2)
+    found = line_of(watcher)
+    assert (found["least_expert_tokens"], found["most_expert_tokens"]) == (1, 5)
+    assert (found["least_expert"], found["idle_experts"]) == (1, 0)
+    assert found["least_expert_share"] == pytest.approx(1 / 3)
+    assert layer.experts_watch is None
+
+
+def test_a_mixture_has_one_line_a_layer_and_names_the_expert_without_tokens():
+    pytest.importorskip("transformers")
+    model = mixture("Mixtral").model.requires_grad_(True).train()
+
+    def away(_, __, outputs):
+        logits, weights, index = outputs
+        return logits, weights, torch.where(index == 2, EXPERTS, index)
+
+    model.get_submodule("model.layers.1.mlp.gate").register_forward_hook(away)
+    octavo.convert(model, "delayed")
+    watcher = octavo.doctor.watch(model, interval=1)
+    tokens = torch.arange(96).view(2, 48)
+    for _ in range(3):
+        with watcher.step():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    modules = watcher.samples[-1].modules
+    assert set(modules["worst_expert"]) == {"model.layers.0.mlp.experts", PATH}
+    assert 10 < modules["expert_sqnr_db"][PATH] < 40
+    assert not any(".experts" in key.path for key in watcher.samples[-1].casts)
+    (finding,) = [one for one in watcher.findings() if one.code == "starved-experts" and one.path == PATH]
+    assert finding.severity is Severity.WARN
+    assert finding.evidence["expert"] == 2
+    assert finding.cause.startswith("expert 2 got 0.0% of an even share of the tokens of 3 sampled steps; 1 experts")
+
+
+def series_with(shares, idle=0.0):
+    samples = [
+        Sample(
+            step=step,
+            casts={},
+            products={},
+            parameters={},
+            modules={"least_expert_share": {"e": share}, "least_expert": {"e": 5.0}, "idle_experts": {"e": idle}},
+        )
+        for step, share in enumerate(shares, 1)
+    ]
+    return series_of([], samples)
+
+
+@pytest.mark.parametrize(
+    ("shares", "severity"),
+    [([0.05] * 5, Severity.NOTE), ([0.3] * 5, None), ([0.05], None), ([0.0, 0.05, 0.2, 0.3, 0.4], None)],
+    ids=["starved", "fed", "one sample", "fed later"],
+)
+def test_when_an_expert_starves(shares, severity):
+    findings = list(starved_experts(series_with(shares), Thresholds()))
+    assert [one.severity for one in findings] == ([] if severity is None else [severity])
+    warned = list(starved_experts(series_with([0.0] * 5, idle=2.0), Thresholds()))
+    assert warned[0].severity is Severity.WARN
+    assert "2 experts got none" in warned[0].cause
+
+
+def test_numbers_survive_a_metrics_file():
+    sample = watched_steps(GroupedLinear(3, 16, 8), torch.randn(9, 16), torch.tensor([0, 5, 6, 9])).samples[0]
+    values = sample.values()["modules"]
+    assert values["least_expert_tokens"] == {"experts": 1.0}
+    assert math.isfinite(values["expert_sqnr_db"]["experts"])
+    assert np.isfinite(list(sample.modules["least_expert_share"].values())).all()
