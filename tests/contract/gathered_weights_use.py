@@ -208,15 +208,17 @@ def frozen(rank: int, _: Path) -> Any:
 def loaded(rank: int, folder: Path) -> Any:
     """Differences of training after weights were loaded, and whether codes were still gathered."""
     return {
-        how: _trained_after_loading(rank, folder / f"saved_{how}", how) for how in ("copy", "assign", "meta", "dcp")
+        how: _trained_after_loading(rank, folder / f"saved_{how}", how)
+        for how in ("copy", "assign", "assign blocks", "meta", "dcp")
     }
 
 
 def _trained_after_loading(rank: int, folder: Path, how: str) -> tuple[list[str], bool]:
     results, sent = [], []
+    recipe = "blockwise" if how == "assign blocks" else "rowwise"  # shards of 36 and 65 rows are no blocks of 128
     for gathering in (False, True):
         with torch.device("meta" if how == "meta" else "cpu"):
-            model = build("rowwise")
+            model = build(recipe)
         model = shard(model)
         if gathering:
             gather_in_fp8(model)
@@ -224,11 +226,11 @@ def _trained_after_loading(rank: int, folder: Path, how: str) -> tuple[list[str]
             model.to_empty(device="cpu")
         else:
             train(model, rank)
-        source = shard(build("rowwise"))
+        source = shard(build(recipe))
         if how == "dcp":
             _through_a_checkpoint(source, model, folder)
         else:
-            model.load_state_dict(source.state_dict(), assign=how == "assign")
+            model.load_state_dict(source.state_dict(), assign=how.startswith("assign"))
         with counting() as counts:
             results.append(train(model, rank))
         sent.append(counts["bytes"])

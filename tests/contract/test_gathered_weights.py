@@ -83,7 +83,7 @@ def test_optimizers_keep_plain_states(found):
         assert result == {"foreach": [], "fused": [], "state": {torch.Tensor}}
 
 
-@pytest.mark.parametrize("how", ["copy", "assign", "meta", "dcp"])
+@pytest.mark.parametrize("how", ["copy", "assign", "assign blocks", "meta", "dcp"])
 def test_loaded_weights_are_gathered_as_codes(found, how):
     assert [each[how] for each in of_check(found[2], "loaded")] == [([], True)] * 2
 

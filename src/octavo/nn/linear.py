@@ -215,8 +215,13 @@ class Linear(ScaledLayer, torch.nn.Linear):
         return self.weight_cache.operands(weight, recipe, weight_scaling, learning=self._is_learning)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """As of ``torch.nn.Module``; refuse slices of a weight, as ``parallelize_module`` sets them, if need be."""
-        if name in ("weight", CODES) and is_distributed(param):
+        """As of ``torch.nn.Module``; refuse slices of a weight, as ``parallelize_module`` sets them, if need be.
+
+        A weight that takes the place of one divided alike, as ``load_state_dict(assign=True)`` does it, is not checked:
+        FSDP2's shards, which it sets by other ways, are no slices that a rank casts.
+        """
+        is_new = not _is_divided_alike(self._parameters.get(name), param)
+        if name in ("weight", CODES) and is_distributed(param) and is_new:
             check_slices(self, param, self.recipe)
         super().register_parameter(name, param)
 
@@ -243,3 +248,10 @@ class Linear(ScaledLayer, torch.nn.Linear):
     def extra_repr(self) -> str:
         """The shape and the name of the recipe in force: that of a surrounding ``octavo.autocast``, or the layer's."""
         return f"{super().extra_repr()}, recipe={active_recipe(self.recipe).name}"
+
+
+def _is_divided_alike(before: Tensor | None, after: Tensor | None) -> bool:
+    """Return whether a parameter is divided among ranks as another one is."""
+    if not is_distributed(before) or not is_distributed(after):
+        return False
+    return before.device_mesh == after.device_mesh and before.placements == after.placements

@@ -109,7 +109,8 @@ class RowGather:
         """
         segments = self.shape[: self.dim].numel() * part.shape[:axis].numel()
         ranks = self.mesh.size()
-        ordered = received.reshape(ranks, segments, -1).transpose(0, 1).reshape(-1).view(part.dtype)
+        length = received.numel() // max(1, ranks * segments)  # of a segment; an empty batch has none
+        ordered = received.reshape(ranks, segments, length).transpose(0, 1).reshape(-1).view(part.dtype)
         sizes = list(part.shape)
         sizes[axis] *= ranks
         return ordered.view(sizes)
