@@ -11,8 +11,8 @@ from octavo.planning.model_shapes import Linear, Part
 
 __all__ = ["Memory", "activation_bytes", "planned_memory", "recomputed_share", "training_memory"]
 
-# Bytes of the CUDA context, communication buffers and fragments: what COAT's table leaves unexplained. The planner's
-# memory is judged on that same table, so the judgement is in-sample.
+# Bytes of the CUDA context, communication buffers and fragments: what COAT's table leaves unexplained. On that table
+# the planner's memory is judged in-sample; the peaks that other rows' notes name gave no constant.
 RESERVED = 2.2e9
 GB = 1e9
 
@@ -172,11 +172,26 @@ def _layer_bytes(job: TrainingJob, linear: Linear, recompute: Recompute) -> floa
 
 
 def _working(job: TrainingJob, recompute: Recompute, local: float, *, gathers: bool) -> float:
+    """Bytes of a moment: logits of all tokens, a block that is computed again, its widest gradients, gathered tensors.
+
+    They are added although not all live at once: the allocator keeps what one took, and serves other sizes badly.
+    """
     model, layout = job.model, job.layout
     blocks = max(1, model.attention_count, model.mlp_count)
-    logits = min(job.tokens, 8192) * model.vocab / layout.tp * 8.0
-    block = 0.0
-    if recompute == Recompute.FULL:
-        block = job.tokens * sum(_token_bytes(job, Recompute.NONE).values()) / blocks / layout.tp
+    again = sum(_token_bytes(job, Recompute.NONE).values()) / blocks if recompute == Recompute.FULL else 0.0
+    widest = max(2.0 * linear.copies * (linear.n + linear.k) for linear in model.linears() if linear.part != Part.HEAD)
+    divided = again + widest + _logit_bytes(job) * model.vocab
+    # sequence parallelism gathers a layer's input and its output's gradient; fused with the GEMM, neither is kept
+    whole = 4.0 * model.hidden if layout.tp > 1 and not job.overlaps_tp else 0.0
     gathered = 2 * 2.0 * local / blocks if gathers else 0.0
-    return max(logits, block) + gathered
+    return job.tokens * (divided / layout.tp + whole) + gathered
+
+
+def _logit_bytes(job: TrainingJob) -> float:
+    """Bytes that the loss needs of one logit.
+
+    One fused kernel keeps the logit in BF16, FP32 and its gradient in BF16. Separate operations, as PyTorch's eager
+    cross-entropy and its ``loss_parallel`` are, keep three tensors in FP32 beside the logit.
+    """
+    has_separate_operations = not _is_fused(job) or (job.framework == Framework.TITAN and job.layout.tp > 1)
+    return 14.0 if has_separate_operations else 8.0

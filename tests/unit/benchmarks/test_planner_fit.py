@@ -5,7 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planner_fit import PRIORS, ROWS, bars, covered, fit, leave_families_out, outcome_of, read_points
+from benchmarks.planner_fit import (
+    PRIORS,
+    ROWS,
+    MemoryOutcome,
+    bars,
+    covered,
+    fit,
+    intervals_of,
+    leave_families_out,
+    memory_outcomes,
+    outcome_of,
+    read_points,
+)
 from octavo.planning import fitted_constants
 
 
@@ -18,6 +30,12 @@ def test_the_package_holds_the_constants_that_the_fit_finds(points):
     values, _ = fit(points, fitted_constants().values)
     assert set(values) == set(PRIORS)
     assert values == pytest.approx(fitted_constants().values, abs=0.02)
+
+
+def test_the_package_holds_the_intervals_of_rows_that_were_left_out(points):
+    outcomes = leave_families_out(points, fitted_constants().values)
+    found = intervals_of(outcomes, memory_outcomes(read_points(ROWS)[1], points))
+    assert found == pytest.approx(fitted_constants().intervals, abs=0.01)
 
 
 def test_constants_that_made_the_measurements_are_found(points):
@@ -45,7 +63,7 @@ def test_rows_of_a_family_are_predicted_without_it(points):
     assert left_out.error == pytest.approx(outcome_of(left_out.point, without).error)
     assert left_out.metric_error == pytest.approx(math.expm1(left_out.error))  # a step's time
     assert 0 <= covered(outcomes) <= 1
-    assert len(bars(outcomes, [("a", 0.02)], 0)) == 7
+    assert len(bars(outcomes, [MemoryOutcome("a", 0.02, in_sample=True)], 0)) == 7
 
 
 def test_every_row_is_read_or_refused_with_a_reason():
