@@ -94,6 +94,7 @@ class ModelShape:
         mamba_layers: layers with a Mamba-2 mixer, of ``mamba_width``, ``mamba_state`` and ``mamba_groups``.
         mtp_layers: further blocks that predict later tokens while training.
         streams: residual streams that blocks mix (hyper-connections).
+        guessed: whether only its size is known, and proportions are the usual ones.
         source: of the numbers.
     """
 
@@ -128,6 +129,7 @@ class ModelShape:
     mamba_groups: int = 1
     mtp_layers: int = 0
     streams: int = 1
+    guessed: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
