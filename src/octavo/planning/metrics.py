@@ -128,15 +128,15 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
         ConfigError: its metric is not one that is predicted.
     """
     words = words_of(row)
-    share = job.gpus if words & GPUS else 1
+    rate = 1.0 / job.gpus if words & GPUS else float(job.replicas)  # of a GPU, or of all replicas
     if words & SECONDS and words & TOKENS and words <= TOKENS | PER | {"output", "total", "generated"}:
         # vLLM counts prompts; ROCm's page gives generated tokens of it
         text = f"{row.source} {row['source_path_or_url']} {row.notes}".lower()
         of_vllm = not words & {"output", "generated"} and "vllm" in text and "rocm" not in text
         counted = (job.prompt + job.answer) / job.answer if of_vllm or "total" in words else 1.0
-        return lambda seconds: counted / share / seconds
+        return lambda seconds: counted * rate / seconds
     if words & SECONDS and words & {"requests", "request"} and words <= {"requests", "request"} | PER:
-        return lambda seconds: 1.0 / job.answer / share / seconds
+        return lambda seconds: rate / job.answer / seconds
     requests = requests_in_flight(job)
     if words & SECONDS and words & TOKENS and "user" in words and words <= TOKENS | {"per", "s", "user", "output"}:
         return lambda seconds: 1.0 / requests / seconds

@@ -170,6 +170,11 @@ class ModelShape:
         return self.mlp_count - self.dense_layers if self.experts else 0
 
     @property
+    def is_latent_mixture(self) -> bool:
+        """Whether it is a mixture with latent attention, whose keys tensor parallelism cannot divide among ranks."""
+        return bool(self.kv_rank and self.experts)
+
+    @property
     def kv_width(self) -> int:
         """Elements of the KV cache a token and a layer."""
         if self.kv_rank:
