@@ -12,6 +12,7 @@ from priors, which were typed; a constant that no measurement moves is its prior
 The functions take floats or arrays, so that the fit and a single prediction are the same code.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,6 +34,8 @@ __all__ = [
 
 Parts = Mapping[str, Any]
 Values = Mapping[str, float]
+# Logarithm of the factor that 80 % of models.toml are within when their shape is guessed from the size in their name.
+GUESSED = {"train": 0.14, "infer": 0.75}
 INSIDE = ("tp", "tp_overlapped", "cp", "ep", "ep_network", "etp", "pp")
 
 
@@ -49,6 +52,10 @@ class Constants:
     values: dict[str, float] = field(default_factory=dict)
     deviations: dict[str, float] = field(default_factory=dict)
     intervals: dict[str, float] = field(default_factory=dict)
+
+    def width(self, kind: str, *, guessed: bool = False) -> float:
+        """Return the logarithm of an 80 % interval's factor; a guessed shape's error is added as if independent."""
+        return math.hypot(self.intervals.get(kind, 0.3), GUESSED.get(kind, 0.0) if guessed else 0.0)
 
 
 @cache

@@ -162,6 +162,7 @@ class ServingJob:
         framework: that serves.
         divides_experts: whether ranks hold different experts and attend to different requests (DEP).
         release: year and month of the framework; 0 if unknown.
+        replicas: that serve side by side.
     """
 
     model: ModelShape
@@ -175,6 +176,7 @@ class ServingJob:
     framework: Framework = Framework.VLLM
     divides_experts: bool = False
     release: float = 0.0
+    replicas: int = 1
 
 
 class GemmPass(StrEnum):

@@ -138,8 +138,7 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
         ConfigError: its metric is not one that is predicted.
     """
     words = words_of(row)
-    replicas = max(1, row.integer("gpus", 1) // job.gpus)
-    share = job.gpus if words & GPUS else 1 / replicas
+    share = job.gpus if words & GPUS else 1 / job.replicas
     if words & SECONDS and words & TOKENS and words <= TOKENS | PER | {"output", "total", "generated"}:
         # vLLM counts prompts; ROCm's page gives generated tokens of it
         text = f"{row.source} {row['source_path_or_url']} {row.notes}".lower()

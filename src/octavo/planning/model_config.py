@@ -72,7 +72,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
-    numbers = {field: _number(config, names) for field, names in NAMES.items()}
+    numbers: dict[str, Any] = {field: _number(config, names) for field, names in NAMES.items()}
     missing = [field for field in ("layers", "hidden", "heads", "vocab") if not numbers[field]]
     if missing:
         names = ", ".join(NAMES[missing[0]])

@@ -1,7 +1,8 @@
 """Models by their published names, in whatever spelling: ``LLAMA3-70B SFT``, ``meta-llama/Llama-3.1-70B-Instruct``.
 
-``models.toml`` has the shapes. A name without an entry but with a size ("13B", "30B-A3B") gets a shape of usual
-proportions, which is right to about 10 % in time and is named ``like a … model``.
+``models.toml`` has the shapes. A spelling counts only where the size in the name, if it has one, is that of the shape.
+A name without an entry but with a size ("13B", "30B-A3B") gets a shape of usual proportions: it is ``guessed``, is
+named ``like a … model (guessed shape)``, and makes intervals wider.
 """
 
 import re
@@ -20,22 +21,27 @@ __all__ = ["find_model", "model_names"]
 
 # In this order; {0} is the pattern's first group. What is not here is looked up as it is written.
 SPELLINGS: tuple[tuple[str, str], ...] = (
+    (r"distill-?llama-?(?:3(?:\.\d)?-?)?(\d+b)", "llama-3-{0}"),
+    (r"distill-?qwen-?(?:2(?:\.5)?-?)?(\d+(?:\.\d+)?b)", "qwen-2-{0}"),
+    (r"llama-?3(?:\.\d)?-?nemotron-?(\d+b)", "llama-3-{0}"),
     (r"mixtral-?(8x\d+b)", "mixtral-{0}"),
     (r"llama-?4.*(?:maverick|128e)", "llama-4-maverick"),
-    (r"llama-?4", "llama-4-scout"),
+    (r"llama-?4(?!.*behemoth)", "llama-4-scout"),
     (r"nemotron-?nano-?v?2?-?(9|12)b", "nemotron-nano-{0}b"),
     (r"llama-?3(?:\.\d)?-(?:arch-)?(\d+(?:\.\d+)?b)", "llama-3-{0}"),
     (r"llama-?2-?(?:chat)?-?(70b)", "llama-2-{0}"),
     (r"llama-?[12]?-?(\d+b)", "llama-{0}"),
-    (r"llama-?(?:3[.\d]*-\w+-)?(\d+b)", "llama-3-{0}"),
+    (r"llama-?(\d+b)", "llama-3-{0}"),
     (r"mistral-?(?:v[\d.]+)?-?nemo", "mistral-12b"),
-    (r"mistral-?small", "mistral-24b"),
+    (r"mistral-?small|(?:dev|magi)stral", "mistral-24b"),
     (r"mistral-?large", "mistral-123b"),
+    (r"mistral-?(\d+b)", "mistral-{0}"),
     (r"qwen-?3-?next", "qwen-3-80b-a3b"),
     (r"qwen-?3-?moe-?(30)b", "qwen-3-30b-a3b"),
     (r"qwen-?3-?moe-?(235)b", "qwen-3-235b-a22b"),
     (r"qwen-?3[.\d]*-?(?:vl|coder|moe)?-?(\d+(?:\.\d+)?b(?:-a\d+b)?)", "qwen-3-{0}"),
     (r"qwen-?2[.\d]*-?(?:vl|coder|math)?-?(\d+(?:\.\d+)?b(?:-a\d+b)?)", "qwen-2-{0}"),
+    (r"qwen-?1\.5-?moe", "qwen-1.5-moe-a2.7b"),
     (r"qwen-?(?:1\.5)?-?(\d+b)", "qwen-{0}"),
     (r"deepseek-?v?4-?flash", "deepseek-v4-flash"),
     (r"deepseek-?(?:coder-?)?v?2-?lite", "deepseek-v2-lite"),
@@ -55,12 +61,14 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"nemotron-?[34]?-?(\d+b)", "nemotron-{0}"),
     (r"gpt-?oss-?(\d+b)", "gpt-oss-{0}"),
     (r"gpt-?neox-?(20b)?", "gpt-neox-20b"),
+    (r"gpt-?[23]?-?12[56]m", "gpt-126m"),
     (r"gpt-?[23]?-?(\d+(?:\.\d+)?[bm])", "gpt-{0}"),
     (r"mpt-?(\d+[bm])", "mpt-{0}"),
     (r"grok", "grok-1-314b"),
-    (r"phi-?(?:3|3\.5|4)-?mini", "phi-3-mini"),
+    (r"phi-?3(?:\.5)?-?mini", "phi-3-mini"),
+    (r"phi-?4-?mini", "phi-4-mini"),
     (r"phi-?3\.5-?moe", "phi-3.5-moe"),
-    (r"phi-?[34]", "phi-14b"),
+    (r"phi-?(?:3-?medium|4|(?=14b))", "phi-14b"),
     (r"olmoe", "olmoe-7b"),
     (r"olmo-?[12]?(?:-\d{4})?-?(\d+b)", "olmo-{0}"),
     (r"falcon-?(\d+b)", "falcon-{0}"),
@@ -77,9 +85,11 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"vit-?(b|l|h)", "vit-{0}"),
     (r"dit-?xl", "dit-xl"),
 )
-SIZE = re.compile(r"(?<![\dx.])(?<!-a)(\d+(?:\.\d+)?)([bm])(?![a-z])(?:-a(\d+(?:\.\d+)?)b)?")
-UNLIKE = 1.6  # times another size than the name says: another model of the family
-OF_ONE_KEY_A_HEAD = re.compile(r"gpt|opt|bloom|mpt|pythia|falcon|neox|t5|bert")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)(b|m)\d?(?![a-z\d])(?:-a(\d+(?:\.\d+)?)b)?")
+ANY_SIZE = re.compile(r"(?<![x\d.])(?<!-a)(\d+(?:\.\d+)?)([bm])\d?(?![a-z\d])")  # not 7b of 8x7b, not 3b of a3b
+LAYERS = re.compile(r"(?:cut|reduced) to (\d+) layers?|\b(\d+)[- ]layers?\b")
+# Without blocks of attention and MLP that a size alone could give the proportions of.
+NO_DECODERS = re.compile(r"\bt5\b|flux|[mjzbs]amba|granite-?4.*-h\b|\bwan-?\d|diffusion|sdxl|whisper|rwkv|minimax")
 
 
 def find_model(text: str) -> ModelShape:
@@ -96,16 +106,17 @@ def find_model(text: str) -> ModelShape:
         ('llama-3-70b', 4)
     """
     lower = text.lower()
-    plain = re.sub(r"^.*/(?=[^/]*[a-z]{2})", "", re.sub(r"\([^)]*\)", "", lower)).strip()
-    key = re.sub(r"[\s_]+", "-", plain).split("distill-")[-1]  # a distilled model has its student's shape
-    shape = _by_spelling(key) or _table().get(key) or _nanochat(key) or _by_size(key)
+    key = re.sub(r"[\s_]+", "-", re.sub(r"\([^)]*\)", "", lower).strip())
+    key = re.sub(r"^.*/(?=[a-z])", "", key)  # an organisation's name; "ViT-L/16" has a size of patches
+    shape = _table().get(key) or _by_spelling(key) or _nanochat(key) or _by_size(key)
     if shape is None:
         near = ", ".join(get_close_matches(key, _table(), n=3, cutoff=0.0))
         raise ConfigError(f"no shape is known for model {text[:80]!r}; give a config.json, or a name such as {near}")
     if "w/o mtp" in lower:
         shape = replace(shape, mtp_layers=0)
-    layers = re.search(r"\b(\d+)[ -]layers?\b", lower)
-    return shape.cut(int(layers.group(1))) if layers and 0 < int(layers.group(1)) < shape.layers else shape
+    stated = LAYERS.search(lower)
+    layers = int(stated.group(1) or stated.group(2)) if stated else 0
+    return shape.cut(layers) if layers and layers != shape.layers else shape
 
 
 def model_names() -> tuple[str, ...]:
@@ -124,22 +135,24 @@ def _table() -> dict[str, ModelShape]:
 
 
 def _by_spelling(key: str) -> ModelShape | None:
-    """The entry of the first matching spelling that the table has and whose size is not unlike the name's."""
+    """The entry of the first spelling that matches, is in the table, and has the size in the name."""
     for pattern, template in SPELLINGS:
         match = re.search(pattern, key)
         shape = _table().get(template.format(*match.groups(""))) if match else None
-        if shape is not None and _has_size(shape, key):
+        if shape is not None and _has_size_of(shape, key):
             return shape
     return None
 
 
-def _has_size(shape: ModelShape, key: str) -> bool:
-    """Whether a name says no size, or about that of a shape; the names of "8x7b" are not their sizes."""
-    match = SIZE.search(key)
-    if match is None:
+def _has_size_of(shape: ModelShape, key: str) -> bool:
+    """Whether a size in the key, if any, is in the shape's name, or within 25 % of its weights (all, or a token's)."""
+    sizes = ANY_SIZE.findall(key)
+    if not sizes or any(f"{number}{unit}" in shape.name.split("-") for number, unit in sizes):
         return True
-    ratio = float(match.group(1)) * (1e9 if match.group(2) == "b" else 1e6) / shape.parameters
-    return 1 / UNLIKE < ratio < UNLIKE
+    weights = [float(number) * (1e9 if unit == "b" else 1e6) for number, unit in sizes]
+    return any(
+        0.8 <= each / own <= 1.25 for each in weights for own in (shape.parameters, shape.active_parameters) if own
+    )
 
 
 def _nanochat(key: str) -> ModelShape | None:
@@ -165,22 +178,28 @@ def _nanochat(key: str) -> ModelShape | None:
 def _by_size(key: str) -> ModelShape | None:
     """A shape of usual proportions with the size that the name ends with."""
     match = SIZE.search(key)
-    total = float(match.group(1)) * (1e9 if match.group(2) == "b" else 1e6) if match else 0.0
-    if match is None or not 1e7 <= total <= 1e14:
+    if match is None or NO_DECODERS.search(key):
         return None
+    total = float(match.group(1)) * (1e9 if match.group(2) == "b" else 1e6)
     active = float(match.group(3) or 0) * 1e9
+    if not 1e7 <= total <= 1e14:
+        return None
     build: Callable[[float, float], dict[str, Any]] = _mixture if 0 < active < total else _dense
     fields = build(total, active)
-    if not OF_ONE_KEY_A_HEAD.search(key):
-        fields["kv_heads"] = min(8, fields["heads"])
-    return ModelShape(name=f"like a {match.group(0)} model", source="the size in its name", **fields)
+    return ModelShape(
+        name=f"like a {match.group(0)} model (guessed shape)", guessed=True, source="the size in its name", **fields
+    )
 
 
 def _dense(total: float, _active: float) -> dict[str, Any]:
-    """Proportions of Llama: about 100 of width a layer, 12 width² weights a layer."""
+    """Proportions of Llama 3: about 100 of width a layer, 8 heads of keys, MLPs of 3.5 widths, a tied head if small."""
     hidden = max(256, 256 * round((total / 0.115) ** (1 / 3) / 256))
-    layers = max(1, round(total / (12 * hidden**2)))
-    return {"layers": layers, "hidden": hidden, "heads": hidden // 128, "ffn": 8 * hidden // 3, "vocab": 128_000}
+    heads, vocab, tied = hidden // 128, 128_000, total < 4e9
+    key_heads = min(8, heads)
+    block = hidden * (2 * hidden + 2 * 128 * key_heads + 3 * 3.5 * hidden)
+    layers = max(1, round((total - vocab * hidden * (1 if tied else 2)) / block))
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": key_heads}
+    return shape | {"ffn": 7 * hidden // 2, "vocab": vocab, "tied": tied}
 
 
 def _mixture(total: float, active: float) -> dict[str, Any]:
@@ -188,5 +207,6 @@ def _mixture(total: float, active: float) -> dict[str, Any]:
     hidden = max(512, 256 * round((active / 0.3) ** (1 / 3) / 256))
     layers = max(1, round(0.35 * active / (3 * hidden**2)))
     width = max(128, 128 * round(total / (layers * 128 * 3 * hidden) / 128))
-    experts = {"experts": 128, "top_k": 8, "expert_ffn": width}
-    return {"layers": layers, "hidden": hidden, "heads": hidden // 64, "head_dim": 128, "vocab": 150_000} | experts
+    heads = hidden // 64
+    experts = {"experts": 128, "top_k": 8, "expert_ffn": width, "kv_heads": min(8, heads)}
+    return {"layers": layers, "hidden": hidden, "heads": heads, "head_dim": 128, "vocab": 150_000} | experts

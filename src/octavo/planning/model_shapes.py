@@ -94,6 +94,7 @@ class ModelShape:
         mamba_layers: layers with a Mamba-2 mixer, of ``mamba_width``, ``mamba_state`` and ``mamba_groups``.
         mtp_layers: further blocks that predict later tokens while training.
         streams: residual streams that blocks mix (hyper-connections).
+        guessed: whether only its size is known, and proportions are the usual ones.
         source: of the numbers.
     """
 
@@ -128,6 +129,7 @@ class ModelShape:
     mamba_groups: int = 1
     mtp_layers: int = 0
     streams: int = 1
+    guessed: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -166,6 +168,11 @@ class ModelShape:
     def expert_layers(self) -> int:
         """Layers with routed experts."""
         return self.mlp_count - self.dense_layers if self.experts else 0
+
+    @property
+    def is_latent_mixture(self) -> bool:
+        """Whether it is a mixture with latent attention, whose keys tensor parallelism cannot divide among ranks."""
+        return bool(self.kv_rank and self.experts)
 
     @property
     def kv_width(self) -> int:

@@ -206,7 +206,7 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     good = list(dict.fromkeys(candidate.job.layout for candidate in in_bf16))[:BEST_OF_BF16]
     options = [Option(name="bf16", candidate=in_bf16[0])]
     options += [_option(name, job, constants, good, in_bf16[0]) for name in TRIED if name != "bf16"]
-    width = constants.intervals.get("train", 0.3)
+    width = constants.width("train", guessed=request.model.guessed)
     plan = Plan(request=request, options=tuple(options), layers=(), width=width)
     best = plan.best_fp8
     gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()
@@ -223,7 +223,7 @@ def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout
     except ConfigError as error:
         return Option(name=name, candidate=None, reason=str(error))
     speedup = bf16.seconds["total"] / best.seconds["total"]
-    factor = math.exp(constants.intervals.get("speedup", 0.15))
+    factor = math.exp(constants.width("speedup"))
     return Option(name=name, candidate=best, speedup=(speedup, speedup / factor, speedup * factor))
 
 

@@ -74,6 +74,11 @@ class Problem:
             return "infer"
         return "train" if isinstance(self.job, TrainingJob) else "gemm"
 
+    def width(self, constants: Constants) -> float:
+        """Logarithm of the factor of its 80 % interval."""
+        guessed = not isinstance(self.job, GemmJob) and self.job.model.guessed
+        return constants.width(self.kind, guessed=guessed)
+
     def seconds(self, values: Mapping[str, float], *, bf16: bool = False) -> float:
         """Seconds of a step, of a token or of the products."""
         job = self.bf16 if bf16 else self.job
@@ -151,7 +156,7 @@ def _predicted(row: Row, constants: Constants) -> Prediction:
             bf16 = problem.bf16_measure(problem.seconds(constants.values, bf16=True))
     except (OctavoError, ValueError, ArithmeticError) as error:
         return Prediction(id=row["id"], reason=str(error))
-    return _with_interval(row["id"], value, bf16, constants.intervals.get(problem.kind, 0.3))
+    return _with_interval(row["id"], value, bf16, problem.width(constants))
 
 
 def _of_ratio(row: Row, problem: Problem, constants: Constants) -> Prediction:
@@ -159,7 +164,7 @@ def _of_ratio(row: Row, problem: Problem, constants: Constants) -> Prediction:
     if problem.bf16 is None:
         return Prediction(id=row["id"], reason="BF16 does not fit there, so there is no speed-up over it")
     gain = problem.seconds(constants.values, bf16=True) / problem.seconds(constants.values)
-    return _with_interval(row["id"], gain, 1.0, constants.intervals.get("speedup", 0.15))
+    return _with_interval(row["id"], gain, 1.0, constants.width("speedup"))
 
 
 def _of_memory(row: Row, problem: Problem, constants: Constants) -> Prediction:
@@ -168,7 +173,7 @@ def _of_memory(row: Row, problem: Problem, constants: Constants) -> Prediction:
     assert measure is not None
     assert isinstance(job, TrainingJob)
     bf16 = measure(planned_memory(problem.bf16)) if isinstance(problem.bf16, TrainingJob) else None
-    found = _with_interval(row["id"], measure(planned_memory(job)), bf16, constants.intervals.get("memory", 0.15))
+    found = _with_interval(row["id"], measure(planned_memory(job)), bf16, problem.width(constants))
     if job.recompute is not None or found.low is None or found.high is None:
         return found
     least, most = (measure(training_memory(job, policy)) for policy in (Recompute.FULL, Recompute.NONE))

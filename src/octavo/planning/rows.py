@@ -7,7 +7,6 @@ that a row leaves out gets its usual value: the least recomputation and the larg
 """
 
 import csv
-import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from octavo.planning.jobs import (
     TrainingJob,
 )
 from octavo.planning.model_names import find_model
+from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import find_precision
 from octavo.planning.training_memory import training_memory
 
@@ -32,10 +32,7 @@ __all__ = ["Row", "gemm_job", "read_rows", "serving_job", "training_job"]
 
 MOST_BYTES = 64 << 20
 REQUIRED = ("id", "kind", "model", "hardware")
-UNIT = r"(?: ?[kmg]?(?:gpus?|tokens|sequences|seqs|samples|s|ms|us|gb|gib|%))?"
-CELL = re.compile(
-    r"[<>~≈=]?\s*(?:[\d.k]+ ?/ ?|in ?\d+ ?/ ?)?(?:out ?)?(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?) ?(?P<k>k)?" + UNIT
-)
+NUMBER = r"\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 TE_LAYER = ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))  # N and K of QKV, projection, MLP at width 4096
 
 
@@ -49,27 +46,18 @@ class Row:
         return self.cells.get(column, "")
 
     def number(self, column: str, default: float = 0.0) -> float:
-        """The number of a cell, of several ("128/256") the last, or the default.
-
-        Thousands may be separated by commas, "8k" is 8 · 1,024, and what stands in parentheses says nothing.
+        """The number of a cell, of several ("128/256") the last; the default if it has none ("n/a", ">1").
 
         Raises:
-            ConfigError: the cell is a negative number, or has another form.
-
-        Example:
-            >>> [Row({"seq": cell}).integer("seq") for cell in ("8,192", "8k", "in4096/out32", "1 (per GPU)")]
-            [8192, 8192, 32, 1]
+            ConfigError: the cell is a negative number, or has a number that cannot be told.
         """
-        cell = re.sub(r"\(.*?\)", "", self[column].lower()).strip()
-        if re.match(r"-\s*\d", cell):
-            raise ConfigError(f"{column} must not be negative, as {self[column].strip()!r} is")
-        numbers = re.findall(r"\d", cell)
-        if not numbers:
+        text = self[column]
+        if re.match(r"\s*-\s*\d", text):
+            raise ConfigError(f"{column} must not be negative, as {text.strip()!r} is")
+        plain = re.sub(r"\([^)]*\)", "", text)
+        if not re.search(r"\d", plain) or plain.lstrip().startswith(">"):
             return default
-        match = CELL.fullmatch(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", cell))
-        if match is None:
-            raise ConfigError(f"{column} is {self[column]!r}; write a number such as 8192, or 1024/128")
-        return float(match["number"]) * (1024.0 if match["k"] else 1.0)
+        return _numbers(column, text)[-1]
 
     def integer(self, column: str, default: int = 0) -> int:
         """A cell as an integer."""
@@ -89,6 +77,15 @@ class Row:
         """A number in the notes, such as that of "VP 5"; "n/a" and silence are the default."""
         match = re.search(rf"\b{name} ?(\d+)\b", self.notes)
         return int(match.group(1)) if match and int(match.group(1)) else default
+
+
+def _numbers(column: str, text: str) -> list[float]:
+    """Numbers of a cell, divided by a slash: "8192", "8,192", "8k" (of 1,024), "128/256", "16 (2 per GPU)"."""
+    cells = re.sub(r"\([^)]*\)", "", text.lower()).split("/")
+    matches = [re.fullmatch(rf"\s*(?:in|out|isl|osl)?[ =]*({NUMBER}) ?(k?)\s*", cell) for cell in cells]
+    if not all(matches):
+        raise ConfigError(f"{column} {text.strip()[:40]!r} is not a number such as 8192, 8,192, 8k, or 128/256")
+    return [float(match[1].replace(",", "")) * (1024 if match[2] else 1) for match in matches if match]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -231,41 +228,49 @@ def _recompute(row: Row) -> Recompute | None:
 
 
 def serving_job(row: Row) -> ServingJob:
-    """Return the service that a row measured: one replica, where its GPUs are several times the tensor-parallel ranks.
+    """Return the service that a row measured: one replica, and how many of them there are.
 
     Raises:
-        ConfigError: its model or hardware is unknown, or it has no prompt and answer lengths.
+        ConfigError: its model or hardware is unknown, it has no prompt and answer lengths, or a layout that is not
+            modelled.
     """
-    hardware = find_hardware(row["hardware"])
-    cell = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", row["seq"].lower())
-    lengths = [int(digits) * (1024 if thousands else 1) for digits, thousands in re.findall(r"(\d+)(k?)", cell)]
-    if len(lengths) < 2:
+    model, hardware = find_model(row["model"]), find_hardware(row["hardware"])
+    lengths = _numbers("seq", row["seq"]) if row["seq"] else []
+    if len(lengths) != 2:
         raise ConfigError("a service needs the lengths of prompts and answers in seq, as 1024/128")
-    model, of_notes = find_model(row["model"]), row.notes
-    gpus, pp = max(1, row.integer("gpus", 1)), row.integer("pp", 1) or 1
-    tp = max(1, row.integer("tp", gpus // pp) or gpus // pp)
-    requests = row.integer("micro_batch") or row.integer("global_batch")
-    divides = bool(re.search(r"\bdep\d+|\bep\d+|attention dp", of_notes))
-    # at the highest throughput, servers replicate latent attention, whose cache no rank could divide
-    divides |= model.kv_rank > 0 and gpus > 1 and not requests and "tp attention" not in of_notes
-    if pp > 1 or gpus % tp:
-        raise ConfigError(
-            f"a service of {gpus} GPUs with TP {tp} and PP {pp} is not predicted; TP must divide the GPUs, without PP"
-        )
-    replicas = 1 if divides else gpus // tp
+    gpus = max(1, row.integer("gpus", 1))
+    tp = max(1, row.integer("tp", gpus))
+    if row.integer("pp", 1) > 1:
+        raise ConfigError("pipelines of inference are not modelled; tensor and expert parallelism and replicas are")
+    divides_experts = _divides_experts(row, model)
+    of_replica = max(tp, row.noted("d?ep", tp if model.kv_rank else gpus)) if divides_experts else tp
+    if gpus % of_replica:
+        raise ConfigError(f"{gpus} GPUs are not a multiple of the {of_replica} that a replica has")
+    replicas = gpus // of_replica
     return ServingJob(
         model=model,
         hardware=hardware,
-        gpus=gpus // replicas,
+        gpus=of_replica,
         tp=tp,
-        prompt=max(1, lengths[0]),
-        answer=max(1, lengths[1]),
+        prompt=max(1, int(lengths[0])),
+        answer=max(1, int(lengths[1])),
         precision=find_precision(row["precision"], generation=hardware.generation),
-        requests=math.ceil(requests / replicas),
+        requests=row.integer("micro_batch") or -(-row.integer("global_batch") // replicas),
         framework=framework_of(row),
-        divides_experts=divides,
+        divides_experts=divides_experts and of_replica > 1,
         release=release_of(row),
+        replicas=replicas,
     )
+
+
+def _divides_experts(row: Row, model: ModelShape) -> bool:
+    """Whether ranks attend to different requests: where notes say so, and for latent attention unless they deny it.
+
+    Latent keys cannot be divided among tensor-parallel ranks, so that servers' recipes give each rank its requests.
+    """
+    if re.search(r"\btp[ -]?attention|attention[ -]tp\b|no attention dp", row.notes):
+        return False
+    return model.is_latent_mixture or bool(re.search(r"\bdep\d+|\bep\d+|attention dp", row.notes))
 
 
 def gemm_job(row: Row) -> GemmJob:

@@ -91,8 +91,8 @@ def _add_pass(parts: Parts, job: ServingJob, *, tokens: int, share: float, prefi
     wide = sum(linear.count * linear.copies * (linear.n + linear.k) for linear in model.linears())
     if job.precision.kernel == Kernel.ROW:  # scales of rows are measured while serving; those of tensors are known
         wide += sum(linear.count * linear.copies * linear.k for linear in model.linears())
-    own_rows = tokens / job.gpus if job.divides_experts else tokens
-    parts[f"{prefix}_memory"] += 4.0 * wide * own_rows / job.tp * share / (job.hardware.bandwidth * 1e9)
+    own_rows = tokens / (job.gpus if job.divides_experts else job.tp)
+    parts[f"{prefix}_memory"] += 4.0 * wide * own_rows * share / (job.hardware.bandwidth * 1e9)
     if job.gpus > 1:
         blocks = (model.attention_count + model.mlp_count - 2 * model.mtp_layers) * share
         width = (

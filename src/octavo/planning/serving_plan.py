@@ -83,6 +83,7 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
             prompt=request.prompt,
             answer=request.answer,
             precision=precision,
+            divides_experts=request.gpus > 1 and request.model.is_latent_mixture,
         )
         try:
             if reason is not None:

@@ -164,6 +164,62 @@ def test_a_name_with_a_size_alone_gets_usual_proportions():
         find_model("a model without a size")
 
 
+@pytest.mark.parametrize(
+    "name", ["Granite-3.1-8B", "Llama-3.3-Nemotron-Super-49B", "llama-3.2-90b-vision", "U-100B-A9B"]
+)
+def test_a_guessed_shape_shares_keys_and_says_that_it_is_guessed(name):
+    shape = find_model(name)
+    assert shape.guessed
+    assert "guessed shape" in shape.name
+    assert shape.key_heads == 8 < shape.heads
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("DeepSeek-R1-Distill-Llama-70B", "llama-3-70b"),
+        ("DeepSeek-R1-Distill-Qwen-1.5B", "qwen-2-1.5b"),
+        ("DeepSeek-R1-0528-Qwen3-8B", "qwen-3-8b"),
+        ("DeepSeek-R1", "deepseek-v3"),
+        ("Llama-3.1-Nemotron-70B", "llama-3-70b"),
+        ("Devstral-24B", "mistral-24b"),
+        ("Phi-3.5-mini", "phi-3-mini"),
+        ("Phi-4-mini", "phi-4-mini"),
+        ("Qwen1.5-MoE-A2.7B", "qwen-1.5-moe-a2.7b"),
+        ("Llama-4-Scout-17B-16E", "llama-4-scout"),
+        ("ViT-L/16", "vit-l"),
+        ("DiT-XL/2", "dit-xl"),
+        ("Llama 70B 2 layers", "llama-3-70b, 2 layers"),
+        ("Llama-3-8B (32 layers)", "llama-3-8b"),
+    ],
+)
+def test_a_name_is_read_by_its_base(name, base):
+    assert find_model(name).name == base
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("BLOOM-560m", 0.56),
+        ("Hunyuan-7B", 7),
+        ("GPT-NeoX-1.3B", 1.3),
+        ("Command-R7B", 7),
+        ("GLM-4-32B", 32),
+        ("DeepSeek-R1-Distill-Unheard-5B", 5),
+    ],
+)
+def test_a_size_in_the_name_counts_more_than_a_spelling(name, billions):
+    shape = find_model(name)
+    assert shape.guessed
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["Llama-4-Behemoth", "T5-11B", "Flux-12B", "Mamba-2.8B", "Wan-2.1-14B", "Jamba-52B"])
+def test_a_model_of_another_kind_has_no_shape(name):
+    with pytest.raises(ConfigError, match="no shape is known"):
+        find_model(name)
+
+
 def test_layers_are_cut_and_prediction_layers_left_out():
     assert find_model("Grok-1-314B cut to 4 layers").layers == 4
     assert find_model("DeepSeekV3 (w/o MTP)").attention_count == 61

@@ -1,6 +1,8 @@
 """Predictions: signs that are known, orders that must hold, and rows that cannot be predicted."""
 
 import csv
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from octavo.planning import (
     find_model,
     fitted_constants,
     make_plan,
+    model_names,
     predict_row,
     read_rows,
 )
-from octavo.planning.constants import kernel_constant
+from octavo.planning.constants import GUESSED, kernel_constant
 from octavo.planning.gemm_costs import kernel_part
 from octavo.planning.hardware import hardware_names
 from octavo.planning.jobs import Layout, Recompute, Sharding
@@ -150,6 +153,31 @@ def test_decoding_is_faster_and_smaller_in_fp8():
     assert not refused
     _, refused = serving_points(replace(request, hardware=find_hardware("a100")), CONSTANTS)
     assert "no FP8 units" in refused["fp8"]
+
+
+def test_eighty_percent_of_the_table_are_within_the_interval_of_guessed_shapes(monkeypatch):
+    """Each model of the table against the shape that its size alone would give it, in the same row."""
+    cells = {
+        "train": {"metric": "step_time_s", "hardware": "B300", "gpus": 64, "micro_batch": 1, "dp_or_fsdp": "fsdp64"},
+        "infer": {"metric": "tokens_per_s", "hardware": "H200", "tp": 8, "seq": "1024/1024", "kind": "infer"},
+    }
+    names = [name for name in model_names() if re.search(r"(?<!x)\d[bm]", name)]
+    for kind, row_cells in cells.items():
+        errors = []
+        for name in names:
+            values = []
+            for shape in (find_model(name), find_model(f"unheard-{re.sub(r'^.*?-(?=[0-9.]+[bm])', '', name)}")):
+                monkeypatch.setattr("octavo.planning.rows.find_model", lambda text, shape=shape: shape)
+                values.append(predicted(model=name, precision="bf16", **row_cells).value)
+            if None not in values:
+                errors.append(abs(math.log(values[1] / values[0])))
+        assert len(errors) > 90
+        assert sorted(errors)[int(0.8 * len(errors))] == pytest.approx(GUESSED[kind], abs=0.05)
+
+
+def test_a_guessed_shape_has_a_wider_interval():
+    known, guessed = (predicted(model=name, metric="step_time_s") for name in ("Llama-3-8B", "Granite-3.1-8B"))
+    assert guessed.high / guessed.value > 1.03 * known.high / known.value
 
 
 def test_settings_are_read_from_a_row():

@@ -30,16 +30,17 @@ def reason(cells, **changes):
     [
         ("DeepSeek-R1-Distill-Llama-70B", "llama-3-70b"),
         ("Llama-3.1-Nemotron-70B-Instruct", "llama-3-70b"),
-        ("Phi-4-mini", "phi-3-mini"),
+        ("Phi-4-mini", "phi-4-mini"),
         ("ViT-L/16", "vit-l"),
         ("DiT-XL/2", "dit-xl"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3-8b"),
-        ("BLOOM-560m", "like a 560m model"),
-        ("Command-R7B", "like a 7b model"),
-        ("GLM-4-32B", "like a 32b model"),
-        ("GPT-NeoX-1.3B", "like a 1.3b model"),
-        ("Hunyuan-7B", "like a 7b model"),
-        ("DeepSeek-R1-Distill-Qwen-1.5B", "like a 1.5b model"),
+        ("bloom-7b1", "like a 7b1 model (guessed shape)"),
+        ("BLOOM-560m", "like a 560m model (guessed shape)"),
+        ("Command-R7B", "like a 7b model (guessed shape)"),
+        ("GLM-4-32B", "like a 32b model (guessed shape)"),
+        ("GPT-NeoX-1.3B", "like a 1.3b model (guessed shape)"),
+        ("Hunyuan-7B", "like a 7b model (guessed shape)"),
+        ("DeepSeek-R1-Distill-Qwen-1.5B", "qwen-2-1.5b"),
     ],
 )
 def test_a_name_never_means_a_model_of_another_size(text, name):
@@ -47,14 +48,13 @@ def test_a_name_never_means_a_model_of_another_size(text, name):
 
 
 def test_a_size_alone_has_few_key_heads_as_models_of_today():
-    assert (find_model("Granite-3.1-8B").key_heads, find_model("bloom-7b1").key_heads) == (8, 30)
+    assert find_model("Granite-3.1-8B").key_heads == 8
     like, known = (value(SERVICE, model=name) for name in ("Granite-3.1-8B", "Llama-3.1-8B"))
     assert like == pytest.approx(known, rel=0.3)
 
 
 def test_the_number_of_active_parameters_is_no_size():
-    with pytest.raises(ConfigError, match="no shape is known"):
-        find_model("Qwen1.5-MoE-A2.7B")
+    assert find_model("Qwen1.5-MoE-A2.7B").parameters == pytest.approx(14.3e9, rel=0.01)
 
 
 def test_layers_that_are_left_are_counted():
@@ -62,14 +62,14 @@ def test_layers_that_are_left_are_counted():
     assert find_model("Llama 3 70B, 80 layers").layers == 80
 
 
-@pytest.mark.parametrize("changes", [{"seq": "8,192"}, {"seq": "8k"}, {"seq": "8192 (packed)"}, {"gpus": "8 GPUs"}])
+@pytest.mark.parametrize("changes", [{"seq": "8,192"}, {"seq": "8k"}, {"seq": "8192 (packed)"}])
 def test_numbers_as_people_write_them(changes):
     assert value(TRAINING, **changes) == value(TRAINING)
 
 
 @pytest.mark.parametrize("changes", [{"seq": "2^13"}, {"gpus": "8 nodes"}, {"gpus": "16x8"}, {"global_batch": "1 024"}])
 def test_what_is_no_number_is_refused(changes):
-    assert "write a number such as 8192" in reason(TRAINING, **changes)
+    assert "is not a number such as 8192" in reason(TRAINING, **changes)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_replicas_serve_as_much_as_they_are_many():
     assert value(SERVICE, gpus="8") == pytest.approx(8 * one)
     assert value(SERVICE, gpus="8", metric="output_tokens_per_s_per_gpu") == pytest.approx(one)
     assert value(SERVICE, gpus="8", **pair) == pytest.approx(2 * value(SERVICE, gpus="4", **pair))
-    assert value(SERVICE, gpus="8", micro_batch="64") == pytest.approx(8 * value(SERVICE, micro_batch="8"))
-    for layout in ({"pp": "2"}, {"tp": "3"}):
-        assert "TP must divide the GPUs" in reason(SERVICE, gpus="8", **layout)
+    assert value(SERVICE, gpus="8", global_batch="64") == pytest.approx(8 * value(SERVICE, global_batch="8"))
+    assert "pipelines of inference are not modelled" in reason(SERVICE, gpus="8", pp="2")
+    assert "8 GPUs are not a multiple of the 3" in reason(SERVICE, gpus="8", tp="3")
 
 
 def test_latent_attention_is_replicated_at_the_highest_throughput():

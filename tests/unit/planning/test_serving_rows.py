@@ -1,0 +1,86 @@
+"""Rows of inference: replicas, latent attention, time to the first token; and cells that hold numbers."""
+
+from typing import Any
+
+import pytest
+
+from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
+from octavo.planning.rows import Row, serving_job
+from octavo.planning.serving_plan import ServingRequest, serving_points
+
+CONSTANTS = fitted_constants()
+METRIC = "output_tokens_per_s"
+
+
+def row(**cells):
+    base = {"id": "row", "kind": "infer", "model": "Llama-3.1-8B", "hardware": "H100", "precision": "fp8"}
+    return Row({name: str(value) for name, value in (base | {"seq": "1024/1024", "metric": METRIC} | cells).items()})
+
+
+def predicted(**cells) -> Any:
+    return predict_row(row(**cells), CONSTANTS)
+
+
+def test_replicas_serve_side_by_side():
+    one, eight = (predicted(gpus=gpus, tp=1) for gpus in (1, 8))
+    assert eight.value == pytest.approx(8 * one.value)
+    assert eight.bf16_value == pytest.approx(8 * one.bf16_value)
+    of_gpu = predicted(gpus=8, tp=1, metric="output_tokens_per_s_per_gpu")
+    assert of_gpu.value == pytest.approx(one.value)
+    times = [predicted(gpus=gpus, tp=1, metric="tpot_ms").value for gpus in (1, 8)]
+    assert times[0] == times[1]
+    shared = [predicted(gpus=8, tp=1, global_batch=64), predicted(gpus=1, tp=1, global_batch=8)]
+    assert shared[0].value == pytest.approx(8 * shared[1].value)
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [({"gpus": 8, "tp": 3}, "not a multiple of the 3"), ({"gpus": 8, "tp": 4, "pp": 2}, "pipelines")],
+)
+def test_layouts_that_are_not_modelled_are_refused(cells, words):
+    assert words in predicted(**cells).reason
+
+
+def test_ranks_of_latent_attention_have_requests_of_their_own():
+    cells = {"model": "DeepSeek-R1", "hardware": "H200", "gpus": 8, "tp": 8}
+    assert predicted(**cells).value == predicted(**cells, notes="DEP8").value
+    assert predicted(**cells).value > 1.5 * predicted(**cells, notes="TP attention").value
+    assert serving_job(row(model="Llama-3.1-70B", gpus=8, tp=8)).divides_experts is False
+
+
+def test_the_first_token_takes_a_prompts_flops():
+    """Of 8192 tokens, so that launches are small: above the time at the peak, and within 2.5 times of it."""
+    hardware, model = find_hardware("h100"), find_model("llama-3-8b")
+    request = ServingRequest(model=model, hardware=hardware, gpus=1, prompt=8192, answer=64)
+    points, _ = serving_points(request, CONSTANTS)
+    weights = model.active_parameters - model.vocab * model.hidden
+    least = 8192 * (2 * weights + model.attention_flops(8192)) / hardware.peak(16)
+    found = [point.first_token_ms / 1e3 for point in points if point.precision == "bf16"]
+    assert all(least < each < 2.5 * least for each in found)
+
+
+@pytest.mark.parametrize("cell", ["8,192", "8k", "8K", "8192 (packed)", "4096/8192", "8192.0"])
+def test_numbers_are_read_in_their_usual_spellings(cell):
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8}
+    assert predicted(seq=cell, **cells).value == predicted(seq="8192", **cells).value
+
+
+@pytest.mark.parametrize("cell", ["n/a", "not stated", ">1 (not stated)", ""])
+def test_cells_that_say_nothing_are_left_out(cell):
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8}
+    assert predicted(cp=cell, **cells).value == predicted(**cells).value
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [("seq", "2^13"), ("gpus", "16x8"), ("gpus", "8 nodes"), ("global_batch", "1,02"), ("tp", "2-4")],
+)
+def test_cells_whose_number_cannot_be_told_are_refused(column, cell):
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8} | {column: cell}
+    assert predicted(**cells).reason.startswith(f"{column} '{cell}' is not a number")
+
+
+@pytest.mark.parametrize("seq", ["1k/8k", "1,024/8,192", "in1024/out8192", "1024 / 8192", "1024/8192 (fixed)"])
+def test_lengths_of_prompts_and_answers(seq):
+    job = serving_job(row(seq=seq))
+    assert (job.prompt, job.answer) == (1024, 8192)
