@@ -58,7 +58,7 @@ def test_periods_place_layers_where_nothing_lists_them():
         listed = shape_of_config(config, name=kind)
         every = 8 // listed.attention_count
         assert shape_of_config(config | {"layer_types": None, period: every}, name=kind) == listed
-    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=26).to_dict() | {"layer_types": None}
+    config = CONFIG_MAPPING["gemma3_text"](**(EIGHT | {"num_hidden_layers": 26})).to_dict() | {"layer_types": None}
     assert shape_of_config(config | {"sliding_window_pattern": 6}, name="gemma").window_layers == 22
     config.pop("tie_word_embeddings")
     assert shape_of_config(config, name="gemma").tied, "Gemma's configurations leave out that they are"
