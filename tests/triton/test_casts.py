@@ -1,7 +1,6 @@
 """Casts on the GPU against octavo.numerics: the same codes, scales, amaxes and counts, to the bit, in either order."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -370,7 +369,7 @@ def as_on_a_gpu(monkeypatch, device):
     if device.type == "cuda":
         return
     here = triton_bindings.unsupported_reason
-    monkeypatch.setattr(triton_bindings, "unsupported_reason", lambda problem: here(replace(problem, device="cuda")))
+    monkeypatch.setattr(triton_bindings, "unsupported_reason", lambda problem: here(problem._replace(device="cuda")))
     monkeypatch.setattr(dispatch, "_cast_choices", {})  # selections of the routes of a CPU
 
 
