@@ -148,10 +148,15 @@ def test_statistic_without_values_has_no_map():
 
 
 def test_every_field_can_be_shown_and_every_code_has_its_statistic():
-    named = {
-        one.name
-        for one in all_statistics(Thresholds(), ["alignment", "batch_norm", "batch_norm_rows", "rank_scale_ratio"])
-    }
+    of_modules = [
+        "alignment",
+        "batch_norm",
+        "batch_norm_rows",
+        "rank_scale_ratio",
+        "least_expert_share",
+        "idle_experts",
+    ]
+    named = {one.name for one in all_statistics(Thresholds(), of_modules)}
     assert {f"casts.{field}" for field in CAST_FIELDS} <= named
     assert {name for names in STATISTIC_OF_CODE.values() for name in names} <= named
     of_the_run = {"checkpoint", "divergence", "loss-gap", "loss-scale", "memory", "nondeterministic"}
