@@ -12,10 +12,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.planning.constants import Constants, gemm_seconds, serving_seconds, training_seconds
+from octavo.planning.constants import Constants, gemm_seconds, prompt_seconds, serving_seconds, training_seconds
 from octavo.planning.gemm_costs import gemm_parts
 from octavo.planning.jobs import GemmJob, Recompute, ServingJob, TrainingJob
-from octavo.planning.metrics import is_speedup, memory_measure, product_measure, service_measure, step_measure
+from octavo.planning.metrics import (
+    is_of_prompts,
+    is_speedup,
+    memory_measure,
+    product_measure,
+    prompt_measure,
+    service_measure,
+    step_measure,
+)
 from octavo.planning.precision import BF16, unsupported_reason
 from octavo.planning.rows import Row, gemm_job, serving_job, training_job
 from octavo.planning.serving_costs import requests_in_flight, serving_parts
@@ -57,6 +65,7 @@ class Problem:
         measure: from seconds (of a step, a token or a product) to the metric; None for memory and for a speed-up.
         bf16_measure: the same for the BF16 job, whose batch may differ.
         memory: from the memory of a step to the metric; None for times.
+        of_prompts: whether seconds are those of one prompt instead of a generated token.
     """
 
     job: TrainingJob | ServingJob | GemmJob
@@ -64,6 +73,7 @@ class Problem:
     measure: Callable[[float], float] | None
     bf16_measure: Callable[[float], float] | None = None
     memory: Callable[[Memory], float] | None = None
+    of_prompts: bool = False
 
     @property
     def kind(self) -> str:
@@ -80,10 +90,12 @@ class Problem:
         return constants.width(self.kind, guessed=guessed)
 
     def seconds(self, values: Mapping[str, float], *, bf16: bool = False) -> float:
-        """Seconds of a step, of a token or of the products."""
+        """Seconds of a step, of a token, of a prompt or of the products."""
         job = self.bf16 if bf16 else self.job
         if isinstance(job, TrainingJob):
             return float(training_seconds(training_parts(job), values)["total"])
+        if isinstance(job, ServingJob) and self.of_prompts:
+            return prompt_seconds(serving_parts(job), values) * job.answer
         if isinstance(job, ServingJob):
             return float(serving_seconds(serving_parts(job), values)["total"])
         assert job is not None
@@ -122,13 +134,20 @@ def problem_of(row: Row) -> Problem:
 def _problem_of_service(row: Row) -> Problem:
     service = serving_job(row)
     _refuse_unsupported(service)
-    measure = None if is_speedup(row) else service_measure(row, service)
+    of_prompts = is_of_prompts(row)
+    if is_speedup(row):
+        measure = None
+    elif of_prompts:
+        measure = prompt_measure(row, service)
+        service = replace(service, requests=service.requests or 1)
+    else:
+        measure = service_measure(row, service)
     in_bf16 = replace(service, precision=BF16)
     try:
         requests_in_flight(in_bf16)
     except OctavoError:
-        return Problem(service, None, measure)
-    return Problem(service, in_bf16, measure, measure)
+        return Problem(service, None, measure, of_prompts=of_prompts)
+    return Problem(service, in_bf16, measure, measure, of_prompts=of_prompts)
 
 
 def _refuse_unsupported(job: TrainingJob | ServingJob | GemmJob) -> None:

@@ -326,7 +326,7 @@ def test_a_row_of_a_precision_without_units_is_refused(hardware, precision, word
 
 KINDS: dict[str, dict[str, object]] = {
     "train": {"model": "Llama-3-8B", "micro_batch": 1, "global_batch": 64, "seq": 4096},
-    "infer": {"kind": "infer", "model": "Llama-3-8B", "seq": "1024/128"},
+    "infer": {"kind": "infer", "model": "Llama-3-8B", "seq": "1024/128", "micro_batch": 16},
     "gemm": {"kind": "gemm", "model": "M=4096 N=4096 K=4096"},
 }
 
@@ -335,8 +335,8 @@ KINDS: dict[str, dict[str, object]] = {
     ("kind", "metric"),
     [("train", metric) for metric in ("energy_kwh", "loss", "", "time_to_train_min", "memory_bandwidth_gbps")]
     + [("train", metric) for metric in ("tokens_per_day", "steps_per_s", "peak_mem", "kv_cache_gb", "speedup_vs_a100")]
-    + [("infer", metric) for metric in ("kv_cache_gb", "ttft_ms", "time_to_first_token_ms", "latency_p99_ms", "loss")]
-    + [("infer", metric) for metric in ("prefill_tokens_per_s", "power_w", "step_time_s", "")]
+    + [("infer", metric) for metric in ("kv_cache_gb", "ttft", "ttft_p99_ms", "latency_p99_ms", "loss")]
+    + [("infer", metric) for metric in ("prefill_joules", "power_w", "step_time_s", "")]
     + [("gemm", metric) for metric in ("gbps", "time", "", "loss", "power_w", "tokens_per_joule")],
 )
 def test_a_metric_that_is_not_modelled_is_refused(kind, metric):
@@ -354,6 +354,22 @@ def test_a_metric_that_is_not_modelled_is_refused(kind, metric):
         ("train", "tokens/sec/GPU", "tokens_per_s_per_gpu", 1),
         ("train", "samples_per_s", "tokens_per_s", 1 / 4096),
         ("train", "mfu_percent", "mfu", 100),
+        ("train", "MFU (%)", "mfu", 100),
+        ("train", "tok_s_gpu", "tokens_per_s_per_gpu", 1),
+        ("train", "tps", "tokens_per_s", 1),
+        ("train", "step_time (s)", "step_time_s", 1),
+        ("train", "elapsed time per iteration (ms)", "step_time_s", 1000),
+        ("train", "ms_per_step", "step_time_s", 1000),
+        ("train", "sec_per_step", "step_time_s", 1),
+        ("train", "TFLOP / sec / GPU", "tflops_per_gpu", 1),
+        ("train", "peak memory (GB)", "peak_mem_gb", 1),
+        ("train", "max_mem (GiB)", "peak_mem_gb", 1e9 / 1024**3),
+        ("infer", "TPOT (ms)", "tpot_ms", 1),
+        ("infer", "s_per_token", "tpot_ms", 1e-3),
+        ("infer", "req/s", "requests_per_s", 1),
+        ("infer", "output tok/s (all GPUs)", "output_tokens_per_s", 1),
+        ("infer", "output_tok_s_gpu", "output_tokens_per_s", 1 / 8),
+        ("gemm", "latency (us)", "time_us", 1),
         ("train", "peak_mem_gib", "peak_mem_gb", 1e9 / 1024**3),
         ("infer", "requests_per_s", "output_tokens_per_s", 1 / 128),
         ("infer", "itl_us", "tpot_ms", 1000),
