@@ -82,7 +82,7 @@ def add_gemm(
     peak = hardware.int8 * 1e12 if precision.integer else hardware.peak(bits)
     efficiency = wave_efficiency(shape, hardware.processors, groups=groups, bits=bits)
     computing = 2.0 * m * n * k * groups / (peak * efficiency)
-    reading = groups * ((m * k + n * k) * bits / 8 + 2.0 * m * n) / (hardware.bandwidth * 1e9)
+    reading = groups * ((m * k * bits + n * k * precision.stored_bits) / 8 + 2.0 * m * n) / (hardware.bandwidth * 1e9)
     # A power mean: a product near both limits is slower than either.
     seconds = (computing**4 + reading**4) ** 0.25
     limited = computing**4 / (computing**4 + reading**4)  # by FLOPs; the rest waits for memory

@@ -6,10 +6,11 @@ stores half the bits.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from octavo import recipes
+from octavo.errors import ConfigError
 from octavo.numerics import CastSpec, PerBlock, PerTensor, Scaling
 from octavo.planning.hardware import Hardware
 from octavo.recipes import Recipe
@@ -54,6 +55,7 @@ class Precision:
         stores_codes: whether activations and optimizer states are kept in FP8 (COAT).
         kv_bytes: bytes of an element of the KV cache.
         integer: INT8 instead of FP8.
+        weight_bits: of a stored weight, where GEMMs decode it first; 0 for ``bits``.
         hp_grad_weight: whether grad_weight's GEMM is in high precision.
     """
 
@@ -61,6 +63,7 @@ class Precision:
     recipe: Recipe
     kernel: Kernel
     bits: int = 8
+    weight_bits: int = 0
     casts: bool = True
     covers_dense: bool = True
     covers_experts: bool = True
@@ -73,6 +76,11 @@ class Precision:
     def is_bf16(self) -> bool:
         """Return whether nothing is cast."""
         return self.kernel == Kernel.BF16
+
+    @property
+    def stored_bits(self) -> int:
+        """Return the bits of a stored weight."""
+        return self.weight_bits or self.bits
 
     @property
     def hp_grad_weight(self) -> bool:
@@ -105,34 +113,55 @@ def precision_of_recipe(name: str) -> Precision:
 
 # A pattern of the published name, the recipe, and the kernel where it is not the recipe's own.
 SPELLINGS: tuple[tuple[str, str, Kernel | None], ...] = (
-    (r"fp4|int4", "mxfp8", Kernel.FP4),
+    (r"fp4", "mxfp8", Kernel.FP4),
+    (r"w4a8", "tensorwise", None),
+    (r"delayed|hybrid", "delayed_te", None),
     (r"triton", "blockwise", Kernel.TRITON),
     (r"1x128 x 128x128", "blockwise", Kernel.DEEPGEMM),
-    (r"mxfp8|fp8[- ]?mx|\bmx\b", "mxfp8", None),
+    (r"mxfp8|\bmx\b", "mxfp8", None),
     (r"block", "blockwise", None),
     (r"row-?wise|per-?(?:row|token|channel)", "rowwise", None),
-    (r"current|fp8-?cs|tensor-?wise|maxtext|w8a8|modelopt|generation", "tensorwise", None),
+    (r"current|fp8-?cs|tensor-?wise|per-?tensor|maxtext|w8a8|modelopt|generation", "tensorwise", None),
     (r"fp8|float8|e4m3|int8|w8", "delayed_te", None),
 )
 
 
+HIGH = re.compile(r"(?:bf|fp)16\b|b?float16|half\b|16-?bit|not stated|none$|unquanti[sz]ed|n/a|-?$")
+WEIGHTS_ONLY = re.compile(r"w([48])a16|weight-?only|weights only|awq|gptq|marlin|\bint4\b|nf4")
+NOT_MODELLED = re.compile(r"fp6|\bint[23]\b|ms-?amp")
+
+
 def find_precision(text: str, *, generation: str = "hopper") -> Precision:
-    """Return the precision of a published name; a name that says nothing of 8 or 4 bits is BF16.
+    """Return the precision of a published name; no name is BF16.
 
     Args:
         text: as published.
-        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling.
+        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling, and MXFP4 of weights alone.
+
+    Raises:
+        ConfigError: the name is not one of those that are modelled.
 
     Example:
         >>> find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
         True
         >>> find_precision("bf16") is BF16
         True
+        >>> find_precision("INT4 AWQ").weight_bits, find_precision("INT4 AWQ").bits
+        (4, 16)
     """
-    lower = text.lower()
+    lower = text.lower().strip().replace("_", "-")
+    kv_bytes = 1 if re.search(r"kv|modelopt", lower) else 2
+    if HIGH.match(lower):
+        return replace(BF16, name=text, kv_bytes=1) if kv_bytes == 1 and "fp8" in lower else BF16
+    if weights := _weights_only(text, lower, kv_bytes=kv_bytes, generation=generation):
+        return weights
     match = next((entry for entry in SPELLINGS if re.search(entry[0], lower)), None)
-    if match is None or lower.startswith(("bf16", "fp16", "not stated")):
-        return BF16
+    is_e5m2 = "e5m2" in lower and not re.search(r"hybrid|e4m3", lower)
+    if match is None or is_e5m2 or NOT_MODELLED.search(lower):
+        raise ConfigError(
+            f"the precision {text[:40]!r} is not modelled; BF16, FP8 (delayed, tensorwise, rowwise, blockwise), MXFP8, "
+            "FP4, INT8, and weights alone in 4 or 8 bits are"
+        )
     if "block/mx" in lower and generation != "blackwell":
         match = (match[0], "blockwise", None)
     _, recipe, kernel = match
@@ -142,14 +171,28 @@ def find_precision(text: str, *, generation: str = "hopper") -> Precision:
         recipe=usual.recipe,
         kernel=kernel or usual.kernel,
         bits=4 if kernel == Kernel.FP4 else 8,
+        weight_bits=4 if "w4a8" in lower else 0,
         casts="prequant" not in lower and kernel != Kernel.DEEPGEMM,
         covers_dense=not re.search(r"\bgrouped\b(?! gemm)", lower),
         covers_experts=not re.search(r"linears$", lower),
         gathers_codes="all-gather" in lower or "float8 tensorwise" in lower,
         stores_codes="coat" in lower,
-        kv_bytes=1 if re.search(r"kv|modelopt", lower) else 2,
+        kv_bytes=kv_bytes,
         integer="int8" in lower,
     )
+
+
+def _weights_only(text: str, lower: str, *, kv_bytes: int, generation: str) -> Precision | None:
+    """The precision of a name that says that weights alone are stored in fewer bits; None for other names.
+
+    MXFP4 before Blackwell is of experts alone, as GPT-OSS is published.
+    """
+    is_mxfp4 = "mxfp4" in lower and generation == "hopper"
+    match = WEIGHTS_ONLY.search(lower)
+    if "w4a8" in lower or not (match or is_mxfp4):
+        return None
+    has_8 = bool(re.search(r"w8a16|int8|fp8|float8|8-?bit", lower)) and "4" not in lower
+    return replace(BF16, name=text, weight_bits=8 if has_8 else 4, covers_dense=not is_mxfp4, kv_bytes=kv_bytes)
 
 
 def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
@@ -168,7 +211,7 @@ def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
     if not hardware.has_fp8:
         return f"{hardware.name} has no FP8 units: FP8 would be slower than BF16 there; train in BF16"
     if precision.kernel == Kernel.FP4 and not has_mx:
-        return f"{hardware.name} has no FP4 units; weights alone in 4 bits are not modelled"
+        return f"{hardware.name} has no FP4 units; name weights alone in 4 bits W4A16"
     if precision.kernel == Kernel.MX and not has_mx:
         return f"{hardware.name} has no MX scales in hardware; use tensorwise, rowwise or blockwise"
     return None

@@ -141,6 +141,9 @@ def training_job(row: Row) -> TrainingJob:
     """
     model, hardware = find_model(row["model"]), find_hardware(row["hardware"])
     layout = _layout(row)
+    precision = find_precision(row["precision"], generation=hardware.generation)
+    if precision.weight_bits:
+        raise ConfigError("weights alone in fewer bits are for inference; a training on frozen ones is not modelled")
     seq = row.integer("seq", 2048 if "nanochat" in row.notes else 4096)
     micro = row.integer("micro_batch")
     job = TrainingJob(
@@ -150,7 +153,7 @@ def training_job(row: Row) -> TrainingJob:
         seq=seq,
         micro_batch=max(1, micro),
         global_batch=max(1, row.integer("global_batch", max(1, micro) * layout.dp * _usual_micro_batches(layout))),
-        precision=find_precision(row["precision"], generation=hardware.generation),
+        precision=precision,
         recompute=_recompute(row),
         framework=framework_of(row),
         release=release_of(row),
