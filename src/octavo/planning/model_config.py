@@ -1,12 +1,12 @@
 """Shapes of models from a ``config.json`` of Hugging Face, or from the folder that has one."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError, DataError
 from octavo.parsing import read_object
+from octavo.planning.layer_kinds import layers_by_kind, number_of
 from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
 
@@ -24,19 +24,23 @@ NAMES: dict[str, tuple[str, ...]] = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
     "expert_ffn": ("moe_intermediate_size",),
-    "shared_ffn": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "shared_ffn": (
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ),
     "dense_layers": ("first_k_dense_replace",),
     "query_rank": ("q_lora_rank",),
     "kv_rank": ("kv_lora_rank",),
     "rope_dim": ("qk_rope_head_dim",),
     "value_dim": ("v_head_dim",),
-    "window": ("sliding_window",),
+    "window": ("sliding_window", "attention_chunk_size"),
     "mtp_layers": ("num_nextn_predict_layers",),
     "expert_hidden": ("moe_latent_size",),
 }
-NOT_GATED = ("gpt", "mpt", "opt", "bloom", "falcon", "nemotron", "phi-", "vit", "bert", "dit", "starcoder", "gpt_neox")
+NOT_GATED = ("gpt", "mpt", "opt", "bloom", "falcon", "nemotron", "phi-", "vit", "bert", "dit", "starcoder")
+TIED = ("gemma", "gpt2", "gpt_bigcode", "mpt", "opt", "bloom", "falcon", "cohere")  # unless their configuration says
 ENCODERS = ("vit", "bert", "dit", "siglip", "clip")
-MOST = 1 << 24  # of any number of a configuration
 
 
 def load_shape(model: str) -> ModelShape:
@@ -72,60 +76,52 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
-    numbers = {field: _number(config, names) for field, names in NAMES.items()}
+    kind = str(config.get("model_type") or config.get("_class_name") or "").lower()
+    is_encoder = kind.startswith(ENCODERS)
+    numbers = {field: number_of(config, names) for field, names in NAMES.items()}
+    numbers["hidden"] = numbers["hidden"] or numbers["heads"] * numbers["head_dim"]
+    if is_encoder:
+        numbers["vocab"] = numbers["vocab"] or _outputs(config)
     missing = [field for field in ("layers", "hidden", "heads", "vocab") if not numbers[field]]
     if missing:
         names = ", ".join(NAMES[missing[0]])
         raise ConfigError(f"the configuration of {name!r} has no number of {missing[0]}; it needs one of {names}")
-    kind = str(config.get("model_type", "")).lower()
     numbers["ffn"] = numbers["ffn"] or (0 if numbers["experts"] else 4 * numbers["hidden"])
-    numbers |= _experts(config, numbers) | _hybrid(config)
+    numbers |= _experts(config, numbers) | layers_by_kind(config, numbers, name=name)
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        numbers["kv_heads"] = 1
     if numbers["kv_rank"]:
-        numbers["head_dim"] = _number(config, ("qk_nope_head_dim",)) + numbers["rope_dim"]
+        numbers["head_dim"] = number_of(config, ("qk_nope_head_dim",)) + numbers["rope_dim"]
     return ModelShape(
         name=name,
-        gated="gated" in str(config.get("feed_forward_proj", "")) or not kind.startswith(NOT_GATED),
-        causal=not kind.startswith(ENCODERS),
-        tied=config.get("tie_word_embeddings") is True,
+        gated=kind == "gpt_oss" or not (kind.startswith(NOT_GATED) or kind == "phi"),
+        causal=not is_encoder,
+        tied=config.get("tie_word_embeddings", kind.startswith(TIED)) is True,
         source="its config.json",
         **numbers,
     )
 
 
-def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The first of several names that is a number, 0 if none is."""
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            if not 0 <= value <= MOST:
-                raise ConfigError(f"{name} of the configuration is {value}, which is not between 0 and {MOST:,}")
-            return int(value)
-    return 0
+def _outputs(config: Mapping[str, Any]) -> int:
+    """Classes of an encoder, or numbers of a patch that a diffusion model predicts; 1,000 if nothing says."""
+    labels = config.get("id2label")
+    patch = number_of(config, ("out_channels",)) * number_of(config, ("patch_size",)) ** 2
+    return (len(labels) if isinstance(labels, Mapping) else 0) or patch or 1000
 
 
 def _experts(config: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, int]:
     """Numbers of a mixture that configurations express in other units."""
     if not numbers["experts"]:
-        return {"expert_ffn": 0, "shared_ffn": 0, "top_k": 0, "dense_layers": 0}
+        ffn = number_of(config, ("shared_intermediate_size",)) or numbers["ffn"]  # Granite 4's one MLP
+        return {"ffn": ffn, "expert_ffn": 0, "shared_ffn": 0, "top_k": 0, "dense_layers": 0}
     if numbers["top_k"] > numbers["experts"]:
         raise ConfigError(f"the configuration sends a token to {numbers['top_k']} of {numbers['experts']} experts")
     width = numbers["expert_ffn"] or numbers["ffn"]
-    shared = numbers["shared_ffn"] or width * _number(config, ("n_shared_experts",))
-    dense = numbers["dense_layers"] if numbers["ffn"] else 0
-    return {"expert_ffn": width, "shared_ffn": shared, "top_k": numbers["top_k"] or 1, "dense_layers": dense}
-
-
-def _hybrid(config: Mapping[str, Any]) -> dict[str, int]:
-    """Layers by kind of a hybrid with Mamba-2 layers (Nemotron-H's pattern of letters)."""
-    pattern = config.get("hybrid_override_pattern")
-    if not isinstance(pattern, str) or "M" not in pattern:
-        return {}
-    width = _number(config, ("mamba_num_heads",)) * _number(config, ("mamba_head_dim",))
-    return {
-        "attention_layers": pattern.count("*"),
-        "mlp_layers": pattern.count("-") + pattern.count("E"),
-        "mamba_layers": pattern.count("M"),
-        "mamba_width": width,
-        "mamba_state": _number(config, ("ssm_state_size",)),
-        "mamba_groups": max(1, _number(config, ("n_groups",))),
-    }
+    shared = numbers["shared_ffn"] or width * number_of(config, ("n_shared_experts",))
+    if str(config.get("model_type", "")).startswith("llama4"):
+        shared = width
+    ffn = number_of(config, ("intermediate_size_mlp",)) or numbers["ffn"]
+    period = number_of(config, ("expert_layer_period", "interleave_moe_layer_step"))
+    dense = numbers["layers"] - numbers["layers"] // period if period else numbers["dense_layers"]
+    sizes = {"ffn": ffn, "expert_ffn": width, "shared_ffn": shared, "top_k": numbers["top_k"] or 1}
+    return sizes | {"dense_layers": dense if ffn else 0}

@@ -83,7 +83,7 @@ class ModelShape:
         gated: whether the MLP has a gate (SwiGLU), and so three weights.
         causal: whether a position sees only those before it.
         tied: whether the head shares the embedding's weight.
-        window: positions that attention sees at most.
+        window: positions that attention sees at most, in ``window_layers`` layers; None for all.
         experts: routed experts of a layer; ``top_k`` of them compute each token.
         expert_ffn: width of one; ``shared_ffn``: of the expert that computes every token.
         expert_hidden: width of an expert's input where it is not ``hidden`` (latent experts).
@@ -110,6 +110,7 @@ class ModelShape:
     causal: bool = True
     tied: bool = False
     window: int = 0
+    window_layers: int | None = None
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
@@ -266,8 +267,11 @@ class ModelShape:
 
     def attention_flops(self, seq: int) -> float:
         """FLOPs of attention's two products of one token's forward pass, averaged over a sequence of ``seq``."""
-        seen = min(seq / 2 if self.causal else seq, self.window or seq)
-        flops = 2.0 * self.heads * (self.query_dim + self.value_head_dim) * seen * self.attention_count
+        whole = seq / 2 if self.causal else seq
+        windows = self.attention_count if self.window_layers is None else self.window_layers
+        windows = windows if self.window else 0
+        seen = (self.attention_count - windows) * whole + windows * min(whole, self.window)
+        flops = 2.0 * self.heads * (self.query_dim + self.value_head_dim) * seen
         scan = 2.0 * self.mamba_width * (128 / 2 + 3 * self.mamba_state) * self.mamba_layers  # chunks of 128 positions
         return flops + scan
 
@@ -278,7 +282,9 @@ class ModelShape:
     def cut(self, layers: int) -> "ModelShape":
         """This model with fewer layers; the dense layers of a mixture stay, as far as there is room."""
         dense = min(self.dense_layers, layers)
-        return replace(self, name=f"{self.name}, {layers} layers", layers=layers, dense_layers=dense, mtp_layers=0)
+        windows = None if self.window_layers is None else round(self.window_layers * layers / self.layers)
+        cut = replace(self, name=f"{self.name}, {layers} layers", layers=layers, dense_layers=dense, mtp_layers=0)
+        return replace(cut, window_layers=windows)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,89 @@
+"""Configurations with layers of several kinds, against the models that transformers builds of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, ViTConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from octavo.errors import ConfigError
+from octavo.planning.model_config import shape_of_config
+
+EIGHT = {"num_hidden_layers": 8}
+GRANITE = EIGHT | {
+    "layer_types": ["mamba", "mamba", "mamba", "attention"] * 2,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 32,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 2048,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, object]]] = {
+    "gpt-oss-120b": ("gpt_oss", {}, {"window_layers": 18, "window": 128, "gated": True}),
+    "jamba": ("jamba", EIGHT, {"attention_layers": 1, "mamba_layers": 7, "dense_layers": 4}),
+    "granite-4-h": ("granitemoehybrid", GRANITE | {"num_local_experts": 0}, {"mamba_layers": 6}),
+    "granite-4-h-moe": (
+        "granitemoehybrid",
+        GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        {"attention_layers": 2},
+    ),
+    "qwen3-next": ("qwen3_next", EIGHT, {"attention_layers": 2, "mamba_layers": 6}),
+    "falcon-7b": ("falcon", {}, {"kv_heads": 1}),
+    "gemma-2": ("gemma2", {}, {"window_layers": 13, "tied": True}),
+    "gemma-3": ("gemma3_text", {}, {"window_layers": 22, "tied": True}),
+    "qwen-2": ("qwen2", {}, {"window": 0}),
+    "llama-4": ("llama4_text", {"num_hidden_layers": 4}, {"window_layers": 3, "window": 8192}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_of_several_kinds_have_the_parameters_that_transformers_builds(name):
+    kind, settings, fields = CONFIGS[name]
+    config = CONFIG_MAPPING[kind](**settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+    shape = shape_of_config(config.to_dict(), name=name)
+    assert shape.parameters == pytest.approx(matrices, rel=0.005)  # biases of experts, convolutions, steps of Mamba-1
+    assert {field: getattr(shape, field) for field in fields} == fields
+
+
+def test_periods_place_layers_where_nothing_lists_them():
+    for kind, period in (("jamba", "attn_layer_period"), ("qwen3_next", "full_attention_interval")):
+        config = CONFIG_MAPPING[kind](**EIGHT).to_dict()
+        listed = shape_of_config(config, name=kind)
+        every = 8 // listed.attention_count
+        assert shape_of_config(config | {"layer_types": None, period: every}, name=kind) == listed
+    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=26).to_dict() | {"layer_types": None}
+    assert shape_of_config(config | {"sliding_window_pattern": 6}, name="gemma").window_layers == 22
+    config.pop("tie_word_embeddings")
+    assert shape_of_config(config, name="gemma").tied, "Gemma's configurations leave out that they are"
+
+
+def test_windowed_layers_attend_to_their_window():
+    shape = shape_of_config(CONFIG_MAPPING["gpt_oss"]().to_dict(), name="gpt-oss")
+    width = 2 * shape.heads * 2 * shape.query_dim
+    assert shape.attention_flops(8192) == width * (18 * 4096 + 18 * 128)
+
+
+def test_images_have_patches():
+    config = ViTConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512)
+    with torch.device("meta"):
+        model = AutoModelForImageClassification.from_config(config)
+    blocks = sum(weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and "layer" in name)
+    shape = shape_of_config({key: value for key, value in config.to_dict().items() if key != "vocab_size"}, name="vit")
+    assert (shape.causal, shape.gated) == (False, False)
+    assert shape.parameters - 2 * shape.vocab * shape.hidden == blocks
+    dit = {"_class_name": "DiTTransformer2DModel", "num_layers": 28, "num_attention_heads": 16}
+    dit |= {"attention_head_dim": 72, "patch_size": 2, "out_channels": 8}
+    assert shape_of_config(dit, name="DiT-XL/2").parameters / 28 == pytest.approx(12 * 1152**2, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "minimax", "recurrent_gemma", "t5", "mamba2"])
+def test_a_mixer_that_is_not_read_is_refused(kind):
+    with pytest.raises(ConfigError):
+        shape_of_config(CONFIG_MAPPING[kind]().to_dict(), name=kind)
