@@ -169,11 +169,11 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
         return lambda seconds: counted * rate / seconds
     if words & SECONDS and words & REQUESTS and words <= REQUESTS | PER:
         return lambda seconds: rate / job.answer / seconds
+    requests = requests_in_flight(job)
     if not job.requests:
         known = "tokens and requests a second"
         more = ", and with the number of requests (micro_batch) times between tokens and of a request"
         raise _refused(row, "inference of an unstated number of requests", known + more)
-    requests = requests_in_flight(job)
     if words & SECONDS and words & TOKENS and "user" in words and words <= TOKENS | {"per", "s", "user", "output"}:
         return lambda seconds: 1.0 / requests / seconds
     of_token = _time_unit(words, TIME | TOKEN_TIME)

@@ -92,13 +92,14 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         numbers["kv_heads"] = 1
     if numbers["kv_rank"]:
         numbers["head_dim"] = number_of(config, ("qk_nope_head_dim",)) + numbers["rope_dim"]
+    sizes: dict[str, Any] = numbers
     return ModelShape(
         name=name,
         gated=kind == "gpt_oss" or not (kind.startswith(NOT_GATED) or kind == "phi"),
         causal=not is_encoder,
         tied=config.get("tie_word_embeddings", kind.startswith(TIED)) is True,
         source="its config.json",
-        **numbers,
+        **sizes,
     )
 
 

@@ -33,6 +33,7 @@ from octavo.planning.training_memory import Memory, planned_memory, training_mem
 __all__ = ["Prediction", "Problem", "predict_row", "problem_of"]
 
 GB = 1e9
+MOST_OF_MEMORY = 1.3  # that a step may need of what there is, before it is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,8 @@ def problem_of(row: Row) -> Problem:
         return _problem_of_service(row)
     step = training_job(row)
     _refuse_unsupported(step)
+    if row["gpus"]:
+        _refuse_what_cannot_fit(step)
     of_memory = memory_measure(row)
     if of_memory is not None:
         if not row["micro_batch"]:
@@ -154,6 +157,16 @@ def _refuse_unsupported(job: TrainingJob | ServingJob | GemmJob) -> None:
     reason = unsupported_reason(job.precision, job.hardware)
     if reason is not None:
         raise ConfigError(reason)
+
+
+def _refuse_what_cannot_fit(job: TrainingJob) -> None:
+    """Refuse a step that needs far more memory than there is with every block recomputed, whatever its row says."""
+    needed = training_memory(job, Recompute.FULL).total / GB
+    if needed > MOST_OF_MEMORY * job.hardware.memory:
+        raise ConfigError(
+            f"{job.model.name} would need {needed:,.0f} GB of each of {job.layout.gpus:,} × {job.hardware.memory:g} GB "
+            "with all activations recomputed; use more GPUs, or divide it among more of them"
+        )
 
 
 def predict_row(row: Row, constants: Constants) -> Prediction:

@@ -216,6 +216,27 @@ def test_memory_of_a_toy_layer_is_what_torch_saves():
     assert out.shape == (tokens, hidden)
 
 
+def test_memory_of_a_toy_layer_without_a_gate_is_what_torch_saves():
+    hidden, ffn, tokens = 64, 256, 32
+    up, down = nn.Linear(hidden, ffn, bias=False).bfloat16(), nn.Linear(ffn, hidden, bias=False).bfloat16()
+    saved: dict[int, int] = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = down(nn.functional.gelu(up(x)))
+    weights = {up.weight.untyped_storage().data_ptr(), down.weight.untyped_storage().data_ptr()}
+    measured = sum(size for place, size in saved.items() if place not in weights)
+    model = ModelShape(name="toy", layers=1, hidden=hidden, heads=1, vocab=1, ffn=ffn, gated=False, attention_layers=0)
+    step = job(model=model, layout=Layout(gpus=1), seq=tokens, global_batch=1, framework=Framework.EAGER)
+    kept = activation_bytes(step, Recompute.NONE)
+    assert kept["up"] + kept["down"] == measured
+    assert out.shape == (tokens, hidden)
+
+
 def test_states_of_a_step_take_sixteen_bytes_a_parameter():
     memory = training_memory(job(layout=Layout(gpus=8), global_batch=8), Recompute.FULL)
     parameters = find_model("llama-3-8b").parameters

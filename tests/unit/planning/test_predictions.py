@@ -289,7 +289,7 @@ def test_a_row_is_predicted_without_its_id():
 
 
 def test_the_batch_of_bf16_is_read_from_any_two_numbers():
-    cells = {"model": "Llama-3.1-8B", "micro_batch": 6, "seq": 8192, "metric": "step_time_s", "gpus": 8}
+    cells = {"model": "Llama-3.1-8B", "micro_batch": 6, "seq": 8192, "metric": "step_time_s", "hardware": "B200"}
     named = predicted(**cells, notes="bf16 and fp8 8B differ in batch (2 vs 6)")
     alone = predicted(**cells | {"micro_batch": 2, "precision": "bf16"})
     assert named.bf16_value == pytest.approx(alone.value)
