@@ -112,12 +112,12 @@ def problem_of(row: Row) -> Problem:
     reason = _refusal(row)
     if reason:
         raise OctavoError(reason)
-    if row["kind"] in ("gemm", "layer"):
+    if row.kind in ("gemm", "layer"):
         products = gemm_job(row)
         _refuse_unsupported(products)
         of_products = None if is_speedup(row) else product_measure(row, products)
         return Problem(products, replace(products, precision=BF16), of_products, of_products)
-    if row["kind"] == "infer":
+    if row.kind == "infer":
         return _problem_of_service(row)
     step = training_job(row)
     _refuse_unsupported(step)
@@ -221,7 +221,7 @@ def _with_interval(name: str, value: float, bf16: float | None, width: float) ->
 
 def _refusal(row: Row) -> str | None:
     """Return why a row is not a problem the planner models."""
-    metric, kind, text = row["metric"].lower(), row["kind"], row.notes
+    metric, kind, text = row["metric"].lower(), row.kind, row.notes
     if kind not in ("train", "infer", "gemm", "layer"):
         return f"kind {kind!r} is not one of train, infer, gemm and layer"
     if "rl_step" in metric or "grpo" in text:

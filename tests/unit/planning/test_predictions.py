@@ -409,5 +409,26 @@ def test_a_batch_that_does_not_divide_is_named():
         plan("llama-3-70b", gpus=1000, global_batch=510)
 
 
+@pytest.mark.parametrize(("kind", "same"), [("Train", "train"), ("training", "train"), ("inference", "infer")])
+def test_kinds_in_other_spellings(kind, same):
+    metric = {"train": "step_time_s", "infer": "tokens_per_s"}[same]
+    found, other = (predicted(**KINDS[same] | {"kind": each, "metric": metric}) for each in (kind, same))
+    assert found == other
+    assert found.reason is None
+
+
+def test_an_id_is_given_back_as_it_was(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("id,kind,model,hardware\n a b ,train,Llama-3-8B,H100\n")
+    assert predict_row(read_rows(path)[0], CONSTANTS).id == " a b "
+
+
+@pytest.mark.parametrize(
+    "model", ["M=N=K=8192", "(M, N, K) = (8192, 8192, 8192)", "GEMM m8192 n8192 k8192", "8192x8192x8192", "8192³"]
+)
+def test_products_in_other_spellings(model):
+    assert gemm_job(row(kind="gemm", model=model, gpus=1)).shapes == ((8192, 8192, 8192),)
+
+
 def test_an_unknown_model_has_a_short_reason():
     assert len(predicted(model="nothing known " * 50).reason) < 300
