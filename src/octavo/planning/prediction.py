@@ -33,7 +33,7 @@ from octavo.planning.training_memory import Memory, planned_memory, training_mem
 __all__ = ["Prediction", "Problem", "predict_row", "problem_of"]
 
 GB = 1e9
-MOST_OF_MEMORY = 1.3  # that a step may need of what there is, before it is refused
+MOST_OF_MEMORY = 1.3  # share of a GPU's memory beyond which a step is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """What was measured, in one spelling: train, infer, gemm or layer; others as they are."""
+        """The kind of measurement in one spelling: train, infer, gemm or layer; others as they are."""
         kind = self["kind"].strip().lower()
         return {"training": "train", "inference": "infer", "serving": "infer"}.get(kind, kind)
 

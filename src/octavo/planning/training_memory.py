@@ -126,7 +126,7 @@ def activation_bytes(job: TrainingJob, recompute: Recompute) -> dict[str, float]
         >>> step = make_plan(request, fitted_constants()).bf16.job
         >>> kept = activation_bytes(step, Recompute.NONE)
         >>> max(kept, key=kept.get), kept["down"] == 2 * 14336 * 32 * step.tokens
-        ('gate_up', True)
+        ('up', True)
     """
     layout = job.layout
     in_flight = 1.0 if layout.pp == 1 else 1.0 + (layout.pp - 1) / (layout.pp * layout.vp)
