@@ -165,6 +165,9 @@ def read_points(
         if problem.memory is not None:
             memory.append((row, problem))
             continue
+        if problem.of_prompts:
+            refused.append((row, "the fit is of whole services, and this row times prompts alone"))
+            continue
         bf16 = row.number("bf16_value") if problem.bf16 is not None and not problem.job.precision.is_bf16 else 0.0
         points.append(
             Point(

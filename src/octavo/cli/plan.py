@@ -76,6 +76,10 @@ def plan(
     """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout."""
     if rows is not None and compare is not None:
         raise ConfigError("--rows and --compare are two commands; give one of them")
+    if (rows is not None or compare is not None or answer) and (report is not None or calibrate is not None):
+        raise ConfigError(
+            "--report and --calibrate are of a training; leave them out with --rows, --compare and --answer"
+        )
     if rows is not None:
         _predict_rows(rows, as_json=as_json)
     elif compare is not None:

@@ -28,6 +28,7 @@ __all__ = [
     "fitted_constants",
     "gemm_seconds",
     "kernel_constant",
+    "prompt_seconds",
     "serving_seconds",
     "training_seconds",
 ]
@@ -180,3 +181,8 @@ def serving_seconds(parts: Parts, values: Values) -> dict[str, Any]:
     seconds["scheduler"] = 1e-6 * slow * _part(parts, values, "scheduler")
     seconds["total"] = sum(seconds.values())
     return seconds
+
+
+def prompt_seconds(parts: Parts, values: Values) -> float:
+    """Return what prompts take of the seconds of one generated token; times its tokens, what one prompt takes."""
+    return sum(float(value) for name, value in serving_seconds(parts, values).items() if name.startswith("prompt"))

@@ -1,7 +1,7 @@
 """From seconds to the metric that a row was published in: "tokens_per_s_per_gpu", "latency_us", "tflops".
 
 A metric is read as words. All of them must be known for its kind, so that a rate or a unit that the planner does not
-predict is refused instead of answered in another unit; what stands in parentheses may be a unit, or anything.
+predict is refused instead of answered in another unit; what stands in parentheses counts where it is a unit.
 """
 
 import re
@@ -13,19 +13,25 @@ from octavo.planning.rows import Row
 from octavo.planning.serving_costs import requests_in_flight
 from octavo.planning.training_memory import Memory
 
-__all__ = ["Measure", "is_speedup", "memory_measure", "product_measure", "service_measure", "step_measure"]
+__all__ = [
+    "Measure",
+    "is_of_prompts",
+    "is_speedup",
+    "memory_measure",
+    "product_measure",
+    "prompt_measure",
+    "service_measure",
+    "step_measure",
+]
 
 Measure = Callable[[float], float]
 SECONDS = frozenset({"s", "sec", "second", "seconds"})
 GPUS = frozenset({"gpu", "gpus", "device", "chip"})
 AVERAGES = frozenset({"mean", "median", "average", "avg"})
 TOKENS = frozenset({"tokens", "token", "tok", "toks"})
-REQUESTS = frozenset({"requests", "request", "req", "reqs"})
-ALIASES = {"tps": "tokens s", "tgs": "tokens s gpu", "qps": "requests s", "rps": "requests s", "msec": "ms"}
 SAMPLES = frozenset({"samples", "sample", "sequences", "sequence"})
 PER = frozenset({"per", "throughput"}) | SECONDS | GPUS | AVERAGES
 STEPS = frozenset({"step", "iter", "iteration", "train", "training"})
-STEPS_A_SECOND = re.compile(r"(?:steps?|iters?|iterations?|it) ?(?:/|per) ?(?:s|sec|second)\b")
 TIME = frozenset({"time", "latency", "duration", "elapsed"}) | AVERAGES
 PASSES = frozenset(
     {"fwd", "bwd", "forward", "backward", "and", "total", "sum", "dgrad", "wgrad", "fprop", "kernel", "gemm"}
@@ -34,10 +40,11 @@ TOKEN_TIME = frozenset({"tpot", "itl", "inter", "token", "output", "per"})
 SPEEDUP = frozenset({"speedup", "speed", "ratio"})
 OF_SPEEDUP = frozenset({"up", "vs", "over", "bf", "16", "fp", "8", "throughput", "end", "to", "layer"})
 FLOPS = frozenset({"tflops", "tflop", "model", "per"}) | SECONDS | GPUS | AVERAGES
+REQUESTS = frozenset({"requests", "request", "req", "reqs"})
+PERCENT = frozenset({"%", "percent", "pct"})
 UNITS = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3, "min": 1 / 60, "h": 1 / 3600, "hours": 1 / 3600}
 UNITS |= dict.fromkeys(SECONDS, 1.0)
 BYTES = {"gb": 1e9, "gib": 1024.0**3, "mb": 1e6, "mib": 1024.0**2}
-ANY_UNIT = {*UNITS, *BYTES, "%"}
 MEMORY = frozenset({"mem", "memory", "peak", "max", "per", "used", "allocated", "reserved"}) | GPUS
 MEMORY_PARTS: dict[str, Callable[[Memory], float]] = {
     "optimizer": lambda memory: memory.moments,
@@ -46,15 +53,34 @@ MEMORY_PARTS: dict[str, Callable[[Memory], float]] = {
 }
 
 
+UNIT_WORDS = frozenset(UNITS) | frozenset(BYTES) | PERCENT | FLOPS | TOKENS | PER
+A_UNIT = r"(?<![a-z])(ns|us|µs|ms|s|secs?|seconds?|min)(?:[ _]per[ _]| ?/ ?)"
+SHORTER = (
+    (A_UNIT + r"(?:step|iter(?:ation)?|it)\b", r"step time \1"),
+    (A_UNIT + r"(?:output[ _])?token\b", r"tpot \1"),
+    (r"(?<![a-z])(?:steps?|iter(?:ation)?s?|it)(?:[ _]per[ _]| ?/ ?)(?:s|sec|second)\b", "step rate"),
+    (r"(?<![a-z])tps(?![a-z])", "tokens s"),
+    (r"(?<![a-z])tgs(?![a-z])", "tokens s gpu"),
+    (r"time[ _]to[ _]first[ _]token", "ttft"),
+)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-zµ%]+|\d+", text))
+
+
 def words_of(row: Row) -> frozenset[str]:
-    """Return the words of a row's metric; of what stands in parentheses, a unit alone."""
-    text = re.sub(r"\((.*?)\)", lambda match: f" {match[1]} " if match[1].strip() in ANY_UNIT else " ", _metric(row))
-    words = re.findall(r"[a-zµ%]+|\d+", text)
-    return frozenset(" ".join(ALIASES.get(word, word) for word in words).split())
+    """Return the words of a row's metric, and those in parentheses if all are units.
 
-
-def _metric(row: Row) -> str:
-    return row["metric"].lower().replace("_", " ")
+    Example:
+        >>> sorted(words_of(Row({"metric": "MFU (%)"}))), sorted(words_of(Row({"metric": "ms/step (as logged)"})))
+        (['%', 'mfu'], ['ms', 'step', 'time'])
+    """
+    text = row["metric"].lower()
+    text = re.sub(r"\(([^()]*)\)", lambda match: f" {match[1]} " if _words(match[1]) <= UNIT_WORDS else " ", text)
+    for pattern, replacement in SHORTER:
+        text = re.sub(pattern, replacement, text)
+    return _words(text)
 
 
 def is_speedup(row: Row) -> bool:
@@ -102,17 +128,17 @@ def step_measure(row: Row, job: TrainingJob) -> Measure:
     flops = tokens * job.model.training_flops(job.seq) / gpus
     if words & {"tflops", "tflop"} and words <= FLOPS:
         return lambda seconds: flops / 1e12 / seconds
-    if "mfu" in words and words <= {"mfu", "%", "percent", "pct"}:
+    if "mfu" in words and words <= {"mfu"} | PERCENT:
         peak = job.hardware.peak(16) / (100.0 if len(words) > 1 else 1.0)
         return lambda seconds: flops / (seconds * peak)
-    if STEPS_A_SECOND.search(_metric(row)):
+    if words == {"step", "rate"}:
         return lambda seconds: 1.0 / seconds
     rate = _rate_of_step(words, row, job, tokens)
     if rate is not None:
         return lambda seconds: rate / seconds
     if steps := re.fullmatch(r"hours_for_(\d+)_\w+", row["metric"].lower()):
         return lambda seconds: seconds * float(steps.group(1)) / 3600
-    unit = _time_unit(words, STEPS | TIME | {"per"})
+    unit = _time_unit(words, STEPS | TIME | ({"per"} if words & TIME else set()))
     if unit is None or not words & STEPS or "to" in words:
         raise _refused(row, "training", "step time, tokens or samples a second, TFLOP/s, MFU and memory")
     return lambda seconds: seconds * unit
@@ -138,16 +164,20 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
         ConfigError: its metric is not one that is predicted.
     """
     words = words_of(row)
-    share = job.gpus if words & GPUS else 1 / job.replicas
+    rate = 1.0 / job.gpus if words & GPUS else float(job.replicas)  # of a GPU, or of all replicas
     if words & SECONDS and words & TOKENS and words <= TOKENS | PER | {"output", "total", "generated"}:
         # vLLM counts prompts; ROCm's page gives generated tokens of it
         text = f"{row.source} {row['source_path_or_url']} {row.notes}".lower()
         of_vllm = not words & {"output", "generated"} and "vllm" in text and "rocm" not in text
         counted = (job.prompt + job.answer) / job.answer if of_vllm or "total" in words else 1.0
-        return lambda seconds: counted / share / seconds
+        return lambda seconds: counted * rate / seconds
     if words & SECONDS and words & REQUESTS and words <= REQUESTS | PER:
-        return lambda seconds: 1.0 / job.answer / share / seconds
+        return lambda seconds: rate / job.answer / seconds
     requests = requests_in_flight(job)
+    if not job.requests:
+        known = "tokens and requests a second"
+        more = ", and with the number of requests (micro_batch) times between tokens and of a request"
+        raise _refused(row, "inference of an unstated number of requests", known + more)
     if words & SECONDS and words & TOKENS and "user" in words and words <= TOKENS | {"per", "s", "user", "output"}:
         return lambda seconds: 1.0 / requests / seconds
     of_token = _time_unit(words, TIME | TOKEN_TIME)
@@ -155,8 +185,31 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
         return lambda seconds: seconds * requests * of_token
     unit = _time_unit(words, TIME | {"request", "end", "to", "e", "2"})
     if unit is None or not words & {"time", "latency"} or ("to" in words and "end" not in words):
-        raise _refused(row, "inference", "tokens and requests a second, time between tokens, and latency of a request")
+        raise _refused(row, "inference", "tokens and requests a second, times between tokens and of a request")
     return lambda seconds: seconds * requests * job.answer * unit
+
+
+def is_of_prompts(row: Row) -> bool:
+    """Return whether the metric is of prompts alone: the time to the first token, or the rate of prefill."""
+    return bool(words_of(row) & {"ttft", "prefill"})
+
+
+def prompt_measure(row: Row, job: ServingJob) -> Measure:
+    """Return how a row's value follows from the seconds of one prompt.
+
+    Raises:
+        ConfigError: its metric is not one that is predicted, or prompts wait for one another.
+    """
+    words = words_of(row) - {"prefill", "input", "prompt"}
+    if "ttft" not in words and words & SECONDS and words & TOKENS and words <= TOKENS | PER:
+        rate = 1.0 / job.gpus if words & GPUS else float(job.replicas)
+        return lambda seconds: rate * job.prompt / seconds
+    unit = _time_unit(words, TIME | {"ttft"})
+    if unit is None or not words & {"ttft", "time", "latency"}:
+        raise _refused(row, "prompts", "the time to the first token, and tokens a second of prefill")
+    if job.requests > 1:
+        raise ConfigError("the time to the first token of several requests depends on how they arrive")
+    return lambda seconds: seconds * unit
 
 
 def product_measure(row: Row, job: GemmJob) -> Measure:

@@ -78,7 +78,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     config = inner if isinstance(inner, Mapping) else config
     kind = str(config.get("model_type") or config.get("_class_name") or "").lower()
     is_encoder = kind.startswith(ENCODERS)
-    numbers: dict[str, Any] = {field: number_of(config, names) for field, names in NAMES.items()}
+    numbers = {field: number_of(config, names) for field, names in NAMES.items()}
     numbers["hidden"] = numbers["hidden"] or numbers["heads"] * numbers["head_dim"]
     if is_encoder:
         numbers["vocab"] = numbers["vocab"] or _outputs(config)
@@ -92,13 +92,14 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         numbers["kv_heads"] = 1
     if numbers["kv_rank"]:
         numbers["head_dim"] = number_of(config, ("qk_nope_head_dim",)) + numbers["rope_dim"]
+    sizes: dict[str, Any] = numbers
     return ModelShape(
         name=name,
         gated=kind == "gpt_oss" or not (kind.startswith(NOT_GATED) or kind == "phi"),
         causal=not is_encoder,
         tied=config.get("tie_word_embeddings", kind.startswith(TIED)) is True,
         source="its config.json",
-        **numbers,
+        **sizes,
     )
 
 

@@ -49,13 +49,13 @@ class Precision:
         recipe: octavo's recipe whose casts it makes.
         kernel: that multiplies.
         bits: of its operands.
-        weight_bits: of stored weights where they are fewer than those of the operands; 0 where they are the same.
         casts: whether the time includes casts; False where the operands were quantized before.
         covers_dense: whether dense layers use it; ``covers_experts``: whether experts do.
         gathers_codes: whether FSDP gathers weights as codes.
         stores_codes: whether activations and optimizer states are kept in FP8 (COAT).
         kv_bytes: bytes of an element of the KV cache.
         integer: INT8 instead of FP8.
+        weight_bits: of a stored weight, where GEMMs decode it first; 0 for ``bits``.
         hp_grad_weight: whether grad_weight's GEMM is in high precision.
     """
 
@@ -75,11 +75,11 @@ class Precision:
     @property
     def is_bf16(self) -> bool:
         """Return whether nothing is cast."""
-        return self.kernel == Kernel.BF16 and not self.weight_bits
+        return self.kernel == Kernel.BF16
 
     @property
     def stored_bits(self) -> int:
-        """Bits of an element of a stored weight."""
+        """Return the bits of a stored weight."""
         return self.weight_bits or self.bits
 
     @property
@@ -112,50 +112,55 @@ def precision_of_recipe(name: str) -> Precision:
 
 
 # A pattern of the published name, the recipe, and the kernel where it is not the recipe's own.
-HIGH_PRECISION = re.compile(r"(?:bf16|bfloat16|fp16|float16|half|16-?bit|none|unquanti[sz]ed|not stated|baseline)\b|$")
-WEIGHTS_ALONE = re.compile(
-    r"w([48])a16|(?:int|fp|uint)?([48])[- ]?(?:bit)?[- ]?weight|(awq|gptq|int4|mxfp4)|(weight[-_ ]?only)"
-)
 SPELLINGS: tuple[tuple[str, str, Kernel | None], ...] = (
     (r"fp4", "mxfp8", Kernel.FP4),
+    (r"w4a8", "tensorwise", None),
+    (r"delayed|hybrid", "delayed_te", None),
     (r"triton", "blockwise", Kernel.TRITON),
     (r"1x128 x 128x128", "blockwise", Kernel.DEEPGEMM),
-    (r"mxfp8|(?<![a-z0-9])mx(?![a-z0-9])", "mxfp8", None),
+    (r"mxfp8|\bmx\b", "mxfp8", None),
     (r"block", "blockwise", None),
     (r"row-?wise|per-?(?:row|token|channel)", "rowwise", None),
-    (r"current|fp8-?cs|(?:per-?)?tensor-?(?:wise)?\b|maxtext|w[48]a8|modelopt|generation", "tensorwise", None),
-    (r"fp8|float8|e4m3|e5m2|int8|hybrid|\bte\b|ms-?amp", "delayed_te", None),
+    (r"current|fp8-?cs|tensor-?wise|per-?tensor|maxtext|w8a8|modelopt|generation", "tensorwise", None),
+    (r"fp8|float8|e4m3|int8|w8", "delayed_te", None),
 )
+
+
+HIGH = re.compile(r"(?:bf|fp)16\b|b?float16|half\b|16-?bit|not stated|none$|unquanti[sz]ed|n/a|-?$")
+WEIGHTS_ONLY = re.compile(r"w([48])a16|weight-?only|weights only|awq|gptq|marlin|\bint4\b|nf4")
+NOT_MODELLED = re.compile(r"fp6|\bint[23]\b|ms-?amp")
 
 
 def find_precision(text: str, *, generation: str = "hopper") -> Precision:
-    """Return the precision of a published name.
+    """Return the precision of a published name; no name is BF16.
 
     Args:
         text: as published.
-        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling, and MXFP4 is weights alone.
+        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling, and MXFP4 of weights alone.
 
     Raises:
-        ConfigError: the name is not known.
+        ConfigError: the name is not one of those that are modelled.
 
     Example:
         >>> find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
         True
-        >>> find_precision("bf16") is BF16, find_precision("int4 awq").stored_bits
-        (True, 4)
+        >>> find_precision("bf16") is BF16
+        True
+        >>> find_precision("INT4 AWQ").weight_bits, find_precision("INT4 AWQ").bits
+        (4, 16)
     """
-    lower = text.strip().lower()
-    if HIGH_PRECISION.match(lower):
-        return BF16
-    alone = WEIGHTS_ALONE.search(lower)
-    if alone and not ("mxfp4" in lower and generation == "blackwell"):
-        bits = int(alone.group(1) or alone.group(2) or (8 if alone.group(4) and "4" not in lower else 4))
-        return replace(BF16, name=text, weight_bits=bits, casts=False)
+    lower = text.lower().strip().replace("_", "-")
+    kv_bytes = 1 if re.search(r"kv|modelopt", lower) else 2
+    if HIGH.match(lower):
+        return replace(BF16, name=text, kv_bytes=1) if kv_bytes == 1 and "fp8" in lower else BF16
+    if weights := _weights_only(text, lower, kv_bytes=kv_bytes, generation=generation):
+        return weights
     match = next((entry for entry in SPELLINGS if re.search(entry[0], lower)), None)
-    if match is None or re.search(r"fp6|tf32|fp32(?! promotion)", lower):
+    is_e5m2 = "e5m2" in lower and not re.search(r"hybrid|e4m3", lower)
+    if match is None or is_e5m2 or NOT_MODELLED.search(lower):
         raise ConfigError(
-            f"the precision {text!r} is not known; known are bf16, fp8 with delayed, current (per tensor), rowwise, "
-            "block or MX scales, nvfp4, and weights alone in 8 or 4 bits"
+            f"the precision {text[:40]!r} is not modelled; BF16, FP8 (delayed, tensorwise, rowwise, blockwise), MXFP8, "
+            "FP4, INT8, and weights alone in 4 or 8 bits are"
         )
     if "block/mx" in lower and generation != "blackwell":
         match = (match[0], "blockwise", None)
@@ -172,9 +177,22 @@ def find_precision(text: str, *, generation: str = "hopper") -> Precision:
         covers_experts=not re.search(r"linears$", lower),
         gathers_codes="all-gather" in lower or "float8 tensorwise" in lower,
         stores_codes="coat" in lower,
-        kv_bytes=1 if re.search(r"kv|modelopt", lower) else 2,
+        kv_bytes=kv_bytes,
         integer="int8" in lower,
     )
+
+
+def _weights_only(text: str, lower: str, *, kv_bytes: int, generation: str) -> Precision | None:
+    """The precision of a name that says that weights alone are stored in fewer bits; None for other names.
+
+    MXFP4 before Blackwell is of experts alone, as GPT-OSS is published.
+    """
+    is_mxfp4 = "mxfp4" in lower and generation == "hopper"
+    match = WEIGHTS_ONLY.search(lower)
+    if "w4a8" in lower or not (match or is_mxfp4):
+        return None
+    has_8 = bool(re.search(r"w8a16|int8|fp8|float8|8-?bit", lower)) and "4" not in lower
+    return replace(BF16, name=text, weight_bits=8 if has_8 else 4, covers_dense=not is_mxfp4, kv_bytes=kv_bytes)
 
 
 def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
@@ -185,15 +203,15 @@ def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
         >>> unsupported_reason(precision_of_recipe("mxfp8"), find_hardware("h100"))
         'h100 has no MX scales in hardware; use tensorwise, rowwise or blockwise'
     """
-    if precision.kernel == Kernel.BF16:
-        return None
     has_mx = hardware.generation == "blackwell" or hardware.name.startswith("mi35")
+    if precision.is_bf16:
+        return None
     if precision.integer:
         return None if hardware.int8 else f"{hardware.name} has no INT8 units"
     if not hardware.has_fp8:
         return f"{hardware.name} has no FP8 units: FP8 would be slower than BF16 there; train in BF16"
     if precision.kernel == Kernel.FP4 and not has_mx:
-        return f"{hardware.name} has no FP4 units; weights alone in 4 bits are not modelled"
+        return f"{hardware.name} has no FP4 units; name weights alone in 4 bits W4A16"
     if precision.kernel == Kernel.MX and not has_mx:
         return f"{hardware.name} has no MX scales in hardware; use tensorwise, rowwise or blockwise"
     return None

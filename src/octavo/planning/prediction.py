@@ -12,10 +12,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.planning.constants import Constants, gemm_seconds, serving_seconds, training_seconds
+from octavo.planning.constants import Constants, gemm_seconds, prompt_seconds, serving_seconds, training_seconds
 from octavo.planning.gemm_costs import gemm_parts
 from octavo.planning.jobs import GemmJob, Recompute, ServingJob, TrainingJob
-from octavo.planning.metrics import is_speedup, memory_measure, product_measure, service_measure, step_measure
+from octavo.planning.metrics import (
+    is_of_prompts,
+    is_speedup,
+    memory_measure,
+    product_measure,
+    prompt_measure,
+    service_measure,
+    step_measure,
+)
 from octavo.planning.precision import BF16, unsupported_reason
 from octavo.planning.rows import Row, gemm_job, serving_job, training_job
 from octavo.planning.serving_costs import requests_in_flight, serving_parts
@@ -25,6 +33,7 @@ from octavo.planning.training_memory import Memory, planned_memory, training_mem
 __all__ = ["Prediction", "Problem", "predict_row", "problem_of"]
 
 GB = 1e9
+MOST_OF_MEMORY = 1.3  # share of a GPU's memory beyond which a step is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,7 @@ class Problem:
         measure: from seconds (of a step, a token or a product) to the metric; None for memory and for a speed-up.
         bf16_measure: the same for the BF16 job, whose batch may differ.
         memory: from the memory of a step to the metric; None for times.
+        of_prompts: whether seconds are those of one prompt instead of a generated token.
     """
 
     job: TrainingJob | ServingJob | GemmJob
@@ -64,6 +74,7 @@ class Problem:
     measure: Callable[[float], float] | None
     bf16_measure: Callable[[float], float] | None = None
     memory: Callable[[Memory], float] | None = None
+    of_prompts: bool = False
 
     @property
     def kind(self) -> str:
@@ -80,10 +91,12 @@ class Problem:
         return constants.width(self.kind, guessed=guessed)
 
     def seconds(self, values: Mapping[str, float], *, bf16: bool = False) -> float:
-        """Seconds of a step, of a token or of the products."""
+        """Seconds of a step, of a token, of a prompt or of the products."""
         job = self.bf16 if bf16 else self.job
         if isinstance(job, TrainingJob):
             return float(training_seconds(training_parts(job), values)["total"])
+        if isinstance(job, ServingJob) and self.of_prompts:
+            return prompt_seconds(serving_parts(job), values) * job.answer
         if isinstance(job, ServingJob):
             return float(serving_seconds(serving_parts(job), values)["total"])
         assert job is not None
@@ -99,15 +112,17 @@ def problem_of(row: Row) -> Problem:
     reason = _refusal(row)
     if reason:
         raise OctavoError(reason)
-    if row["kind"] in ("gemm", "layer"):
+    if row.kind in ("gemm", "layer"):
         products = gemm_job(row)
         _refuse_unsupported(products)
         of_products = None if is_speedup(row) else product_measure(row, products)
         return Problem(products, replace(products, precision=BF16), of_products, of_products)
-    if row["kind"] == "infer":
+    if row.kind == "infer":
         return _problem_of_service(row)
     step = training_job(row)
     _refuse_unsupported(step)
+    if row["gpus"]:
+        _refuse_what_cannot_fit(step)
     of_memory = memory_measure(row)
     if of_memory is not None:
         if not row["micro_batch"]:
@@ -122,19 +137,36 @@ def problem_of(row: Row) -> Problem:
 def _problem_of_service(row: Row) -> Problem:
     service = serving_job(row)
     _refuse_unsupported(service)
-    measure = None if is_speedup(row) else service_measure(row, service)
+    of_prompts = is_of_prompts(row)
+    if is_speedup(row):
+        measure = None
+    elif of_prompts:
+        measure = prompt_measure(row, service)
+        service = replace(service, requests=service.requests or 1)
+    else:
+        measure = service_measure(row, service)
     in_bf16 = replace(service, precision=BF16)
     try:
         requests_in_flight(in_bf16)
     except OctavoError:
-        return Problem(service, None, measure)
-    return Problem(service, in_bf16, measure, measure)
+        return Problem(service, None, measure, of_prompts=of_prompts)
+    return Problem(service, in_bf16, measure, measure, of_prompts=of_prompts)
 
 
 def _refuse_unsupported(job: TrainingJob | ServingJob | GemmJob) -> None:
     reason = unsupported_reason(job.precision, job.hardware)
     if reason is not None:
         raise ConfigError(reason)
+
+
+def _refuse_what_cannot_fit(job: TrainingJob) -> None:
+    """Refuse a step that needs far more memory than there is with every block recomputed, whatever its row says."""
+    needed = training_memory(job, Recompute.FULL).total / GB
+    if needed > MOST_OF_MEMORY * job.hardware.memory:
+        raise ConfigError(
+            f"{job.model.name} would need {needed:,.0f} GB of each of {job.layout.gpus:,} × {job.hardware.memory:g} GB "
+            "with all activations recomputed; use more GPUs, or divide it among more of them"
+        )
 
 
 def predict_row(row: Row, constants: Constants) -> Prediction:
@@ -189,7 +221,7 @@ def _with_interval(name: str, value: float, bf16: float | None, width: float) ->
 
 def _refusal(row: Row) -> str | None:
     """Return why a row is not a problem the planner models."""
-    metric, kind, text = row["metric"].lower(), row["kind"], row.notes
+    metric, kind, text = row["metric"].lower(), row.kind, row.notes
     if kind not in ("train", "infer", "gemm", "layer"):
         return f"kind {kind!r} is not one of train, infer, gemm and layer"
     if "rl_step" in metric or "grpo" in text:

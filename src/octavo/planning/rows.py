@@ -69,6 +69,12 @@ class Row:
         return " ; ".join((self["notes"], self["model"], self["dp_or_fsdp"], self["precision"])).lower()
 
     @property
+    def kind(self) -> str:
+        """The kind of measurement in one spelling: train, infer, gemm or layer; others as they are."""
+        kind = self["kind"].strip().lower()
+        return {"training": "train", "inference": "infer", "serving": "infer"}.get(kind, kind)
+
+    @property
     def source(self) -> str:
         """Repository or page that published it."""
         return self["source_repo_or_doc"]
@@ -104,7 +110,12 @@ def read_rows(path: Path) -> list[Row]:
             if missing:
                 raise DataError(f"{str(path)!r} has no column {missing[0]!r}; its first line must name the columns")
             rows = [
-                {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)} for row in reader
+                {
+                    key: (value or "") if key == "id" else (value or "").strip()
+                    for key, value in row.items()
+                    if isinstance(key, str)
+                }
+                for row in reader
             ]
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{str(path)!r} is not CSV in UTF-8: {error}") from error
@@ -141,6 +152,9 @@ def training_job(row: Row) -> TrainingJob:
     """
     model, hardware = find_model(row["model"]), find_hardware(row["hardware"])
     layout = _layout(row)
+    precision = find_precision(row["precision"], generation=hardware.generation)
+    if precision.weight_bits:
+        raise ConfigError("weights alone in fewer bits are for inference; a training on frozen ones is not modelled")
     seq = row.integer("seq", 2048 if "nanochat" in row.notes else 4096)
     micro = row.integer("micro_batch")
     job = TrainingJob(
@@ -150,7 +164,7 @@ def training_job(row: Row) -> TrainingJob:
         seq=seq,
         micro_batch=max(1, micro),
         global_batch=max(1, row.integer("global_batch", max(1, micro) * layout.dp * _usual_micro_batches(layout))),
-        precision=find_precision(row["precision"], generation=hardware.generation),
+        precision=precision,
         recompute=_recompute(row),
         framework=framework_of(row),
         release=release_of(row),
@@ -312,12 +326,15 @@ def gemm_job(row: Row) -> GemmJob:
 
 
 def _size(text: str, name: str) -> int | None:
-    match = re.search(rf"\b{name} ?= ?(\d+)", text) or re.search(rf"\b{name.lower()} ?= ?(\d+)", text)
+    """A size such as that of "M=4096" or, of small letters alone, "m4096"."""
+    match = re.search(rf"\b{name} ?= ?(\d+)", text) or re.search(rf"\b{name.lower()} ?=? ?(\d+)", text)
     return int(match.group(1)) if match else None
 
 
 def _shapes(text: str, groups: int) -> tuple[tuple[int, int, int], ...]:
     """M (of a group), N and K of every product a name lists."""
+    text = re.sub(r"\bM ?= ?N ?= ?K ?= ?(\d+)", r"M=\1 N=\1 K=\1", text)
+    text = re.sub(r"\(M, ?N, ?K\) ?= ?\((\d+), ?(\d+), ?(\d+)\)", r"M=\1 N=\2 K=\3", text)
     if match := re.search(r"h=(\d+) ffn=(\d+) M=(\d+)", text):
         hidden, ffn, m = map(int, match.groups())
         return tuple((m, n, k) for n, k in ((3 * hidden, hidden), (hidden, hidden), (ffn, hidden), (hidden, ffn)))

@@ -5,11 +5,13 @@ request's keys and values once; a prompt is limited by FLOPs. How many requests 
 what weights leave is filled with keys and values.
 """
 
+from dataclasses import replace
+
 from octavo.errors import ConfigError
 from octavo.planning.gemm_costs import Parts, add_gemm
 from octavo.planning.jobs import Framework, ServingJob
 from octavo.planning.model_shapes import Linear, Part, Split
-from octavo.planning.precision import BF16, Kernel
+from octavo.planning.precision import BF16, Kernel, Precision
 
 __all__ = ["kv_bytes_of_token", "requests_in_flight", "serving_parts", "weight_bytes"]
 
@@ -19,13 +21,22 @@ CHUNK = 8192  # tokens of prompts that are computed at once
 
 
 def weight_bytes(job: ServingJob) -> float:
-    """Return the bytes of all weights; embedding and head stay in BF16."""
+    """Return the bytes of all weights; embedding and head stay in BF16, and what the precision does not cover."""
     model = job.model
     embeddings = model.vocab * model.hidden * (1 if model.tied else 2)
     experts = sum(linear.parameters for linear in model.linears() if linear.part == Part.EXPERTS)
     dense = model.parameters - embeddings - experts
     copies = job.gpus if job.divides_experts else 1  # attention to different requests needs all of its weights
-    return (experts + copies * dense) * job.precision.stored_bits / 8 + 2.0 * embeddings * copies
+    bits = [_precision_of(job, part).stored_bits for part in (Part.EXPERTS, Part.MLP)]
+    return (experts * bits[0] + copies * dense * bits[1]) / 8 + 2.0 * embeddings * copies
+
+
+def _precision_of(job: ServingJob, part: Part) -> Precision:
+    """The precision of a part; a mixture's may cover its experts alone, or all but them."""
+    if part == Part.HEAD:
+        return BF16
+    covered = job.precision.covers_experts if part == Part.EXPERTS else job.precision.covers_dense
+    return job.precision if covered or not job.model.experts else replace(BF16, kv_bytes=job.precision.kv_bytes)
 
 
 def kv_bytes_of_token(job: ServingJob) -> float:
@@ -79,7 +90,7 @@ def _add_pass(parts: Parts, job: ServingJob, *, tokens: int, share: float, prefi
     found: Parts = Parts(float)
     model, count = job.model, 0.0
     for linear in model.linears():
-        precision = BF16 if linear.part == Part.HEAD else job.precision
+        precision = _precision_of(job, linear.part)
         rows, n, k, groups = _local(job, linear, tokens)
         if linear.part == Part.HEAD and prefix == "prompt":
             continue

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.planning.constants import Constants, serving_seconds
+from octavo.planning.constants import Constants, prompt_seconds, serving_seconds
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import ServingJob
 from octavo.planning.model_shapes import ModelShape
@@ -99,8 +99,7 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
 
 def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
     seconds = {name: float(value) for name, value in serving_seconds(serving_parts(job), constants.values).items()}
-    alone = serving_seconds(serving_parts(replace(job, requests=1)), constants.values)
-    prompts = sum(float(value) for name, value in alone.items() if name.startswith("prompt")) * job.answer
+    prompts = prompt_seconds(serving_parts(replace(job, requests=1)), constants.values) * job.answer
     positions = job.prompt + job.answer
     rate = 1.0 / seconds["total"]
     return ServingPoint(

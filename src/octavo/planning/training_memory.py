@@ -149,7 +149,8 @@ def _token_bytes(job: TrainingJob, recompute: Recompute) -> dict[str, float]:
     codes = job.precision.stores_codes
     norms = model.attention_count + model.mlp_count + model.mamba_layers
     width = 0.0 if recompute == Recompute.SELECTIVE else 1.0 if codes else 2.0
-    width += 0.0 if _is_fused(job) or codes else 4.0  # eager norms keep their input in FP32
+    # eager norms keep their input in FP32; llm-foundry's are low_precision_layernorm
+    width += 4.0 if job.framework == Framework.EAGER and not codes else 0.0
     return kept | {"norms": norms * width * model.hidden}
 
 
@@ -164,7 +165,7 @@ def _layer_bytes(job: TrainingJob, linear: Linear, recompute: Recompute) -> floa
     is_computed_again = recompute == Recompute.SELECTIVE and linear.name.endswith("down")
     kept = 0.0 if is_computed_again else linear.k * operand
     if linear.name.endswith("up"):
-        times = 1.0 if _is_fused(job) or codes else 1.5 if job.model.gated else 2.0
+        times = 1.5 if job.model.gated and not (_is_fused(job) or codes) else 1.0  # silu's output beside gate and up
         return kept + linear.n * (1.0 if codes else 2.0) * times
     if linear.name in ("out", "o_a", "o_b", "expert_down", "shared_down", "down", "mamba_out"):
         return kept
@@ -191,7 +192,8 @@ def _logit_bytes(job: TrainingJob) -> float:
     """Bytes that the loss needs of one logit.
 
     One fused kernel keeps the logit in BF16, FP32 and its gradient in BF16. Separate operations, as PyTorch's eager
-    cross-entropy and its ``loss_parallel`` are, keep three tensors in FP32 beside the logit.
+    cross-entropy and its ``loss_parallel`` are, keep three tensors in FP32 beside the logit; llm-foundry's is fused.
     """
-    has_separate_operations = not _is_fused(job) or (job.framework == Framework.TITAN and job.layout.tp > 1)
+    is_parallel = job.framework == Framework.TITAN and job.layout.tp > 1
+    has_separate_operations = job.framework == Framework.EAGER or is_parallel
     return 14.0 if has_separate_operations else 8.0

@@ -4,6 +4,8 @@ The engine is octavo.html's. Plotly's script has 4.8 MB; the pages of a folder s
 copy, ``plotly-VERSION.min.js``. A page that is moved without it shows its tables and names the missing file.
 """
 
+import errno
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,15 @@ def render(template: str, /, **values: Any) -> str:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page atomically, and before it plotly's script into the same folder unless it is there already."""
+    """Write a page atomically, and before it plotly's script into the same folder unless it is there already.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
     from plotly.offline import get_plotlyjs
 
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     script, content = path.with_name(_script_name()), get_plotlyjs().encode()
     if not (script.is_file() and script.read_bytes() == content):
         write_atomically(script, content)

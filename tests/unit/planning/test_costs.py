@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from octavo import recipes
+from octavo.errors import ConfigError
 from octavo.planning.gemm_costs import add_gemm, gemm_parts, wave_efficiency
 from octavo.planning.hardware import find_hardware, hardware_names
 from octavo.planning.jobs import Framework, GemmJob, GemmPass, Layout, Recompute, ServingJob, Sharding, TrainingJob
@@ -77,6 +78,44 @@ def test_published_names_of_precisions():
     assert find_precision("bf16").is_bf16
     assert find_precision("mxfp8 grouped").covers_dense is False
     assert find_precision("mxfp8 linears").covers_experts is False
+
+
+@pytest.mark.parametrize("name", ["fp32", "TF32", "fp8 E5M2", "mxfp6", "te", "MS-AMP O2", "int2", "W4A6"])
+def test_a_precision_that_is_not_modelled_is_refused(name):
+    with pytest.raises(ConfigError, match="is not modelled"):
+        find_precision(name)
+
+
+def test_spellings_of_precisions():
+    assert all(find_precision(name).is_bf16 for name in ("bfloat16", "fp16 mixed", "", "not stated"))
+    assert find_precision("fp8_mx").kernel == Kernel.MX
+    assert find_precision("per-tensor").recipe == precision_of_recipe("tensorwise").recipe
+    assert find_precision("fp8 per-tensor delayed scaling").recipe.is_delayed
+    assert find_precision("hybrid").recipe.is_delayed
+    assert find_precision("bf16, fp8 KV cache").kv_bytes == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("W4A16", 4), ("W8A16", 8), ("INT4 AWQ", 4), ("GPTQ", 4), ("MXFP4", 4), ("fp8 weight-only", 8), ("nf4", 4)],
+)
+def test_weights_alone_in_fewer_bits(name, bits):
+    """Weights are read and stored in fewer bits, and multiplied in 16: on Blackwell too, which has FP4 units."""
+    generation = "hopper" if name == "MXFP4" else "blackwell"
+    precision = find_precision(name, generation=generation)
+    assert (precision.bits, precision.weight_bits, precision.kernel) == (16, bits, Kernel.BF16)
+    fast = replace(H100, bf16=1e9)  # so that a GEMM takes the time to read its weight
+    parts = gemm_parts(GemmJob(shapes=((1, 8192, 8192),), hardware=fast, precision=precision, passes=GemmPass.FORWARD))
+    assert parts["reading"] == pytest.approx(bits / 8 * 8192**2 / 3350e9, rel=0.05)
+    service = ServingJob(
+        model=find_model("gpt-oss-120b"), hardware=H100, gpus=1, tp=1, prompt=128, answer=128, precision=precision
+    )
+    model = service.model
+    experts = 36 * 128 * 3 * 2880 * 2880
+    others = model.parameters - experts - 2 * model.vocab * model.hidden
+    dense = 16 if name == "MXFP4" else bits  # published models have experts alone in MXFP4
+    ends = 4 * model.vocab * model.hidden
+    assert weight_bytes(service) == pytest.approx((experts * bits + others * dense) / 8 + ends)
 
 
 def test_gemms_of_a_step_have_the_flops_of_the_model():
@@ -174,6 +213,27 @@ def test_memory_of_a_toy_layer_is_what_torch_saves():
     step = job(model=model, layout=Layout(gpus=1), seq=tokens, global_batch=1, framework=Framework.EAGER)
     norm = tokens * hidden * (2 + 4)  # of the norm before the MLP, which the toy does not have
     assert training_memory(step, Recompute.NONE).activations - norm == pytest.approx(measured, rel=0.01)
+    assert out.shape == (tokens, hidden)
+
+
+def test_memory_of_a_toy_layer_without_a_gate_is_what_torch_saves():
+    hidden, ffn, tokens = 64, 256, 32
+    up, down = nn.Linear(hidden, ffn, bias=False).bfloat16(), nn.Linear(ffn, hidden, bias=False).bfloat16()
+    saved: dict[int, int] = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = down(nn.functional.gelu(up(x)))
+    weights = {up.weight.untyped_storage().data_ptr(), down.weight.untyped_storage().data_ptr()}
+    measured = sum(size for place, size in saved.items() if place not in weights)
+    model = ModelShape(name="toy", layers=1, hidden=hidden, heads=1, vocab=1, ffn=ffn, gated=False, attention_layers=0)
+    step = job(model=model, layout=Layout(gpus=1), seq=tokens, global_batch=1, framework=Framework.EAGER)
+    kept = activation_bytes(step, Recompute.NONE)
+    assert kept["up"] + kept["down"] == measured
     assert out.shape == (tokens, hidden)
 
 

@@ -5,11 +5,11 @@ from statistics import median
 
 import pytest
 
-from octavo.planning import find_hardware, find_model
+from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
 from octavo.planning.jobs import Framework, Layout, Recompute, TrainingJob
 from octavo.planning.precision import BF16
 from octavo.planning.prediction import problem_of
-from octavo.planning.rows import read_rows
+from octavo.planning.rows import Row, read_rows
 from octavo.planning.training_memory import planned_memory, training_memory
 
 ROWS = {row["id"]: row for row in read_rows(Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv")}
@@ -42,6 +42,34 @@ def test_peaks_of_coat(row):
     problem = problem_of(row)
     assert bytes_of(problem.job) / 1e9 == pytest.approx(row.number("value"), rel=0.15)
     assert bytes_of(problem.bf16) / 1e9 == pytest.approx(row.number("bf16_value"), rel=0.15)
+
+
+FOUNDRY = [row for row in ROWS.values() if row.source == "mosaicml/llm-foundry"]
+
+
+@pytest.mark.parametrize("row", FOUNDRY, ids=lambda row: row["id"])
+def test_what_ran_fits(row):
+    """Every row names its micro-batch and its recomputation, and ran on 80 GB."""
+    job = problem_of(row).job
+    assert isinstance(job, TrainingJob)
+    assert job.recompute is not None
+    assert bytes_of(job) <= 1.02 * 80e9
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("Llama-3.1-405B", 8), ("Llama-3.1-70B", 1)])
+def test_a_training_that_cannot_fit_is_refused(model, gpus):
+    cells = {
+        "id": "row",
+        "kind": "train",
+        "model": model,
+        "hardware": "H100",
+        "gpus": str(gpus),
+        "metric": "step_time_s",
+    }
+    reason = predict_row(Row(cells), fitted_constants()).reason
+    assert reason is not None
+    assert "would need" in reason
+    assert predict_row(Row(cells | {"gpus": "512", "dp_or_fsdp": "fsdp512"}), fitted_constants()).reason is None
 
 
 def test_what_is_reserved_is_what_coats_table_leaves_unexplained():

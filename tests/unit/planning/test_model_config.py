@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from octavo.errors import ConfigError
 from octavo.planning.model_config import shape_of_config
 
-EIGHT: dict[str, Any] = {"num_hidden_layers": 8}
+EIGHT = {"num_hidden_layers": 8}
 GRANITE = EIGHT | {
     "layer_types": ["mamba", "mamba", "mamba", "attention"] * 2,
     "hidden_size": 1024,
@@ -40,10 +40,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, object]]] = {
 }
 
 
+def config_of(kind: str, settings: dict[str, Any]) -> Any:
+    build: Any = CONFIG_MAPPING[kind]
+    return build(**settings)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_of_several_kinds_have_the_parameters_that_transformers_builds(name):
     kind, settings, fields = CONFIGS[name]
-    config = CONFIG_MAPPING[kind](**settings)
+    config = config_of(kind, settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
@@ -54,18 +59,18 @@ def test_layers_of_several_kinds_have_the_parameters_that_transformers_builds(na
 
 def test_periods_place_layers_where_nothing_lists_them():
     for kind, period in (("jamba", "attn_layer_period"), ("qwen3_next", "full_attention_interval")):
-        config = CONFIG_MAPPING[kind](**EIGHT).to_dict()
+        config = config_of(kind, EIGHT).to_dict()
         listed = shape_of_config(config, name=kind)
         every = 8 // listed.attention_count
         assert shape_of_config(config | {"layer_types": None, period: every}, name=kind) == listed
-    config = CONFIG_MAPPING["gemma3_text"](**(EIGHT | {"num_hidden_layers": 26})).to_dict() | {"layer_types": None}
+    config = config_of("gemma3_text", {"num_hidden_layers": 26}).to_dict() | {"layer_types": None}
     assert shape_of_config(config | {"sliding_window_pattern": 6}, name="gemma").window_layers == 22
     config.pop("tie_word_embeddings")
     assert shape_of_config(config, name="gemma").tied, "Gemma's configurations leave out that they are"
 
 
 def test_windowed_layers_attend_to_their_window():
-    shape = shape_of_config(CONFIG_MAPPING["gpt_oss"]().to_dict(), name="gpt-oss")
+    shape = shape_of_config(config_of("gpt_oss", {}).to_dict(), name="gpt-oss")
     width = 2 * shape.heads * 2 * shape.query_dim
     assert shape.attention_flops(8192) == width * (18 * 4096 + 18 * 128)
 
@@ -86,4 +91,4 @@ def test_images_have_patches():
 @pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "minimax", "recurrent_gemma", "t5", "mamba2"])
 def test_a_mixer_that_is_not_read_is_refused(kind):
     with pytest.raises(ConfigError):
-        shape_of_config(CONFIG_MAPPING[kind]().to_dict(), name=kind)
+        shape_of_config(config_of(kind, {}).to_dict(), name=kind)

@@ -201,6 +201,7 @@ def test_a_name_is_read_by_its_base(name, base):
     ("name", "billions"),
     [
         ("BLOOM-560m", 0.56),
+        ("bloom-7b1", 7),
         ("Hunyuan-7B", 7),
         ("GPT-NeoX-1.3B", 1.3),
         ("Command-R7B", 7),

@@ -289,7 +289,7 @@ def test_a_row_is_predicted_without_its_id():
 
 
 def test_the_batch_of_bf16_is_read_from_any_two_numbers():
-    cells = {"model": "Llama-3.1-8B", "micro_batch": 6, "seq": 8192, "metric": "step_time_s", "gpus": 8}
+    cells = {"model": "Llama-3.1-8B", "micro_batch": 6, "seq": 8192, "metric": "step_time_s", "hardware": "B200"}
     named = predicted(**cells, notes="bf16 and fp8 8B differ in batch (2 vs 6)")
     alone = predicted(**cells | {"micro_batch": 2, "precision": "bf16"})
     assert named.bf16_value == pytest.approx(alone.value)
@@ -326,7 +326,7 @@ def test_a_row_of_a_precision_without_units_is_refused(hardware, precision, word
 
 KINDS: dict[str, dict[str, object]] = {
     "train": {"model": "Llama-3-8B", "micro_batch": 1, "global_batch": 64, "seq": 4096},
-    "infer": {"kind": "infer", "model": "Llama-3-8B", "seq": "1024/128"},
+    "infer": {"kind": "infer", "model": "Llama-3-8B", "seq": "1024/128", "micro_batch": 16},
     "gemm": {"kind": "gemm", "model": "M=4096 N=4096 K=4096"},
 }
 
@@ -334,12 +334,9 @@ KINDS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(
     ("kind", "metric"),
     [("train", metric) for metric in ("energy_kwh", "loss", "", "time_to_train_min", "memory_bandwidth_gbps")]
-    + [
-        ("train", metric)
-        for metric in ("tokens_per_day", "steps_per_day", "peak_mem", "kv_cache_gb", "speedup_vs_a100")
-    ]
-    + [("infer", metric) for metric in ("kv_cache_gb", "ttft_ms", "time_to_first_token_ms", "latency_p99_ms", "loss")]
-    + [("infer", metric) for metric in ("prefill_tokens_per_s", "power_w", "step_time_s", "")]
+    + [("train", metric) for metric in ("tokens_per_day", "steps_per_day", "peak_mem", "kv_cache_gb", "speedup_vs_a100")]
+    + [("infer", metric) for metric in ("kv_cache_gb", "ttft", "ttft_p99_ms", "latency_p99_ms", "loss")]
+    + [("infer", metric) for metric in ("prefill_joules", "power_w", "step_time_s", "")]
     + [("gemm", metric) for metric in ("gbps", "time", "", "loss", "power_w", "tokens_per_joule")],
 )
 def test_a_metric_that_is_not_modelled_is_refused(kind, metric):
@@ -357,6 +354,24 @@ def test_a_metric_that_is_not_modelled_is_refused(kind, metric):
         ("train", "tokens/sec/GPU", "tokens_per_s_per_gpu", 1),
         ("train", "samples_per_s", "tokens_per_s", 1 / 4096),
         ("train", "mfu_percent", "mfu", 100),
+        ("train", "MFU (%)", "mfu", 100),
+        ("train", "tok_s_gpu", "tokens_per_s_per_gpu", 1),
+        ("train", "tps", "tokens_per_s", 1),
+        ("train", "TGS", "tokens_per_s_per_gpu", 1),
+        ("train", "steps/s", "tokens_per_s", 1 / (64 * 4096)),
+        ("train", "step_time (s)", "step_time_s", 1),
+        ("train", "elapsed time per iteration (ms)", "step_time_s", 1000),
+        ("train", "ms_per_step", "step_time_s", 1000),
+        ("train", "sec_per_step", "step_time_s", 1),
+        ("train", "TFLOP / sec / GPU", "tflops_per_gpu", 1),
+        ("train", "peak memory (GB)", "peak_mem_gb", 1),
+        ("train", "max_mem (GiB)", "peak_mem_gb", 1e9 / 1024**3),
+        ("infer", "TPOT (ms)", "tpot_ms", 1),
+        ("infer", "s_per_token", "tpot_ms", 1e-3),
+        ("infer", "req/s", "requests_per_s", 1),
+        ("infer", "output tok/s (all GPUs)", "output_tokens_per_s", 1),
+        ("infer", "output_tok_s_gpu", "output_tokens_per_s", 1 / 8),
+        ("gemm", "latency (us)", "time_us", 1),
         ("train", "peak_mem_gib", "peak_mem_gb", 1e9 / 1024**3),
         ("infer", "requests_per_s", "output_tokens_per_s", 1 / 128),
         ("infer", "itl_us", "tpot_ms", 1000),
@@ -394,6 +409,27 @@ def test_zero2_keeps_a_copy_of_all_weights():
 def test_a_batch_that_does_not_divide_is_named():
     with pytest.raises(ConfigError, match=r"batch of 510 sequences does not divide among 1,000 GPUs.* use 500 or 625"):
         plan("llama-3-70b", gpus=1000, global_batch=510)
+
+
+@pytest.mark.parametrize(("kind", "same"), [("Train", "train"), ("training", "train"), ("inference", "infer")])
+def test_kinds_in_other_spellings(kind, same):
+    metric = {"train": "step_time_s", "infer": "tokens_per_s"}[same]
+    found, other = (predicted(**KINDS[same] | {"kind": each, "metric": metric}) for each in (kind, same))
+    assert found == other
+    assert found.reason is None
+
+
+def test_an_id_is_given_back_as_it_was(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("id,kind,model,hardware\n a b ,train,Llama-3-8B,H100\n")
+    assert predict_row(read_rows(path)[0], CONSTANTS).id == " a b "
+
+
+@pytest.mark.parametrize(
+    "model", ["M=N=K=8192", "(M, N, K) = (8192, 8192, 8192)", "GEMM m8192 n8192 k8192", "8192x8192x8192", "8192³"]
+)
+def test_products_in_other_spellings(model):
+    assert gemm_job(row(kind="gemm", model=model, gpus=1)).shapes == ((8192, 8192, 8192),)
 
 
 def test_an_unknown_model_has_a_short_reason():

@@ -27,7 +27,7 @@ def test_replicas_serve_side_by_side():
     assert eight.bf16_value == pytest.approx(8 * one.bf16_value)
     of_gpu = predicted(gpus=8, tp=1, metric="output_tokens_per_s_per_gpu")
     assert of_gpu.value == pytest.approx(one.value)
-    times = [predicted(gpus=gpus, tp=1, metric="tpot_ms").value for gpus in (1, 8)]
+    times = [predicted(gpus=gpus, tp=1, micro_batch=8, metric="tpot_ms").value for gpus in (1, 8)]
     assert times[0] == times[1]
     shared = [predicted(gpus=8, tp=1, global_batch=64), predicted(gpus=1, tp=1, global_batch=8)]
     assert shared[0].value == pytest.approx(8 * shared[1].value)
@@ -57,6 +57,27 @@ def test_the_first_token_takes_a_prompts_flops():
     least = 8192 * (2 * weights + model.attention_flops(8192)) / hardware.peak(16)
     found = [point.first_token_ms / 1e3 for point in points if point.precision == "bf16"]
     assert all(least < each < 2.5 * least for each in found)
+
+
+@pytest.mark.parametrize("metric", ["ttft_ms", "TTFT (ms)", "time_to_first_token_ms"])
+def test_the_time_to_the_first_token_of_a_row_is_that_of_a_plan(metric):
+    request = ServingRequest(
+        model=find_model("llama-3-8b"), hardware=find_hardware("h100"), gpus=1, prompt=4096, answer=64
+    )
+    points, _ = serving_points(request, CONSTANTS)
+    cells = {"seq": "4096/64", "precision": "fp8 tensorwise W8A8", "source_repo_or_doc": "vllm", "metric": metric}
+    found = predicted(**cells)
+    assert found.value == pytest.approx(next(each.first_token_ms for each in points if each.precision == "fp8"))
+    assert found.bf16_value == pytest.approx(next(each.first_token_ms for each in points if each.precision == "bf16"))
+    assert "how they arrive" in predicted(**cells, micro_batch=8).reason
+    rate = predicted(**cells | {"metric": "prefill_tokens_per_s"})
+    assert rate.value == pytest.approx(4096 / (found.value / 1e3))
+
+
+@pytest.mark.parametrize("metric", ["tpot_ms", "tokens_per_s_per_user", "latency_s"])
+def test_what_a_user_sees_needs_the_number_of_requests(metric):
+    assert "number of requests" in predicted(metric=metric).reason
+    assert predicted(metric=metric, micro_batch=4).reason is None
 
 
 @pytest.mark.parametrize("cell", ["8,192", "8k", "8K", "8192 (packed)", "4096/8192", "8192.0"])
