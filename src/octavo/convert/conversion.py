@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -129,26 +130,16 @@ def convert(
     with _split_projections(model, wanted=attention_projections):
         paths = all_paths(model)
         check_patterns(overriding, multiplying_modules(model, convolutions=convolutions), paths)
-        others, others_left = choose_others(
-            model,
-            skip=skip,
-            layer_filter=layer_filter,
-            min_weight_elements=min_weight_elements,
-            keep_first_blocks=keep_first_blocks,
-            keep_last_blocks=keep_last_blocks,
-            convolutions=convolutions,
-        )
-        chosen, skipped = choose_layers(
-            model,
-            skip=skip,
-            layer_filter=layer_filter,
-            convert_head=convert_head,
-            min_weight_elements=min_weight_elements,
-            keep_first_blocks=keep_first_blocks,
-            keep_last_blocks=keep_last_blocks,
-            linear_classes=linear_classes,
-            convolutions=convolutions,
-        )
+        choice: dict[str, Any] = {
+            "skip": skip,
+            "layer_filter": layer_filter,
+            "min_weight_elements": min_weight_elements,
+            "keep_first_blocks": keep_first_blocks,
+            "keep_last_blocks": keep_last_blocks,
+            "convolutions": convolutions,
+        }
+        others, others_left = choose_others(model, **choice)
+        chosen, skipped = choose_layers(model, **choice, convert_head=convert_head, linear_classes=linear_classes)
         _check_effect(overriding, paths, skipped | others_left, chosen | others)
     updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}

@@ -13,6 +13,7 @@ from octavo.cli import sensitivity
 from octavo.cli.sensitivity import _share
 from octavo.language_model import load_language_model
 from octavo.quantization import load_mix
+from octavo.quantization.sensitivity.study import Sensitivity
 from octavo.quantization.sensitivity.units import units_of
 from octavo.reports.rendering import write_page
 
@@ -80,6 +81,15 @@ def test_json_matches_record_and_own_folder_is_replaced(octavo, studied):
     result = octavo(*arguments, "--out", out, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads((out / "sensitivity.json").read_text())
+
+
+def test_a_mix_that_exceeds_the_budget_on_other_text_is_written_and_fails(on_run, tmp_path, monkeypatch):
+    """As the windows of the verification may have it; which they are is chance, so it is set here."""
+    monkeypatch.setattr(Sensitivity, "is_met", property(lambda _: False))
+    result = on_run("--budget-bytes", "0.6", "--out", tmp_path / "mix")
+    assert result.exit_code == 1, result.output
+    assert "which is more than was asked for" in " ".join(result.stdout.split())
+    assert (tmp_path / "mix" / "mix.toml").is_file()
 
 
 def test_a_budget_out_of_reach_leaves_no_mix_behind(on_run, tmp_path):

@@ -334,7 +334,10 @@ KINDS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(
     ("kind", "metric"),
     [("train", metric) for metric in ("energy_kwh", "loss", "", "time_to_train_min", "memory_bandwidth_gbps")]
-    + [("train", metric) for metric in ("tokens_per_day", "steps_per_day", "peak_mem", "kv_cache_gb", "speedup_vs_a100")]
+    + [
+        ("train", metric)
+        for metric in ("tokens_per_day", "steps_per_day", "peak_mem", "kv_cache_gb", "speedup_vs_a100")
+    ]
     + [("infer", metric) for metric in ("kv_cache_gb", "ttft", "ttft_p99_ms", "latency_p99_ms", "loss")]
     + [("infer", metric) for metric in ("prefill_joules", "power_w", "step_time_s", "")]
     + [("gemm", metric) for metric in ("gbps", "time", "", "loss", "power_w", "tokens_per_joule")],
