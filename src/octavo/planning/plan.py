@@ -1,7 +1,7 @@
 """A plan: BF16 and every FP8 recipe of one training, each in its best layout, with time, memory, money and energy."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from octavo import recipes
@@ -12,10 +12,10 @@ from octavo.planning.jobs import Framework, Layout, Recompute, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
 from octavo.planning.precision import BF16, precision_of_recipe, unsupported_reason
 from octavo.planning.search import Candidate, best_layout, layouts
-from octavo.planning.training_costs import linear_parts, linear_precision
-from octavo.planning.training_memory import activation_bytes
+from octavo.planning.training_costs import job_marks, linear_parts, linear_precision
+from octavo.planning.training_memory import activation_bytes, recomputed_share
 
-__all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_plan"]
+__all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_plan", "seconds_by_layer"]
 
 # Recipes with another name for the same cost, or not for training, are left out.
 TRIED = tuple(name for name in recipes.names() if name not in ("static", "weight_only", "article", "delayed_te"))
@@ -94,12 +94,21 @@ class LayerGain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All options of a request, and the layers of the fastest FP8 recipe."""
+    """All options of a request, and the layers of the fastest FP8 recipe.
+
+    Attributes:
+        request: what was asked.
+        options: BF16, then every FP8 recipe.
+        layers: gains of the layers by the fastest FP8 recipe.
+        width: logarithm of the factor of the 80 % interval of a step's time.
+        by_layer: of BF16 and of the fastest FP8 recipe, as of :func:`seconds_by_layer`.
+    """
 
     request: PlanRequest
     options: tuple[Option, ...]
     layers: tuple[LayerGain, ...]
     width: float
+    by_layer: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     @property
     def bf16(self) -> Candidate:
@@ -210,7 +219,9 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     plan = Plan(request=request, options=tuple(options), layers=(), width=width)
     best = plan.best_fp8
     gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()
-    return replace(plan, layers=gains)
+    shown = [option for option in (plan.options[0], best) if option is not None and option.candidate is not None]
+    by_layer = {option.name: seconds_by_layer(option.candidate.job, constants) for option in shown if option.candidate}
+    return replace(plan, layers=gains, by_layer=by_layer)
 
 
 def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout], bf16: Candidate) -> Option:
@@ -243,3 +254,19 @@ def _layer_seconds(job: TrainingJob, linear: Linear, constants: Constants) -> fl
     """Seconds of one kind of linear layer: what the GPU computes, or what the host takes to launch it."""
     parts = linear_parts(job, linear) | {"micro_batches": 1.0, "bubble": 0.0, "scale": 0.0}
     return float(training_seconds(parts, constants.values)["total"])
+
+
+def seconds_by_layer(job: TrainingJob, constants: Constants) -> dict[str, dict[str, float]]:
+    """Return the seconds of a step's GEMMs and of its casts by kind of linear layer, the head's too.
+
+    Each sums to what :func:`octavo.planning.constants.training_seconds` says of all layers together.
+    """
+    again = recomputed_share(job)[1]
+    found: dict[str, dict[str, float]] = {"gemm": {}, "cast": {}}
+    schedule = {"micro_batches": job.micro_batches, "bubble": 0.0, "scale": 0.0}
+    for linear in job.model.linears():
+        parts = linear_parts(job, linear, again=again) | job_marks(job) | schedule
+        seconds = training_seconds(parts, constants.values)
+        for kind, layers in found.items():
+            layers[linear.name] = layers.get(linear.name, 0.0) + float(seconds[kind])
+    return found

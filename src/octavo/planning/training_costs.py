@@ -15,7 +15,7 @@ from octavo.planning.model_shapes import Linear, Part, Split
 from octavo.planning.precision import BF16, Precision, bytes_cast, cast_kernels
 from octavo.planning.training_memory import recomputed_share
 
-__all__ = ["linear_parts", "linear_precision", "training_parts"]
+__all__ = ["job_marks", "linear_parts", "linear_precision", "training_parts"]
 
 MOST_DOMAINS = 4  # that one row is routed to, DeepSeek-V3, arXiv 2412.19437, section 2.1.2
 LAUNCHES_OF_A_BLOCK = 40.0  # kernels of a block's forward and backward pass besides GEMMs and casts
@@ -35,20 +35,26 @@ def training_parts(job: TrainingJob) -> Parts:
     _add_blocks(parts, job, again + (0.15 if policy == Recompute.SELECTIVE else 0.0))
     _add_communication(parts, job, again)
     _add_step(parts, job)
-    layout = job.layout
-    for mark in ("framework", "attention", "host"):
-        parts[f"{mark}_{job.framework}"] = 1.0
-    parts[f"attention_{job.hardware.generation}"] = 1.0
-    parts[f"framework_{job.framework}_{job.hardware.generation}"] = 1.0
-    if job.model.experts:
-        parts[f"framework_{job.framework}_experts"] = 1.0
-    parts["years"] = job.release - 2025 if job.release else 0.0
-    if job.model.experts and job.release >= 2026.4 and job.hardware.generation == "blackwell":
-        parts["framework_fused_experts"] = 1.0  # NeMo 26.06 fused the casts and products of experts
+    parts |= job_marks(job)
     parts["micro_batches"] = job.micro_batches
-    parts["bubble"] = (layout.pp - 1) / (job.micro_batches * layout.vp)
-    parts["scale"] = max(0.0, math.log2(layout.gpus / 8))
+    parts["bubble"] = (job.layout.pp - 1) / (job.micro_batches * job.layout.vp)
+    parts["scale"] = max(0.0, math.log2(job.layout.gpus / 8))
     return parts
+
+
+def job_marks(job: TrainingJob) -> Parts:
+    """Return what a job is marked with: the factors of its program, kernels and release that hold for all parts."""
+    marks: Parts = Parts(float)
+    for mark in ("framework", "attention", "host"):
+        marks[f"{mark}_{job.framework}"] = 1.0
+    marks[f"attention_{job.hardware.generation}"] = 1.0
+    marks[f"framework_{job.framework}_{job.hardware.generation}"] = 1.0
+    if job.model.experts:
+        marks[f"framework_{job.framework}_experts"] = 1.0
+    marks["years"] = job.release - 2025 if job.release else 0.0
+    if job.model.experts and job.release >= 2026.4 and job.hardware.generation == "blackwell":
+        marks["framework_fused_experts"] = 1.0  # NeMo 26.06 fused the casts and products of experts
+    return marks
 
 
 def linear_precision(precision: Precision, linear: Linear) -> Precision:

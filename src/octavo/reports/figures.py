@@ -19,6 +19,7 @@ __all__ = [
     "MUTED",
     "PALE",
     "PALETTE",
+    "SHEET",
     "TINTED",
     "WARM",
     "add_level",

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.planning import Option, Plan
 from octavo.planning.plan import LayerGain
-from octavo.reports.figures import PALETTE, new_figure, plain
+from octavo.reports.figures import PALETTE, SHEET, new_figure, plain
 from octavo.reports.rendering import check_report_extra, render
 
 __all__ = ["plan_page"]
@@ -60,6 +60,7 @@ def plan_page(plan: Plan) -> str:
         refused=[(option.name, option.reason) for option in plan.options if option.candidate is None],
         legend=[(name.replace("_", " "), colour) for name, colour in COLOURS.items()],
         figure=_figure(plan),
+        flame=_flame(plan),
         layer_figure=_layer_figure(plan),
         layer_legend=[(layer.name.replace("_", " "), colour) for layer, colour in _coloured_layers(plan)],
         memory=_memory(plan),
@@ -95,6 +96,44 @@ def _figure(plan: Plan) -> Any:
         )
     figure.update_layout(barmode="stack", hovermode="closest")
     figure.update_yaxes(type="category", showgrid=False)
+    return figure
+
+
+def _flame(plan: Plan) -> Any:
+    """A step of BF16 above one of the fastest FP8 recipe, to one scale: a kind of work a block, below it its layers."""
+    import plotly.graph_objects as go
+
+    figure = new_figure("")
+    shown = [option for option in plan.options if option.name in plan.by_layer and option.candidate is not None]
+    longest = max(option.candidate.seconds["total"] for option in shown if option.candidate is not None)
+    for row, option in enumerate(shown):
+        assert option.candidate is not None
+        total = option.candidate.seconds["total"]
+        # A block with blocks below it is as long as they are together.
+        blocks = [(option.name, "", f"{plain(option.name)}, {total:.3g} s", 0.0, SHEET)]
+        for kind, colour in COLOURS.items():
+            layers = plan.by_layer[option.name].get(kind, {})
+            spent = option.candidate.seconds.get(kind, 0.0)
+            if spent > 0:
+                blocks.append((kind, option.name, plain(kind.replace("_", " ")), 0.0 if layers else spent, colour))
+                blocks += [(f"{kind} {n}", kind, plain(n.replace("_", " ")), t, colour) for n, t in layers.items()]
+        ids, parents, labels, values, colours = zip(*blocks, strict=True)
+        height = 1 / len(shown)
+        figure.add_trace(
+            go.Icicle(
+                ids=ids,
+                parents=parents,
+                labels=labels,
+                values=values,
+                marker={"colors": colours, "line": {"color": SHEET, "width": 1}},
+                tiling={"orientation": "v"},
+                leaf={"opacity": 1},
+                domain={"x": [0, total / longest], "y": [1 - (row + 1) * height + 0.02, 1 - row * height]},
+                hovertemplate="%{label}<br>%{value:.3g} s, %{percentRoot:.1%} of the step<extra></extra>",
+                sort=False,
+                pathbar={"visible": False},
+            )
+        )
     return figure
 
 

@@ -36,7 +36,7 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     assert "Where the time goes" in shown.stdout
     assert "published measurements" in shown.stdout
     html = page.read_text()
-    assert html.count('<div data-figure="') == 2
+    assert html.count('<div data-figure="') == 3
     assert all(f"<h2>{part}</h2>" in html for part in ("Layers in FP8", "Memory of a GPU", "What backward keeps"))
     assert 'src="http' not in html
 

@@ -84,6 +84,15 @@ def test_a_speedup_is_a_metric_too():
     assert found.bf16_value == 1
 
 
+@pytest.mark.parametrize("name", ["llama-3-70b", "mixtral-8x7b", "deepseek-v3"])
+def test_layers_take_together_what_the_step_says_of_all(name):
+    made = plan(name, gpus=512)
+    assert set(made.by_layer) == {"bf16", made.best_fp8.name}
+    for option in made.options:
+        for kind, layers in made.by_layer.get(option.name, {}).items():
+            assert sum(layers.values()) == pytest.approx(option.candidate.seconds[kind], rel=1e-9), (option.name, kind)
+
+
 def test_an_a100_is_refused():
     made = plan(hardware="a100")
     assert made.best_fp8 is None
