@@ -45,6 +45,7 @@ def _compiled_in_place(model):
     return model
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("wrap", [_compiled_apart, _compiled_in_place])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -18,6 +18,7 @@ def found(tmp_path_factory) -> list[dict[str, Any]]:
     return results_of_ranks("tests.contract.gradients_program", tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", ["replicated", "sharded"])
 def test_averages_are_those_of_the_codes(found, check):
     """Uneven, padded and empty chunks."""

@@ -132,6 +132,7 @@ def test_codes_stay_guarded(of, assign):
     assert torch.equal(_bytes(other), _bytes(_model(seed=1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_codes_compile_without_graph_breaks(backend):
     torch._dynamo.reset()

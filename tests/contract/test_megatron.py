@@ -23,6 +23,7 @@ def found(tmp_path_factory) -> list[dict[str, Any]]:
     return results_of_ranks("tests.contract.megatron_program", tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", ["replicated", "sequence"])
 def test_layers_compute_what_one_process_computes(found, check):
     """Three steps of every recipe, without and with sequence parallelism."""

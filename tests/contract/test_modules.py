@@ -239,6 +239,7 @@ class _Run(nn.Module):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arrangement", "recipe"),
     [*((arrangement, "tensorwise") for arrangement in ARRANGEMENTS), ("llama", "bf16"), ("llama", "delayed")],
@@ -256,6 +257,7 @@ def test_transformer_layer_traces_into_one_graph(arrangement, recipe):
             assert sqnr_db(other, one) > (100 if recipe == "bf16" else 30)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_it_computes_the_same():
     """By the compiler itself. It may fuse the norms and round otherwise: a code here and there is its neighbour."""

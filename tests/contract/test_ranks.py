@@ -62,6 +62,7 @@ def _assert_true(ranks: list[dict[str, Any]], truth: dict[str, Any]) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_ddp_scales_with_the_largest_amax_of_all_ranks(found, broadcast_buffers):
     _assert_true([each[broadcast_buffers] for each in of_check(found, "ddp")], _truth())

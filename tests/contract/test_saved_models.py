@@ -226,6 +226,7 @@ def test_distributed_checkpoints_keep_codes_apart_from_weights(tmp_path):
         assert torch.equal(_codes(model), _codes(other))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bit_model_is_exported_and_stays_unchanged(dtype, tmp_path):

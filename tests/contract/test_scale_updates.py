@@ -369,6 +369,7 @@ def test_a_compiled_optimizer_ends_a_step():
     assert _window(model) == WINDOW
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_layers_keep_the_eager_histories(dynamic):
     """A graph records; what ends the step stands outside of it. Rows vary, so that shapes are symbols if dynamic."""
@@ -386,6 +387,7 @@ def test_compiled_layers_keep_the_eager_histories(dynamic):
     assert all(torch.equal(state[key], same[key]) for key in state)
 
 
+@pytest.mark.long
 def test_compiled_layers_without_detected_steps_give_a_warning():
     """A graph compares no weights, so that hand-written updates close nothing there."""
     torch.compiler.reset()

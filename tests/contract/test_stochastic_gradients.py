@@ -139,6 +139,7 @@ def test_activation_checkpointing_changes_no_bit(name: str, use_reentrant: bool)
     assert _same(*results)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_compiled_a_seed_repeats(name: str, dynamic: bool) -> None:

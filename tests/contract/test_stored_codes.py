@@ -368,6 +368,7 @@ def test_codes_with_one_scale_serve_both_gemms():
         assert_same_operand(product.b, codes)
 
 
+@pytest.mark.long
 def test_compiled_layer_computes_the_same():
     _, layer = _stored("tensorwise")
     x = torch.randn(4, 48, requires_grad=True)

@@ -23,6 +23,7 @@ PREFIXES = ("load_", "read_", "open_", "parse_")
 NOT_OURS = ("kernels.", "numerics.")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
 def test_damage_is_refused_or_read_and_nothing_else(name):
     count = max(2, CASES // READERS[name].cost)
@@ -51,6 +52,7 @@ def public_readers():
     return found
 
 
+@pytest.mark.long
 def test_every_reader_is_here():
     tried = {function.__name__ for reader in READERS.values() for function in reader.functions}
     assert len(public_readers()) > 20, "nearly none is found: are the sources where this test looks?"

@@ -149,6 +149,7 @@ def test_a_configuration_that_is_not_allowed(tmp_path, text):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 def test_a_configuration_that_is_not_there_as_a_shell_sees_it(tmp_path):
     assert "gone.toml" in refusal(
         octavo_process("train", "--config", tmp_path / "gone.toml", "--out", tmp_path / "new")
@@ -222,6 +223,7 @@ def test_resuming_on_other_text_under_the_same_name_is_refused(place, tmp_path):
     assert files_of(tmp_path / "run") == before
 
 
+@pytest.mark.long
 def test_a_disk_that_takes_no_more_leaves_no_half_checkpoint(place, tmp_path):
     """A limit on file sizes stands for the full disk: the optimizer's file does not fit, the model's does."""
     out = tmp_path / "run"
@@ -233,6 +235,7 @@ def test_a_disk_that_takes_no_more_leaves_no_half_checkpoint(place, tmp_path):
     assert all(json.loads(line) for line in lines)
 
 
+@pytest.mark.long
 def test_a_disk_that_takes_no_tokens_leaves_no_half_data(place, tmp_path):
     out = tmp_path / "run"
     arguments = ["--config", place / "run.toml", "--data", place / "own.txt", "--out", out]
@@ -261,6 +264,7 @@ def test_a_batch_that_does_not_fit_in_memory(place, tmp_path, command, batch_siz
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "study"])
 def test_memory_that_runs_out_in_the_first_step_does_not_block_the_next_command(place, tmp_path, monkeypatch, command):
     out = tmp_path / "new"

@@ -19,6 +19,7 @@ def report():
     return made
 
 
+@pytest.mark.long
 def test_the_page_opens(report, tmp_path, open_page, page_faults):
     pytest.importorskip("plotly", reason="plotly is not installed")
     path = tmp_path / "serving.html"

@@ -148,6 +148,7 @@ def test_the_most_tokens_are_the_server_s(page, start):
     assert page.input_value("#most") == "40"
 
 
+@pytest.mark.long
 def test_page_follows_the_color_scheme_and_fits_a_phone(page, start, page_faults):
     _, place = start()
     page.set_viewport_size({"width": 360, "height": 640})

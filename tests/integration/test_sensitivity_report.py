@@ -8,6 +8,7 @@ from octavo.reports.sensitivity import sensitivity_page
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [Budget(perplexity=0.05, bytes_share=0.6), Budget(bytes_share=0.1)])
 def test_the_page_opens(budget, tmp_path, open_page, page_faults):
     model = small_llama()

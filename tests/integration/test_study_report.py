@@ -1,10 +1,13 @@
 """The study's report in a real browser: it draws its figures, passes the checks of pages, and is light or dark."""
 
+import pytest
+
 from octavo.reports.rendering import write_page
 from octavo.reports.study import study_page
 from tests.unit.training.synthetic_study import study
 
 
+@pytest.mark.long
 def test_the_report_opens_in_light_and_dark(tmp_path, open_page, page_faults):
     path = tmp_path / "report.html"
     write_page(path, study_page(study()))

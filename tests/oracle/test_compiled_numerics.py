@@ -27,6 +27,7 @@ PLAIN: Any = {"overflow": Overflow.SATURATE, "nonfinite": Nonfinite.PROPAGATE}
 OTHER: Any = {"overflow": Overflow.NONFINITE, "nonfinite": Nonfinite.SATURATE}
 
 
+@pytest.mark.long
 def test_cast_nearest_equals_the_table():
     """Every bfloat16 and float16 input and every float32 edge, in one graph; the edges under the other policies too."""
     edges = torch.cat([torch.from_numpy(float32_edges(fmt)) for fmt in FP8_FORMATS])
@@ -48,6 +49,7 @@ def test_cast_nearest_equals_the_table():
             assert_same_codes(next(compiled), expected_codes(x.float().numpy(), fmt, factor, **policy), fmt)
 
 
+@pytest.mark.long
 def test_quantize_equals_eager():
     """Ragged blocks, a zero row, an infinity and a NaN; bfloat16, so that the amax crosses dtypes."""
     x = torch.randn(5, 7).bfloat16()

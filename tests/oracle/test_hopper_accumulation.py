@@ -113,6 +113,7 @@ def operands(draw: st.DrawFn, *, rows: int, max_k: int) -> tuple[np.ndarray, np.
     return draw(code_matrices(rows, k, fmt_a)), draw(code_matrices(rows, k, fmt_b)), fmt_a, fmt_b
 
 
+@pytest.mark.long
 @every_way
 @settings(max_examples=100)
 @given(given_operands=operands(rows=2, max_k=300))

@@ -207,6 +207,7 @@ except MemoryError:
 """
 
 
+@pytest.mark.long
 def test_memory_is_given_back_and_its_lack_is_an_error():
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "refused\n", done.stderr[-500:]

@@ -150,6 +150,7 @@ def with_text(value, text):
     return value.replace(MARK, text) if isinstance(value, str) else value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAGES)
 @settings(max_examples=40)
 @given(text=TEXTS)

@@ -191,6 +191,7 @@ def as_numbers(record: AmaxRecord) -> list[float]:
     return [t.item() for t in (record.amax, record.overflowed, record.nonfinite) if t is not None]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, where products saturate
 @every_granularity
 @pytest.mark.parametrize("both_ways", [False, True])

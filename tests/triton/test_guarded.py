@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.long
 def test_products_touch_nothing_beyond_their_tensors() -> None:
     """In a process of its own, which a touch of forbidden memory ends. Experts' offsets lie outside of x."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}

@@ -67,6 +67,7 @@ st.global.b32 [ %rd2 + 0 ], { %r2 };
 """
 
 
+@pytest.mark.long
 def test_every_kernel_fits_and_hardly_spills(builds: list[dict]) -> None:
     assert builds
     unfit = [build for build in builds if build["stack"] > A_FEW or build["shared"] > SHARED_MEMORY]

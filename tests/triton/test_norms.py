@@ -79,6 +79,7 @@ def test_codes_are_those_of_the_norm_with_the_kernels_own_statistics(
     torch.testing.assert_close(_double(y), exact, rtol=torch.finfo(result_dtype).eps, atol=4e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cast", ["tensor", "row", "32 of a row, bytes", "128 of a row"])
 def test_many_rows(cast: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_PROGRAMS", "_WITH_COLUMNS"):

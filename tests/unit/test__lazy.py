@@ -6,10 +6,13 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import octavo
 from octavo._lazy import LATER
 
 
+@pytest.mark.long
 def test_a_shell_lists_the_late_names():
     """In a fresh interpreter, where none of them has been loaded; listing them loads none."""
     probe = "import octavo, sys; print(*dir(octavo)); assert 'octavo.quantization' not in sys.modules"

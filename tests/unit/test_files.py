@@ -261,6 +261,7 @@ def writer(out, how):
     return process, Path(process.stdout.readline().strip())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["write", "claim"])
 def test_hidden_folder_of_killed_process_is_removed(tmp_path, call):
     process, left = writer(tmp_path / "out", "killed")
@@ -278,6 +279,7 @@ def test_hidden_folder_of_killed_process_is_removed(tmp_path, call):
     assert names - {"out"} == {".other.0123456789abcdef.writing", ".out.notes"}
 
 
+@pytest.mark.long
 def test_hidden_file_of_killed_process_is_removed(tmp_path):
     process, left = writer(tmp_path / "table.bin", "killed")
     process.communicate()
@@ -290,6 +292,7 @@ def test_hidden_file_of_killed_process_is_removed(tmp_path):
     assert names - {"table.bin"} == {".other.bin.0123456789abcdef.tmp", ".table.bin.notes"}
 
 
+@pytest.mark.long
 def test_hidden_file_of_running_process_is_kept(tmp_path):
     process, theirs = writer(tmp_path / "table.bin", "lives")
     write_atomically(tmp_path / "table.bin", "mine")
@@ -301,6 +304,7 @@ def test_hidden_file_of_running_process_is_kept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["table.bin"]
 
 
+@pytest.mark.long
 def test_hidden_folder_of_running_process_is_kept(tmp_path):
     process, theirs = writer(tmp_path / "out", "lives")
     fill(tmp_path / "out", "mine")

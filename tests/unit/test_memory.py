@@ -46,6 +46,7 @@ def test_check_fits_is_exact_to_one_byte():
         check_fits("a thing", (64 << 20) + 1, CPU, remedy="shrink it")
 
 
+@pytest.mark.long
 def test_memory_is_the_lowest_limit():
     read = "import torch; from octavo.memory import memory_bytes; print(memory_bytes(torch.device('cpu')))"
     limit = 3 << 30

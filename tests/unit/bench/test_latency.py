@@ -17,6 +17,7 @@ class Model:
         return torch.zeros(1)
 
 
+@pytest.mark.long
 def test_formats_alternate_after_an_untimed_round():
     calls: list[tuple[str, tuple[int, ...]]] = []
     seconds = iter([2.0, 30.0, 4.0, 10.0, 3.0, 20.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])

@@ -21,6 +21,7 @@ def test_every_round_runs_each_once_in_turn_after_the_warm_up():
     assert gc.isenabled()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("late_after", "rounds"), [(0, 3), (4, 4), (100, 6)])
 def test_at_least_three_rounds_are_run(late_after, rounds):
     done: list[int] = []

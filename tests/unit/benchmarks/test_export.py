@@ -92,6 +92,7 @@ def test_a_mix_is_measured_alone(monkeypatch, capsys, asked):
     assert f"{saved().nbytes:,} bytes of weights." in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_export_benchmark_measures_a_trained_run(tmp_path):
     config, text, run = tmp_path / "run.toml", tmp_path / "own.txt", tmp_path / "tensorwise"
     config.write_text(TINY.replace("context = 32", "context = 96"))

@@ -66,6 +66,7 @@ def test_a_table_has_what_was_scored():
     assert comparison_table(comparison())[0].count("|") == 7
 
 
+@pytest.mark.long
 def test_quantization_benchmark_runs_on_a_small_model(monkeypatch):
     pytest.importorskip("torchao", reason="torchao is not installed")
     monkeypatch.setattr(benchmark, "WINDOW", 16)

@@ -79,6 +79,7 @@ def folder(tmp_path_factory):
     return place
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_mix_is_written_in_the_bytes_that_it_counts_and_reads_back_as_it_computes(tied, tmp_path):

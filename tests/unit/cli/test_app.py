@@ -155,6 +155,7 @@ def test_unexpected_exception_has_a_traceback(octavo, failing):
     assert isinstance(octavo("formats", "--errata").exception, ZeroDivisionError)
 
 
+@pytest.mark.long
 def test_the_module_is_the_command():
     command = [sys.executable, "-m", "octavo", "train", "--out", "nowhere", "--recipe", "fp9"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -290,6 +291,7 @@ def test_words_after_two_dashes_are_no_options(octavo):
     assert "-v" in result.stderr
 
 
+@pytest.mark.long
 def test_shell_completion_names_the_commands():
     words = {"COMP_WORDS": "octavo ca", "COMP_CWORD": "1", "_OCTAVO_COMPLETE": "complete_bash"}
     command = [sys.executable, "-m", "octavo"]
@@ -297,6 +299,7 @@ def test_shell_completion_names_the_commands():
     assert (done.returncode, done.stdout.split()) == (0, ["calibrate"])
 
 
+@pytest.mark.long
 def test_shell_completion_is_installed_in_the_users_home(tmp_path):
     command = [sys.executable, "-m", "octavo", "--install-completion", "bash"]
     environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}

@@ -44,6 +44,7 @@ def test_loss_of_a_gguf_file(octavo, gguf):
     assert "perplexity" in octavo("eval", gguf, *FEW).stdout
 
 
+@pytest.mark.long
 def test_formats_of_a_file(octavo, gguf):
     record = json.loads(octavo("eval", gguf, "--compare", "fp8-dynamic, fp8-kv-centred", *FEW, "--json").stdout)
     model = load_language_model(gguf)
@@ -72,6 +73,7 @@ def test_formats_as_a_table(octavo, gguf):
     assert "tokens/s" not in shown
 
 
+@pytest.mark.long
 def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
     monkeypatch.setattr(console, "PIPE_WIDTH", 80)
     shown = octavo("eval", gguf, "--compare", "fp8-kv-centred", "--speed", *FEW).stdout.splitlines()
@@ -193,6 +195,7 @@ def test_a_hugging_face_folder_is_evaluated_and_compared(octavo, tmp_path, kind,
     assert rows["fp8-dynamic"]["divergence"] > 0
 
 
+@pytest.mark.long
 def test_a_folder_in_fp8_is_no_reference_and_is_not_called_fp32(octavo, gguf, finished_run, tmp_path):
     """BF16 made of codes would be FP8, and FP8 beside it would look free."""
     out = tmp_path / "served"
@@ -212,6 +215,7 @@ def test_a_folder_in_fp8_is_no_reference_and_is_not_called_fp32(octavo, gguf, fi
     assert json.loads(octavo("eval", gguf, *FEW, "--json").stdout)["format"] == "FP32"
 
 
+@pytest.mark.long
 def test_a_model_of_which_nothing_would_be_quantized_is_refused(octavo, tmp_path):
     folder = hugging_face_folder(tmp_path, "GPT2")
     for name in ("int8", "fp8-dynamic"):

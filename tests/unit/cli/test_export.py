@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_a_run_is_exported_verified_and_explained(octavo, finished_run, tmp_path):
     out = tmp_path / "new" / "served"
@@ -83,6 +84,7 @@ def test_a_qat_folder(octavo, finished_run, text, tmp_path):
     assert "trained for its own recipe" in " ".join(refused.stderr.split())
 
 
+@pytest.mark.long
 def test_a_repository_for_triton(octavo, finished_run, tmp_path):
     pytest.importorskip("onnx")
     triton = ["export", finished_run, "--format", "triton", "--no-verify"]
@@ -136,6 +138,7 @@ def test_a_mix_s_table_is_codes_in_the_file_and_stays_so(octavo, finished_run, t
         assert "model.embed_tokens.weight" not in found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_import_narrows_nothing(octavo, tmp_path):
     save_quantized(dynamic(ROW), tmp_path / "wide", dtype="fp32", verify_folder=False)
@@ -146,6 +149,7 @@ def test_import_narrows_nothing(octavo, tmp_path):
     assert load_quantized(tmp_path / "narrow").dtype == torch.bfloat16
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_import_writes_the_same_codes(octavo, folder, tmp_path):
     result = octavo("import", folder, "--out", tmp_path / "own", "--json")
@@ -237,6 +241,7 @@ def test_options_of_another_format_are_refused_before_any_work(octavo, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_graph_of_a_folder_in_fp8_with_everything(octavo, text, tmp_path):
     """Its codes are those of the folder; the scales of its cache have no place in the graph, and that is said."""
     pytest.importorskip("onnxscript")

@@ -80,6 +80,7 @@ def test_a_model_that_is_not_there_is_refused(octavo):
     assert "no/such/model" in done.stderr
 
 
+@pytest.mark.long
 def test_run_is_served_until_sigterm(finished_run, tmp_path):
     (tmp_path / "key").write_text("a key\n")
     command = [sys.executable, "-m", "octavo", "serve", str(finished_run), "--port", "0", "--name", "mine"]

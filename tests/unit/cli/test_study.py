@@ -23,6 +23,7 @@ def printed(folder, setting):
     return result
 
 
+@pytest.mark.long
 def test_the_table_has_every_measure(printed):
     for row in ("Final perplexity", "Steps to perplexity", "Gradient variance", "Tokens/s", "Peak memory"):
         assert row in printed.stdout
@@ -116,6 +117,7 @@ def refused(octavo, setting, tmp_path):
 SHORT = "three short words\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("content", "words"), [(None, "no file or folder"), ("", "is empty"), (SHORT, "too few")])
 def test_force_refuses_a_source_before_it_removes_anything(refused, copy, tmp_path, content, words):
     if content is not None:
@@ -203,6 +205,7 @@ def test_unknown_layer_is_refused_before_the_first_run(octavo, tiny, text, tmp_p
 NOTE = "3 of 4 cores are busy; training with 1 thread (set --threads to change)"
 
 
+@pytest.mark.long
 def test_threads_default_to_free_cores(octavo, busy_machine, tiny, text, tmp_path):
     silent = tmp_path / "silent.toml"
     silent.write_text(tiny.read_text().replace("threads = 1\n", ""))

@@ -126,6 +126,7 @@ def threads_of(octavo, run, *options):
 NOTE = "3 of 4 cores are busy; training with 1 thread (set --threads to change)"
 
 
+@pytest.mark.long
 def test_threads_default_to_free_cores(octavo, busy_machine, tiny, text, tmp_path):
     silent = tmp_path / "silent.toml"
     silent.write_text(tiny.read_text().replace("threads = 1\n", ""))

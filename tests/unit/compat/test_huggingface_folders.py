@@ -51,6 +51,7 @@ def test_logits_equal_those_of_load_quantized(tmp_path, kind):
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["own rows", "own groups"])
 def test_transformers_without_octavos_quantizer_refuses_its_format(tmp_path, kind):
     written(tmp_path / kind, kind)

@@ -344,6 +344,7 @@ def test_a_layer_that_training_never_calls_is_named_once(scale_updates):
     assert layers_not_run(model) == ("0.read", "1.read")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_graphs")
 def test_no_warning_if_all_layers_run_or_none_or_in_a_graph():
     model = nn.Sequential(nn.Linear(4, 4))

@@ -57,6 +57,7 @@ def test_lines_of_a_file_are_not_held(tmp_path):
     assert peak < 3.5 * numbers, "a line's dictionary is 8 times its numbers"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("a", "b", "c", "d")])
 def test_long_run_takes_little_more_memory_than_its_numbers(names):
     """The second run has a layer more than the first from half of its looks on."""

@@ -94,6 +94,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.long
 def test_both_ranks_learn_how_far_their_scales_are_apart(found):
     first, second = (one["batches"] for one in found)
     assert first["ratios"] == second["ratios"]

@@ -79,6 +79,7 @@ def test_a_recipe_that_casts_nothing_is_refused(origin):
         bisect(plain)
 
 
+@pytest.mark.long
 def test_a_layer_that_is_broken_in_fp8_is_found_by_training(origin):
     bad = f"{BLOCK}.mlp.down_proj"
 

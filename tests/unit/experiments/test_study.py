@@ -51,6 +51,7 @@ def finished(data, config, tmp_path_factory):
     return folder, run_study(config, folder, data=data)
 
 
+@pytest.mark.long
 def test_runs_start_equal_and_see_the_same_windows(finished):
     _, study = finished
     assert [run.recipe for run in study.runs] == list(RECIPES)
@@ -122,6 +123,7 @@ def test_another_configuration_in_the_folder_is_refused(finished, data, config):
     assert json.loads((folder / "study.json").read_text())["runs"][0]["steps"] == 6
 
 
+@pytest.mark.long
 def test_an_interrupted_study_goes_on_where_it_stopped(finished, data, config, tmp_path):
     """A signal in the second run: the first stays, the second resumes, every loss is that of a run without pause."""
 
@@ -165,6 +167,7 @@ def test_study_runs_a_delayed_recipe(data, config, tmp_path):
     assert 0 < (study.run("delayed").gradient_error or 0) < 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{"prompt": "7 times"}, {"test_tokens": 64}])
 def test_a_finished_study_answers_what_is_asked_now(finished, data, config, tmp_path, change):
     shutil.copytree(finished[0], tmp_path / "copy")
@@ -180,6 +183,7 @@ def torch_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_a_run_resumed_with_other_threads_records_both(data, config, tmp_path, torch_threads):
     def interrupt(phase):
         if phase.name == "train bf16" and phase.done == 3:
@@ -248,6 +252,7 @@ def hopeless(monkeypatch):
     monkeypatch.setattr(loop, "build_model", build)
 
 
+@pytest.mark.long
 def test_a_loss_whose_perplexity_overflows_is_trained_measured_and_shown(data, config, tmp_path, hopeless):
     """JSON has no infinity: metrics.jsonl, study.json, the table, both pages and the doctor take it for what it is."""
     config = config.with_training(lr=1e-9, min_lr=0.0, statistics_interval=1)

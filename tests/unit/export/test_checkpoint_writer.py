@@ -20,6 +20,7 @@ from tests.unit.checkpoints.folders import LAYER, ROW, change_tensors, dynamic, 
 from tests.unit.quantization.tiny_models import LINEARS, language_model
 
 
+@pytest.mark.long
 def test_a_folder_is_verified_by_another_process(tmp_path):
     """By octavo, whatever else is installed; transformers has tests/oracle/test_compressed_tensors.py."""
     model, scales = static(kv_cache=True)
@@ -33,11 +34,12 @@ def test_a_folder_is_verified_by_another_process(tmp_path):
     assert verdict(saved).greedy_equal == verdict(saved).greedy_tokens == 32
     assert saved.schemes == {"weights with a scale a tensor, inputs with one scale from calibration": LINEARS}
     assert saved.left_out == ("lm_head",)
-    assert saved.notes == ()
+    assert [note[:43] for note in saved.notes] == ["keys and values of 2 layers have scales; a "]
     assert {label for label, *_ in phases} == {"write", "emulate", "read back"}
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_what_reads_back_otherwise_is_removed(tmp_path, monkeypatch):
     verified = verification.verify
@@ -53,6 +55,7 @@ def test_what_reads_back_otherwise_is_removed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_what_cannot_be_read_back_is_removed(tmp_path, monkeypatch):
     verified = verification.verify
 
@@ -67,6 +70,7 @@ def test_what_cannot_be_read_back_is_removed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 @pytest.mark.parametrize("missing", ["transformers", "compressed_tensors"])
 def test_a_folder_that_only_octavo_read_back_says_so(tmp_path, monkeypatch, missing):
@@ -78,6 +82,7 @@ def test_a_folder_that_only_octavo_read_back_says_so(tmp_path, monkeypatch, miss
     assert not any("alone" in note for note in save_quantized(dynamic(ROW), tmp_path / "n", verify_folder=False).notes)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_the_model_is_left_as_it_was(tmp_path):
     model = dynamic("rowwise")
@@ -225,6 +230,7 @@ def test_every_format_says_what_servers_do_with_it():
     assert all(servers.keys() == SOURCES.keys() for servers in DOES.values())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_a_context_of_one_token(tmp_path):
     """There is nothing to continue, and everything else is compared."""
@@ -298,6 +304,7 @@ def test_experts_are_not_written_under_names_that_no_server_reads(mixture, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_experts_in_octavos_own_format(mixture, tmp_path):
     """It says what it wrote to octavo alone, which reads it."""

@@ -203,6 +203,7 @@ def _ready(compile_it: Callable[[nn.Module], Any]) -> Run:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_a_compiled_layer_makes_it_again_too(made_again, recipe):
     made_again(True)

@@ -120,6 +120,7 @@ print("the end")
 """
 
 
+@pytest.mark.long
 def test_process_can_exit_during_an_answer():
     for _ in range(3):
         command = [sys.executable, "-c", ENDS_EARLY]

@@ -64,6 +64,7 @@ def read(runner, texts, cuts, fmt, generator):
 CASES = [("fp8", E4M3), ("fp8", BF16), ("fp8", FP32), *((recipe, E4M3) for recipe in ServingRecipe if recipe != "fp8")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("recipe", "fmt"), CASES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_row_bits_do_not_depend_on_other_rows(model, level, recipe, fmt):

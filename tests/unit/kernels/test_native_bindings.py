@@ -71,6 +71,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "words"),
     [

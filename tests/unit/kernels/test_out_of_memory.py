@@ -35,6 +35,7 @@ for more in (20, 22, 24, 200):
 """
 
 
+@pytest.mark.long
 def test_a_thread_without_memory_ends_as_an_error():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -83,6 +83,7 @@ torch.set_num_threads(3)
 """
 
 
+@pytest.mark.long
 def test_results_are_the_same_on_a_busy_machine():
     told = run(
         RESULTS
@@ -97,6 +98,7 @@ print(native_bindings.extension().is_busy(), same(alone, results()))
     assert told.split() == ["True", "True", "True", "False", "True"]
 
 
+@pytest.mark.long
 def test_a_forked_process_has_threads_of_its_own():
     """OpenMP's team stays with the parent: a child that worked with it would wait for its threads for ever."""
     told = run(
@@ -122,6 +124,7 @@ print(os.waitpid(child, 0)[1])
     assert told == "0"
 
 
+@pytest.mark.long
 def test_torchs_threads_sleep_beside_a_team_that_a_busy_machine_adds_and_an_idle_one_ends():
     told = run(
         """
@@ -151,6 +154,7 @@ print(reaches(lambda: threads() == before + 1))
     assert told.split() == ["True", "True"]
 
 
+@pytest.mark.long
 def test_cpu_quota_limits_threads_unless_a_number_is_set():
     told = run(
         """

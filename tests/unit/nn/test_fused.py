@@ -275,6 +275,7 @@ def test_the_norms_output_on_request_is_made() -> None:
     assert y.shape == (6, 24)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_one_graph(recipe: str) -> None:
     layer, x, up = _mlp(recipe), _x(6), torch.randn(6, 48, device=DEVICE)

@@ -306,6 +306,7 @@ def test_restored_model_has_no_shared_input():
     assert not any("shared_input" in vars(layer) for layer in model.layers)
 
 
+@pytest.mark.long
 def test_a_compiled_model_computes_the_same():
     torch.compiler.reset()
     expected = _step(_branches(), _input())

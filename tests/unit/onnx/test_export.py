@@ -87,6 +87,7 @@ def decoder(tmp_path_factory):
     return source, export_onnx(source, tmp_path_factory.mktemp("decoder") / "onnx", options=options)
 
 
+@pytest.mark.long
 def test_report_has_a_note_for_every_layer(exported):
     _, report = exported
     notes = {note.path: (note.input, note.weight) for note in report.layers}
@@ -156,6 +157,7 @@ def test_the_report_is_written(exported):
     assert 0 < record["bytes"]["fp8_share"] < 1
 
 
+@pytest.mark.long
 def test_decoder_with_cache_and_fp8_attention(decoder):
     _, report = decoder
     assert report.files == (
@@ -200,6 +202,7 @@ def test_sixteen_bits_without_an_engine(tmp_path):
     assert (reference.casts, reference.wrong_codes, reference.wrong_scales) == (1, 0, 0)
 
 
+@pytest.mark.long
 def test_wrong_graph_leaves_no_folder(tmp_path, monkeypatch):
     def wrong(loaded):
         scale = next(each for each in loaded.graph.initializer if each.name.endswith(".scale"))
@@ -213,6 +216,7 @@ def test_wrong_graph_leaves_no_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_one_folded_weight_leaves_no_folder(tmp_path, monkeypatch):
     model = mlp()
     folded_back = model.get_parameter("2.weight")
@@ -302,6 +306,7 @@ def test_invalid_options_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_model_in_training_mode_is_exported_for_evaluation_and_unchanged(tmp_path):
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8)).train()
     octavo.convert(model, "tensorwise")
@@ -323,6 +328,7 @@ class SameInputTwice(nn.Module):
         return self.q(self.norm(x)).softmax(-1) * self.k(self.norm(x)) + self.v(self.norm(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "static"])
 def test_casts_that_the_optimiser_merges_are_counted_as_one(tmp_path, recipe):
     model = SameInputTwice()
@@ -334,6 +340,7 @@ def test_casts_that_the_optimiser_merges_are_counted_as_one(tmp_path, recipe):
     assert all(each.passed and each.wrong_scales == 0 for each in report.engines)
 
 
+@pytest.mark.long
 def test_of_merged_casts_each_layers_scale_is_checked(tmp_path, monkeypatch):
     """A graph in which a cast of another scale is merged with its neighbour's."""
     model = SameInputTwice()
@@ -365,6 +372,7 @@ class Convolutions(nn.Module):
         return self.head(self.wide(features.flatten(1)).relu())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @torch.no_grad()
 def test_a_convolutional_net(tmp_path, dtype):
@@ -379,6 +387,7 @@ def test_a_convolutional_net(tmp_path, dtype):
     assert relative_error(torch.from_numpy(y), model(images)) < (1e-5 if dtype is torch.float32 else 0.1)
 
 
+@pytest.mark.long
 def test_operator_missing_from_the_opset_is_refused(tmp_path):
     model = Convolutions().eval()
     octavo.convert(model, "tensorwise")
@@ -389,6 +398,7 @@ def test_operator_missing_from_the_opset_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_static_channels_are_set_with_varying(tmp_path):
     """[B, C, L] looks like [B, T, K]: torch refuses, and the sentence says what to do."""
     model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 7, N))
@@ -399,6 +409,7 @@ def test_static_channels_are_set_with_varying(tmp_path):
     assert export_onnx(model, tmp_path / "a", inputs=inputs, varying=({0: "batch"},)).fp8_layers == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("inner", "outer", "held"),
     [(torch.bfloat16, "fp32", True), (torch.float16, "fp32", False), (torch.bfloat16, "fp16", False)],

@@ -79,6 +79,7 @@ class TwoInputs(nn.Module):
         return self.one(output), self.one(output_1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2])
 def test_inputs_that_are_called_as_outputs_are(tmp_path, count):
     model = OneInput() if count == 1 else TwoInputs()
@@ -89,6 +90,7 @@ def test_inputs_that_are_called_as_outputs_are(tmp_path, count):
     assert [each.name for each in graph.output] == [["output_"], ["output_0_", "output_1_"]][count - 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("room", "files"), [(0, ["model.onnx", "model.onnx.data"]), (-1, ["model.onnx"])])
 def test_weights_that_do_not_fit_into_a_message_go_beside_it(tmp_path, monkeypatch, *, room, files):
     """By a limit that the weights exceed by a byte or just keep."""

@@ -66,6 +66,7 @@ def by_hand(amax, *, power_of_two, amax_floor, margin):
     return np.where(amax == 0, np.float32(1), scale)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("per_row", "power_of_two", "amax_floor", "margin"),
     [
@@ -85,6 +86,7 @@ def test_onnxruntime_computes_the_formula(tmp_path, *, per_row, power_of_two, am
     np.testing.assert_array_equal(found, by_hand(amax, **options))
 
 
+@pytest.mark.long
 def test_a_tensor_of_zeros_has_the_scale_one(tmp_path):
     zeros = np.zeros((2, 3), dtype=np.float32)
     for floor in (0.0, 1e-4):

@@ -101,6 +101,7 @@ def test_bindings_that_do_not_load_are_a_failed_check(tmp_path, monkeypatch):
     assert problem == "its process ended by exit code 1: ImportError: libtensorrt_rtx.so.1"
 
 
+@pytest.mark.long
 def test_a_refused_graph_leaves_no_folder(tmp_path, monkeypatch):
     refused = BuildCheck(engine="TensorRT-RTX 1.7.1", problem="node 'q': it says so")
     monkeypatch.setattr(exporting, "check_build", lambda path, ranges: refused)

@@ -111,6 +111,7 @@ def test_small_layers_lose():
     assert large.value < large.bf16_value / 1.4
 
 
+@pytest.mark.long
 def test_a_large_model_gains_and_the_interval_holds_the_value():
     made = plan("llama-3-70b", gpus=256)
     advice = advise(made, CONSTANTS)
@@ -125,6 +126,7 @@ def test_more_gpus_are_never_slower_in_all():
     assert totals == sorted(totals)
 
 
+@pytest.mark.long
 def test_faster_hardware_is_faster_and_longer_sequences_are_slower():
     rates = [plan(hardware=name).bf16.tokens_per_s_per_gpu for name in ("a100", "h100", "b200")]
     assert rates == sorted(rates)

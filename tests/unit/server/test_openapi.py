@@ -25,6 +25,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 def test_no_request_causes_a_server_error(service, mode):
     statuses: list[int] = []

@@ -31,6 +31,7 @@ def test_frequent_words_become_tokens():
     assert "Ġself" in train_tokenizer([some_text()], vocab_size=1000).get_vocab()
 
 
+@pytest.mark.long
 def test_training_is_reproducible_in_another_process():
     program = (
         "from octavo.text.tokenizer import train_tokenizer; import dataclasses, pathlib; "

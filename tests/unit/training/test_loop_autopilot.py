@@ -72,6 +72,7 @@ def tail(result):
     return sum(loss for _, loss in result.train_curve[-10:]) / 10
 
 
+@pytest.mark.long
 def test_autopilot_does_not_change_a_healthy_run(tmp_path, data):
     for name, on in (("off", False), ("on", True)):
         train(tiny_config(**SETTING, steps=30, autopilot=on), tmp_path / name, data=data)
@@ -79,6 +80,7 @@ def test_autopilot_does_not_change_a_healthy_run(tmp_path, data):
     assert not lines_of(tmp_path / "on", "autopilot", "probation")
 
 
+@pytest.mark.long
 def test_frozen_scale_is_fixed_and_a_wrong_trial_is_not_repeated(tmp_path, data, request):
     """The layer's tensors are healthy and its history is not: no trial of them can know that."""
     setting = {**SETTING, "lr": 3e-2, "steps": 60}
@@ -166,6 +168,7 @@ def test_broken_step_is_repeated_if_a_remedy_is_known(tmp_path, data):
     assert {one["loss_scale"] for one in steps} == {2.0**16}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["frozen", "loud"])
 def test_resume_with_autopilot_matches_uninterrupted_run(tmp_path, data, fault, request):
     """Pieces that end before an act, while it is on trial, while it is on probation, and after."""

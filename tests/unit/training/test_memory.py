@@ -73,6 +73,7 @@ def extra_mebibytes():
     return {64: large, 8: small}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [64, 8])
 def test_peak_of_a_call_does_not_depend_on_memory_freed_before(size, extra_mebibytes):
     *extra, nothing = extra_mebibytes[size][:4]

@@ -173,6 +173,7 @@ def test_impossible_selftest_configurations_are_refused(options, sentence):
         SelftestConfig(**options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_whole_tiny_selftest(processes, tmp_path):
     setting = replace(TINY, steps=5)  # the fifth is looked at

@@ -9,6 +9,7 @@ from benchmarks.hopper.parts.training import sharing_copy
 from octavo.convert import convert
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise"])
 def test_layers_compiled_one_by_one_share_a_graph(recipe, session):

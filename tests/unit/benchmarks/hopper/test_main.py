@@ -40,6 +40,7 @@ def on_gpu(monkeypatch, session):
     monkeypatch.setattr(command, "hopper_session", lambda: session)
 
 
+@pytest.mark.long
 def test_a_rehearsal_of_a_part_prints_its_tables_and_writes_nothing(hopper, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = hopper("--rehearse", "--only", "accumulation")
@@ -93,6 +94,7 @@ run_module("benchmarks.hopper", run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_bench_runs_with_only_torch_typer_and_rich():
     """From the source tree, without native kernels, tokenizers or anything that draws."""
     environment = os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}"}

@@ -101,6 +101,7 @@ def test_error_raised_while_timing_is_the_failure_of_its_variant(session):
     assert [(failure.name, failure.reason) for failure in found.failures] == [("b", "RuntimeError: CUDA error")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_failed_variant_frees_its_memory_before_the_next_runs(after):
     """Also what was frozen when it failed; and in the end nothing is."""
@@ -120,6 +121,7 @@ def test_failed_variant_frees_its_memory_before_the_next_runs(after):
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.long
 def test_timed_run_is_freed_with_its_timings():
     run = Breaking(9)
     found, held = freezing_session().compare({"a": entry(run)}), weakref.ref(run)

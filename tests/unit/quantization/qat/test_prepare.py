@@ -461,6 +461,7 @@ def test_training_for_fp8_beats_quantizing_what_was_trained_without():
     assert trained_for < 0.25 * quantized
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "scales"),
     [

@@ -123,6 +123,7 @@ class Dropping(nn.Module):
         return nn.functional.dropout(self.inner(x), 0.3, self.training)
 
 
+@pytest.mark.long
 def test_the_seed_says_what_dropout_drops_and_leaves_the_callers_generator_alone():
     """Both tunings drop the same, and a second run too."""
     losses = []
@@ -166,6 +167,7 @@ def test_high_precision_steps_match_the_baseline():
     assert trained[3].loss != baseline[3].loss
 
 
+@pytest.mark.long
 def test_weights_rounded_by_data_are_nearer_to_the_tuned_model():
     """Rounded by the training windows, measured on others; only where it is asked for."""
     tuning = replace(TUNING, steps=40, learning_rate=3e-3)

@@ -92,6 +92,7 @@ def test_rows_of_a_table_by_a_loop_over_words():
         assert rows[codes].sum() <= 1.1 * rows.sort().values[: len(codes)].sum(), "those that cost least"
 
 
+@pytest.mark.long
 def test_fisher_estimate_agrees_with_the_measured_divergence():
     model = small_llama()
     tokens = windows_of(model, 24)

@@ -42,6 +42,7 @@ def found(sensitive):
     return result, phases
 
 
+@pytest.mark.long
 def test_a_layer_built_to_be_sensitive_is_found_and_spared(found):
     result, _ = found
     path = "model.layers.1.mlp.up_proj"
@@ -115,6 +116,7 @@ def test_study_record_agrees_with_the_result(found):
     assert "rank correlation" in " ".join(notes(result))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
@@ -132,6 +134,7 @@ def test_unreachable_budget_is_reported_without_a_mix(sensitive, budget, said):
     assert record(result, {})["best"] is None
 
 
+@pytest.mark.long
 def test_a_sum_that_misleads_is_repaired(sensitive, monkeypatch):
     """Estimates a hundredth of the truth: the first mix costs too much, a later one does not."""
     model, chosen_on, verified_on = sensitive
@@ -153,6 +156,7 @@ def test_a_sum_that_misleads_is_repaired(sensitive, monkeypatch):
     assert result.best.on_chosen.nats + 2 * result.best.on_chosen.error <= limit
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("share", "perplexity"), [(0.6, 0.002), (None, 0.004)])
 def test_of_mixes_within_the_budgets_the_one_that_bought_most_is_kept(sensitive, monkeypatch, share, perplexity):
     """Each costs less than its parts, so the next one is asked to buy more: products in FP8, or bytes."""
@@ -177,6 +181,7 @@ def test_of_mixes_within_the_budgets_the_one_that_bought_most_is_kept(sensitive,
     assert (result.best.fp8_products if share else -result.best.bytes) == max(bought)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("errors", "is_kept"), [(1.9, False), (2.1, True)])
 def test_a_mix_is_kept_that_is_two_standard_errors_within(sensitive, monkeypatch, errors, is_kept):
     limit, error = math.log1p(0.01), 0.0002

@@ -49,6 +49,7 @@ def repository(byte_tokenizer, tmp_path_factory):
     return written_repository(tmp_path_factory.mktemp("triton") / "repository", byte_tokenizer).folder
 
 
+@pytest.mark.long
 def test_repository_has_exactly_the_expected_files(repository):
     assert {str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()} == FILES
     assert (repository / "other_backends/tensorrt/1").is_dir()

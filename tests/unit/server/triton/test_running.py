@@ -108,6 +108,7 @@ with TritonServer.started(
 """
 
 
+@pytest.mark.long
 def test_server_ends_with_octavo(start, tmp_path):
     """Killed, octavo can end nothing itself."""
     start("serves")
