@@ -52,6 +52,7 @@ from octavo.training.rank_layout import (
     check_same_run,
     check_same_state,
     check_same_step,
+    gradient_reduction,
     on_ranks,
     sharing_loss,
 )
@@ -132,7 +133,8 @@ class Trainer:
         self.config, self.run_dir, self.data, self.ranks = config, run_dir, data, ranks
         self.model, self.emit, self.converted = model, on_event, converted
         self.micro_batches = config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
-        self.forward = on_ranks(model, config, ranks)
+        self.reduction = gradient_reduction(config, ranks)
+        self.forward = on_ranks(model, config, ranks, self.reduction)
         self.stop = StopRequest()
         self.stopped_by: str | None = None
         resumed = resumable_state(run_dir, config, data)
@@ -195,9 +197,12 @@ class Trainer:
         Raises:
             NonFiniteLossError: the update broke and the settings stay.
         """
+        if self.reduction is not None:
+            self.reduction.measures = self.watcher is not None and self.watcher.is_due(self.step + 1)
         with self._sampled(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
+            notes.values |= self.reduction.statistics() if self.reduction else {}
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return True
         error = self._nonfinite(log, loss, grad_norm)

@@ -60,6 +60,22 @@ def test_positions_are_divided_by_ranks_that_share_layers():
         ParallelConfig(sequence=True)
 
 
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"tensor": 2}])
+def test_gradients_in_fp8_need_all_gradients_on_a_rank(sizes):
+    with pytest.raises(ConfigError, match=r"^parallel\.fp8_gradients adds .* set both to 1, or leave it out$"):
+        ParallelConfig(fp8_gradients=True, **sizes)
+
+
+def test_gradients_in_fp8_are_another_configuration(tmp_path):
+    config = dataclasses.replace(RunConfig(), parallel=ParallelConfig(fp8_gradients=True))
+    save_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+    assert config.config_hash() != RunConfig().config_hash()
+    assert "parallel.fp8_gradients" not in config.free_to_change
+    other_layout = dataclasses.replace(config, parallel=ParallelConfig(fp8_gradients=True, data=2))
+    assert other_layout.config_hash() == config.config_hash()
+
+
 def test_layout_is_written_and_changes_no_result(tmp_path):
     config = dataclasses.replace(
         RunConfig(), parallel=ParallelConfig(data=2, tensor=4, sequence=True, check_interval=3)
