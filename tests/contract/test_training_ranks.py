@@ -170,14 +170,12 @@ def test_collectives_of_an_update(two):
     assert shards == {"allgather_base": 8, "reduce_scatter_base": 2, "allgather": 1, "allreduce": 1}
 
 
-@pytest.mark.parametrize("shard", [1, 2])
 def test_gradients_sent_as_codes(folder, two):
     """The first step's are those of exact sums but for two roundings, whose errors the doctor has; ranks stay equal."""
     first, second = of_check(two, "fp8_gradients")
     assert first == second
     assert first[0] == ""
-    assert "was started with parallel.fp8_gradients = True, not False; resume with its own" in first[1]
-    assert "parallel.fp8_gradients keeps a step's rounding errors for the next, and a dynamic loss scale" in first[2]
+    assert first[1].startswith("parallel.fp8_gradients keeps a step's rounding errors for the next, and a dynamic loss")
     exact, coded = (
         [line for line in read_metrics(folder / name) if line["kind"] == "step"]
         for name in ("delayed-1-1.0-2", "fp8 gradients")
@@ -193,6 +191,7 @@ def test_gradients_sent_as_codes(folder, two):
     assert all(0.01 < error < 0.05 for error in errors)
 
 
+@pytest.mark.parametrize("shard", [1, 2])
 def test_loss_scale_after_the_same_overflows(folder, two, shard):
     assert of_check(two, "loss_scale") == [["", ""]] * 2
     one, several = folder / f"scaled-{shard}", folder / f"fp16-{shard}"

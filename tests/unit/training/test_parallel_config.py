@@ -6,6 +6,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.training.config import ParallelConfig, RunConfig, config_from_dict, load_config, save_config
+from octavo.training.run_folder import check_start
 
 HASH_WITHOUT_LAYOUT = (
     "9b6a4d76e397dbd15facd909ca6e99a9"  # of the defaults, before there was a [parallel]: older runs resume
@@ -71,6 +72,10 @@ def test_gradients_in_fp8_are_another_configuration(tmp_path):
     save_config(config, tmp_path / "config.toml")
     assert load_config(tmp_path / "config.toml") == config
     assert config.config_hash() != RunConfig().config_hash()
+    with pytest.raises(
+        ConfigError, match=r"was started with parallel\.fp8_gradients = True, not False; resume with its"
+    ):
+        check_start(tmp_path, RunConfig(), resume=True)
     assert "parallel.fp8_gradients" not in config.free_to_change
     other_layout = dataclasses.replace(config, parallel=ParallelConfig(fp8_gradients=True, data=2))
     assert other_layout.config_hash() == config.config_hash()
