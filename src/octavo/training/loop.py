@@ -202,7 +202,6 @@ class Trainer:
         with self._sampled(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
-            notes.values |= self.reduction.statistics() if self.reduction else {}
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return True
         error = self._nonfinite(log, loss, grad_norm)
@@ -441,7 +440,9 @@ class Trainer:
         self.step_seconds.append(seconds)
         values = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
         counts = {"tokens": self.step * tokens, "seconds": round(seconds, 4), "threads": torch.get_num_threads()}
-        log.write("step", self.step, **values, **counts, **({} if loss_scale is None else {"loss_scale": loss_scale}))
+        rounding = {} if self.reduction is None else self.reduction.statistics()
+        scale = {} if loss_scale is None else {"loss_scale": loss_scale}
+        log.write("step", self.step, **values, **counts, **scale, **rounding)
         self.emit(StepDone(step=self.step, steps=self.training.steps, **values, tokens_per_second=tokens / seconds))
 
     def _is_due(self, interval: int) -> bool:
