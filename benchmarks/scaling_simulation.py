@@ -7,6 +7,9 @@ more ranks there are, the longer the slowest of them takes.
 
     all-gather, reduce-scatter of B bytes on P ranks:   latency * log2(P) + B / bandwidth * (P - 1) / P
     all-reduce:                                         reduce_latency * log2(P) + 2 * B / bandwidth * (P - 1) / P
+
+Gathers and reductions do not share the bandwidth. The one all-reduce of amaxes at the end of a step follows each rank's
+own work of collecting and handing out them, which grows with the number of scales.
 """
 
 import math
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Amaxes", "Network", "TrainingStep", "simulate"]
+__all__ = ["Amaxes", "Network", "TrainingStep", "Work", "simulate"]
 
 Amaxes = str  # "none", "one a step" or "one a tensor"
 TENSORS = 3  # scales of a layer that ranks share: input, weight, gradient of the output
@@ -44,6 +47,23 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A rank's own work around the one all-reduce of a step.
+
+    Attributes:
+        step: seconds a step.
+        scale: seconds a scale.
+    """
+
+    step: float = 0.0
+    scale: float = 0.0
+
+    def seconds(self, scales: int) -> float:
+        """Seconds of a step of so many scales."""
+        return self.step + self.scale * scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
     """A step of equal layers.
 
@@ -56,6 +76,7 @@ class TrainingStep:
         amaxes: how ranks agree on scales: "none", "one a step" (an all-reduce of all amaxes at its end) or
             "one a tensor" (an all-reduce before each cast, which waits for it).
         linears: linear layers in a layer, each with three scales.
+        work: each rank's own work around "one a step".
         jitter: mean of the exponentially distributed share by which a layer takes a rank longer.
     """
 
@@ -66,6 +87,7 @@ class TrainingStep:
     reduced: float = 2.0
     amaxes: Amaxes = "none"
     linears: int = 1
+    work: Work = Work()
     jitter: float = 0.0
 
 
@@ -101,5 +123,6 @@ def _simulated(step: TrainingStep, network: Network, ranks: int, generator: np.r
             reduces = max(reduces, float(computed.max())) + reduce
     end = max(float(computed.max()), reduces)
     if step.amaxes == "one a step":
-        end += network.all_reduce(4 * TENSORS * step.linears * step.layers, ranks)
+        scales = TENSORS * step.linears * step.layers
+        end += step.work.seconds(scales) + network.all_reduce(4 * scales, ranks)
     return end

@@ -25,7 +25,8 @@ def train(*, fsdp2: bool = False, micro_batches: int = 1, **sharded: object) -> 
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     octavo.convert(model, "delayed")  # before prepare, which wraps or shards
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = torch.utils.data.DataLoader(torch.randn(128, 64), batch_size=16)
+    rows = torch.randn(128, 64) * torch.randn(128, 1).exp2()  # of magnitudes that differ between batches, and ranks
+    batches = torch.utils.data.DataLoader(rows, batch_size=16)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     losses = []
     for batch in batches:

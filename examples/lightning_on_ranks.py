@@ -61,5 +61,6 @@ def train(data: torch.Tensor, *, fsdp2: bool = False, ranks: int = 1, **options:
 
 
 if __name__ == "__main__":
-    data = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(1)
+    data = torch.randn(128, 64) * torch.randn(128, 1).exp2()  # of magnitudes that differ between batches, and ranks
     print(train(data, fsdp2="fsdp2" in sys.argv[1:], ranks=int(os.environ.get("WORLD_SIZE", "1"))).losses)

@@ -25,7 +25,7 @@ from octavo.text.tokens import open_data
 from octavo.training.checkpoint_shards import _ShardWriter
 from octavo.training.config import RunConfig
 from octavo.training.loop import Trainer, train
-from tests.contract.rank_processes import _start_group
+from tests.contract.rank_processes import _start_group, results_file
 from tests.contract.training_ranks_program import config_of
 
 KILL_STEP = 4
@@ -119,7 +119,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for place in VICTIMS:
         found[place] = [exit_codes(partial(attempt, folder, place, kills=kills)) for kills in (True, False)]
-    torch.save(found, folder / "rank0.pt")
+    torch.save(found, results_file(folder, 0, 1))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # which an optimizer imports otherwise, on every rank anew
+from filelock import FileLock
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +30,44 @@ Checks = Mapping[str, Callable[[int, Path], Any]]  # each is given the rank and 
 
 
 def results_of_ranks(program: str, folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank of ``python -m PROGRAM FOLDER RANKS`` saved as ``rank<RANK>.pt``, by check."""
+    """What each rank of ``python -m PROGRAM FOLDER RANKS`` saved as :func:`results_file`, by check."""
+    once(folder / f"{ranks} ranks", partial(_run_program, program, folder, ranks))
+    return [torch.load(results_file(folder, rank, ranks), weights_only=False) for rank in range(ranks)]
+
+
+def results_file(folder: Path, rank: int, ranks: int) -> Path:
+    """Where a rank saves what its checks returned."""
+    return folder / f"rank {rank} of {ranks}.pt"
+
+
+def shared_folder(factory: pytest.TempPathFactory, name: str) -> Path:
+    """A temporary folder that is the same one for all workers of a session of pytest-xdist."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def once(place: Path, run: Callable[[], object]) -> None:
+    """Call ``run`` unless another worker has; one that comes meanwhile waits, and fails if it did.
+
+    Args:
+        place: a file in a :func:`shared_folder` that says what has been run.
+        run: what to call.
+    """
+    with FileLock(f"{place}.lock"):
+        if not place.exists():
+            try:
+                run()
+            except BaseException:
+                place.write_text(traceback.format_exc())
+                raise
+            place.touch()
+    failure = place.read_text()
+    assert not failure, failure
+
+
+def _run_program(program: str, folder: Path, ranks: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", program, str(folder), str(ranks)],
         cwd=ROOT,
@@ -42,7 +82,6 @@ def results_of_ranks(program: str, folder: Path, ranks: int) -> list[dict[str, A
         os.killpg(process.pid, signal.SIGKILL)
         raise
     assert not process.returncode, told
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def run_ranks(
@@ -77,7 +116,7 @@ def run_ranks(
 def _run_rank(
     folder: Path, rank: int, ranks: int, checks: Checks, around: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Save what each check returned, or its traceback, to ``FOLDER/rank<RANK>.pt``."""
+    """Save what each check returned, or its traceback."""
     _start_group(folder / f"store{ranks}", rank, ranks)
     found: dict[str, Any] = {}
     with around():
@@ -86,7 +125,7 @@ def _run_rank(
                 found[name] = check(rank, folder)
             except Exception:  # noqa: BLE001 (the test of this check shows it)
                 found[name] = traceback.format_exc()
-    torch.save(found, folder / f"rank{rank}.pt")
+    torch.save(found, results_file(folder, rank, ranks))
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

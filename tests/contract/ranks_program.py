@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import ConfigError
 from octavo.training.loop import Trainer
 from octavo.training.setup import build_model
+from tests.contract.calibrating_ranks import calibrated_together, refused_calibrations
 from tests.contract.overflowing_ranks import overflow_state
-from tests.contract.rank_processes import kept_bytes, named, run_ranks
+from tests.contract.rank_processes import Collectives, kept_bytes, named, run_ranks
 from tests.contract.ranks_between_steps import nonfinite_of_one_rank, read_before_the_reduction, zero_redundancy
 from tests.contract.sampled_ranks import sampled_by_fsdp2
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
@@ -29,7 +29,7 @@ STEPS, RATIO = 4, 64.0
 RECIPE = octavo.recipes.get("delayed", history_length=3)
 RECIPES = octavo.recipes.names()
 STATIC_SCALE = torch.tensor(0.02)
-MANY = 700
+MANY = 1000
 WIDTH, ROWS = 256, (1, 8, 32, 128, 255, 256, 512, 1024)
 
 
@@ -301,13 +301,19 @@ def overflow_on_one_rank(rank: int, _: Path) -> dict[str, Tensor]:
     return overflow_state([rank])
 
 
-def many_layers(rank: int, _: Path) -> dict[str, Tensor]:
-    """More layers than the first all-reduce takes; each one's input is of its own."""
+def many_layers(rank: int, folder: Path) -> Any:
+    """More layers than the first all-reduce takes, each with an input of its own; how many each step takes.
+
+    Then what is said of layers that differ, once the ranks have agreed on a longer one.
+    """
     model = nn.ModuleList(octavo.nn.Linear(2, 2, recipe="delayed") for _ in range(MANY))
-    optimizer = optimizer_of(model)
-    sum(layer(torch.full((1, 2), amax_of(index, rank))).sum() for index, layer in enumerate(model)).backward()
-    optimizer.step()
-    return octavo.scaling_state(model)
+    optimizer, reduces = optimizer_of(model), []
+    for _step in range(3):
+        sum(layer(torch.full((1, 2), amax_of(index, rank))).sum() for index, layer in enumerate(model)).backward()
+        with Collectives() as counted:
+            optimizer.step()
+        reduces.append(dict(counted.counts))
+    return {"state": octavo.scaling_state(model), "reduces": reduces, "others": other_layers(rank, folder)}
 
 
 def amax_of(index: int, rank: int) -> float:
@@ -317,20 +323,13 @@ def amax_of(index: int, rank: int) -> float:
 
 def reduces_a_step(_rank: int, _: Path) -> int:
     """How many all-reduces three steps of two models take that one optimizer trains."""
-    model, counted = nn.ModuleList([build(), build()]), 0
-    reduce = distributed.all_reduce
-
-    def counting(*args: Any, **options: Any) -> Any:
-        nonlocal counted
-        counted += 1
-        return reduce(*args, **options)
-
+    model = nn.ModuleList([build(), build()])
     optimizer = optimizer_of(model)
-    with mock.patch.object(distributed, "all_reduce", counting):
+    with Collectives() as counted:
         for _step in range(3):
             sum(each(torch.ones(1, 8)).sum() for each in model).backward()
             optimizer.step()
-    return counted
+    return counted.counts["allreduce"]
 
 
 def one_more_step(rank: int, _: Path) -> str:
@@ -459,6 +458,8 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     read_before_the_reduction,
     nonfinite_of_one_rank,
     sampled_by_fsdp2,
+    calibrated_together,
+    refused_calibrations,
     one_more_step,
 )
 

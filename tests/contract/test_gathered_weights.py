@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.contract.gathered_weights_training import RECIPES
-from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.rank_processes import of_check, results_of_ranks, shared_folder
 
 pytestmark = pytest.mark.long
 
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.long
 def found(tmp_path_factory) -> dict[int, list[dict[str, Any]]]:
     """What each rank returned, by check; by number of ranks."""
     program = "tests.contract.gathered_weights_program"
-    return {ranks: results_of_ranks(program, tmp_path_factory.mktemp(f"ranks{ranks}"), ranks) for ranks in (2, 4)}
+    folders = {ranks: shared_folder(tmp_path_factory, f"gathered weights {ranks}") for ranks in (2, 4)}
+    return {ranks: results_of_ranks(program, folder, ranks) for ranks, folder in folders.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

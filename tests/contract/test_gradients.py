@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.rank_processes import of_check, results_of_ranks, shared_folder
 
 RANKS = 3
 
@@ -15,7 +15,7 @@ RANKS = 3
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank returned, by check."""
-    return results_of_ranks("tests.contract.gradients_program", tmp_path_factory.mktemp("ranks"), RANKS)
+    return results_of_ranks("tests.contract.gradients_program", shared_folder(tmp_path_factory, "gradients"), RANKS)
 
 
 @pytest.mark.long

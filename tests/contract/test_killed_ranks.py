@@ -1,11 +1,12 @@
 """A rank that is killed at points of a step and of a save: what the others do, and the run that continues."""
 
 import signal
+from functools import partial
 
 import pytest
 
 from tests.contract.killed_ranks_program import KILL_STEP, LOST, VICTIMS, config
-from tests.contract.rank_processes import results_of_ranks
+from tests.contract.rank_processes import once, results_of_ranks, shared_folder
 from tests.contract.test_training_ranks import assert_same, numbers
 from tests.contract.training_ranks_program import run
 from tests.unit.training.tiny_runs import tiny_data
@@ -15,10 +16,14 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("killed")
+    folder = shared_folder(tmp_path_factory, "killed ranks")
+    once(folder / "begun", partial(begin, folder))
+    return folder
+
+
+def begin(folder):
     tiny_data(folder)
     assert run(config(1), folder, "one") == ""
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.rank_processes import of_check, results_of_ranks, shared_folder
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -20,7 +20,7 @@ ROUNDING = 2.0**-20
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank returned, by check."""
-    return results_of_ranks("tests.contract.megatron_program", tmp_path_factory.mktemp("ranks"), RANKS)
+    return results_of_ranks("tests.contract.megatron_program", shared_folder(tmp_path_factory, "megatron"), RANKS)
 
 
 @pytest.mark.long

@@ -12,8 +12,9 @@ import octavo
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.scaling import EMPTY
 from tests.contract import ranks_program as program
+from tests.contract.calibrating_ranks import calibrated, rows_of, tokens_of, without_change
 from tests.contract.overflowing_ranks import overflow_state
-from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.rank_processes import of_check, results_of_ranks, shared_folder
 from tests.contract.sampled_ranks import ROWS_ALONE, batches_of, sampled_steps
 
 RANKS = range(2)
@@ -22,7 +23,7 @@ RANKS = range(2)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank returned, by check."""
-    return results_of_ranks("tests.contract.ranks_program", tmp_path_factory.mktemp("ranks"), len(RANKS))
+    return results_of_ranks("tests.contract.ranks_program", shared_folder(tmp_path_factory, "ranks"), len(RANKS))
 
 
 def _truth(*, micro: int = 1) -> dict[str, Any]:
@@ -206,8 +207,15 @@ def test_an_overflow_on_one_rank_backs_off_on_all(found):
 
 def test_every_layer_of_a_deep_model_is_reduced(found):
     largest = [max(program.amax_of(index, rank) for rank in RANKS) for index in range(program.MANY)]
-    for state in of_check(found, "many_layers"):
-        assert [state[f"{index}.input.amax"].item() for index in range(program.MANY)] == largest
+    for each in of_check(found, "many_layers"):
+        assert [each["state"][f"{index}.input.amax"].item() for index in range(program.MANY)] == largest
+
+
+def test_a_step_takes_one_all_reduce_whatever_the_number_of_layers(found):
+    """The first step of a group's deepest model takes a second one; then the ranks have agreed on the length."""
+    for each in of_check(found, "many_layers"):
+        assert each["reduces"] == [{"allreduce": 2}, {"allreduce": 1}, {"allreduce": 1}]
+        assert each["others"].startswith("the ranks' layers differ")
 
 
 def test_a_step_of_all_models_takes_one_all_reduce(found):
@@ -299,3 +307,34 @@ def test_a_scaling_group_on_several_ranks_is_as_stale_as_its_largest_part(found)
         for key, numbers in samples["delayed"]["casts"].items():
             largest, least = (numbers[CAST_FIELDS.index(name)] for name in ("stale_ratio", "least_stale_ratio"))
             assert largest == least > 0.6, key
+
+
+def test_ranks_calibrate_as_one_process_with_all_batches(found):
+    """Scales of every method and health bit for bit; mean keys but for the order of their sum."""
+    rows, tokens = ([each for rank in RANKS for each in batches(rank)] for batches in (rows_of, tokens_of))
+    truth = {name: without_change(each) for name, each in calibrated(rows, tokens).items()}
+    assert truth["max"].left_out == {"unused": "no batch reached it"}
+    assert truth["max"].groups == (("second", "first"),)
+    for together, collectives in of_check(found, "calibrated_together"):
+        assert collectives["allreduce"] == 2, "of amaxes and of histograms"
+        for name, one in truth.items():
+            ranks = together[name]
+            assert ranks.to_record() == one.to_record()
+            assert ranks.input_scales == one.input_scales
+            assert {path: each.tolist() for path, each in ranks.weight_scales.items()} == {
+                path: each.tolist() for path, each in one.weight_scales.items()
+            }
+            assert ranks.kv_scales == one.kv_scales
+            torch.testing.assert_close(ranks.key_means, one.key_means, rtol=1e-6, atol=1e-7)
+        assert len(together["kv cache"].kv_scales) == 2
+
+
+def test_ranks_that_cannot_calibrate_together_all_say_why(found):
+    first, second = of_check(found, "refused_calibrations")
+    of_nan, of_nothing, of_layers, of_slices = second
+    assert of_nan.startswith("in batch 1 layer 'first' received NaN or infinity")
+    assert of_nothing.startswith("there is no batch to calibrate on")
+    assert of_layers == "ranks 0 and 1 calibrate different layers; give all ranks the same model and options"
+    assert of_slices.startswith("ranks divide the weight of layer 'second'; calibrate the model before it is divided")
+    told = [f"rank 1 could not calibrate: {sentence}" for sentence in second[:2]]
+    assert first == [*told, of_layers, of_slices]

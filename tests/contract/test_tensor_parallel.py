@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.rank_processes import of_check, results_of_ranks, shared_folder
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +20,7 @@ def found(tmp_path_factory) -> Callable[..., list[Any]]:
 
     @cache
     def results(ranks: int) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        folder = shared_folder(tmp_path_factory, f"tensor parallel {ranks}")
         return results_of_ranks("tests.contract.tensor_parallel_program", folder, ranks)
 
     return lambda theme, check, ranks=2: of_check(results(ranks), f"{theme} {check}")

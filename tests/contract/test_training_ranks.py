@@ -7,6 +7,7 @@ that norm, numbers differ by the order of that sum.
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from octavo.training.checkpoint import latest, read_state
 from octavo.training.checkpoint_files import stored_tensors
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
-from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.rank_processes import of_check, once, results_of_ranks, shared_folder
 from tests.contract.training_ranks_program import (
     CHAIN,
     CHAIN_STEPS,
@@ -47,7 +48,12 @@ FLIPPED_CODES = 5e-3  # relative, of losses, norms and amaxes: the order of a la
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Runs of one process to compare with, and the first piece of the run that the ranks continue."""
-    folder = tmp_path_factory.mktemp("ranks")
+    folder = shared_folder(tmp_path_factory, "training ranks")
+    once(folder / "begun", partial(begin, folder))
+    return folder
+
+
+def begin(folder: Path) -> None:
     tiny_data(folder)
     assert stopping(config_of(**CHAIN), folder, "chain", after=2, resume=False) == ""
     assert run(config_of(**CHAIN), folder, "whole chain") == ""
@@ -55,7 +61,6 @@ def folder(tmp_path_factory):
         assert run(config_of(recipe=recipe, grad_accumulation=4), folder, f"moved {recipe}") == ""
         shutil.copytree(folder / f"moved {recipe}", folder / f"{recipe} of one")
     (folder / "of one").symlink_to(folder / "delayed of one")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +168,29 @@ def test_collectives_of_an_update(two):
     replicas, shards = of_check(two, "collectives")[0]
     assert replicas == {"allreduce": 2, "allgather": 1}
     assert shards == {"allgather_base": 8, "reduce_scatter_base": 2, "allgather": 1, "allreduce": 1}
+
+
+def test_gradients_sent_as_codes(folder, two):
+    """The first step's are those of exact sums but for two roundings, whose errors the doctor has; ranks stay equal."""
+    first, second = of_check(two, "fp8_gradients")
+    assert first == second
+    assert first[0] == ""
+    assert first[1].startswith("parallel.fp8_gradients keeps a step's rounding errors for the next, and a dynamic loss")
+    exact, coded = (
+        [line for line in read_metrics(folder / name) if line["kind"] == "step"]
+        for name in ("delayed-1-1.0-2", "fp8 gradients")
+    )
+    assert coded[0]["loss"] == exact[0]["loss"]
+    assert coded[0]["grad_norm"] != exact[0]["grad_norm"]
+    assert coded[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.01)
+    assert coded[-1]["loss"] != exact[-1]["loss"]
+    assert coded[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.01)
+    errors = {line["step"]: line["gradient_error"] for line in coded if "gradient_error" in line}
+    assert list(errors) == [
+        line["step"] for line in read_metrics(folder / "fp8 gradients") if line["kind"] == "statistics"
+    ]
+    assert len(errors) == 3, "the steps that the doctor samples"
+    assert all(0.01 < error < 0.05 for error in errors.values())
 
 
 @pytest.mark.parametrize("shard", [1, 2])

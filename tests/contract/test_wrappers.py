@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 import torch
 
-from tests.contract.rank_processes import of_check, results_of_ranks
+from tests.contract.rank_processes import of_check, results_of_ranks, shared_folder
 
 pytestmark = pytest.mark.long
 
@@ -21,7 +21,7 @@ NORM_ORDER = 1e-6  # relative, as in test_training_ranks.py
 def two(tmp_path_factory):
     for package in ("transformers", "accelerate", "pytorch_lightning"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    return results_of_ranks("tests.contract.wrappers_program", tmp_path_factory.mktemp("wrappers"), 2)
+    return results_of_ranks("tests.contract.wrappers_program", shared_folder(tmp_path_factory, "wrappers"), 2)
 
 
 def assert_same_state(one, other, *, gradients=1, bound=0.0):

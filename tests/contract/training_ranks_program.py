@@ -60,12 +60,20 @@ def config_of(
     data: int = 0,
     tensor: int = 1,
     sequence: bool = False,
+    fp8_gradients: bool = False,
     check_interval: int = 1,
     **training: Any,
 ) -> RunConfig:
     """A tiny run of two micro-batches an update, evaluated in several forward passes."""
     settings = {"grad_accumulation": 2, "steps": STEPS, "eval_tokens": 0, "statistics_interval": 2, **training}
-    parallel = ParallelConfig(shard=shard, data=data, tensor=tensor, sequence=sequence, check_interval=check_interval)
+    parallel = ParallelConfig(
+        shard=shard,
+        data=data,
+        tensor=tensor,
+        sequence=sequence,
+        fp8_gradients=fp8_gradients,
+        check_interval=check_interval,
+    )
     config = tiny_config(**settings)
     shape = dataclasses.replace(config.model, num_kv_heads=2)  # which two ranks can share
     return dataclasses.replace(config, model=shape, parallel=parallel)
@@ -131,6 +139,14 @@ def overflowing(folder: Path, name: str, *, shard: int = 1) -> str:
 
 def loss_scale(folder: Path) -> list[str]:
     return [overflowing(folder, f"fp16-{shard}", shard=shard) for shard in (1, 2)]
+
+
+def fp8_gradients(folder: Path) -> list[str]:
+    """A run, and what is said where a loss scale may change."""
+    return [
+        run(config_of(recipe="delayed", fp8_gradients=True), folder, "fp8 gradients"),
+        run(config_of(recipe="rowwise", precision="fp16", fp8_gradients=True), folder, "fp8 gradients in fp16"),
+    ]
 
 
 def phases(folder: Path) -> str:
@@ -286,6 +302,7 @@ OF_TWO = (
     every_recipe,
     loss_scale,
     tensor_parallel,
+    fp8_gradients,
     phases,
     interrupted,
     in_background,

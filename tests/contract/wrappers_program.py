@@ -27,7 +27,8 @@ import octavo
 from tests.contract.rank_processes import named, regrouped, run_ranks
 from tests.policy.source_tree import ROOT
 
-DATA = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+GENERATOR = torch.Generator().manual_seed(1)
+DATA = torch.randn(128, 64, generator=GENERATOR) * torch.randn(128, 1, generator=GENERATOR).exp2()
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "enable_progress_bar": False,

@@ -101,9 +101,18 @@ def test_ray(tmp_path, data, one):
     pytest.importorskip("ray", reason="ray is not installed")
     save_config(config_of(data), tmp_path / "config.toml")
     script = str(ROOT / "examples" / "ray_train.py")
-    process = start([script, str(tmp_path / "config.toml"), str(tmp_path / "run"), "2"], RAY_ADDRESS="local")
+    command_line = [script, str(tmp_path / "config.toml"), str(tmp_path / "run"), "2"]
+    process = start(command_line, RAY_ADDRESS="local")
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
+    assert_run_of_one(tmp_path, one)
+    save_config(config_of(data, lr=1e-4), tmp_path / "config.toml")
+    refusals = [
+        start([*command_line, *options], RAY_ADDRESS="local").communicate(timeout=PATIENCE)[1]
+        for options in ([], ["--resume"])
+    ]
+    assert "already holds a run; continue it with --resume or name another" in refusals[0]
+    assert "was started with training.lr" in refusals[1]
     assert_run_of_one(tmp_path, one)
 
 

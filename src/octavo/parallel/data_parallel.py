@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.kernels.tracing import is_distributed
+from octavo.parallel.gradients import GradientReduction, reduce_bucket
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["copied_to_cpu", "is_sharded", "laid_out_as", "local", "part_of", "replicated", "sharded", "synchronizing"]
 
 
-def replicated(model: nn.Module) -> DistributedDataParallel:
-    """Wrap a model whose weights are equal on all ranks, to sum gradients over them."""
+def replicated(model: nn.Module, reduction: GradientReduction | None = None) -> DistributedDataParallel:
+    """Wrap a model whose weights are equal on all ranks, to sum gradients over them; by ``reduction`` in FP8."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the argument, to a name that 2.11 lacks
         replica = DistributedDataParallel(model, broadcast_buffers=False)
-    replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
+    if reduction is None:
+        replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
+    else:
+        replica.register_comm_hook((reduction, replica.process_group, False), reduce_bucket)
     return replica
 
 

@@ -21,7 +21,7 @@ from octavo.formats import E4M3, FP8_FORMATS, Format
 from octavo.numerics import PerBlock, QuantizedTensor, quantize
 from octavo.parallel.fsdp2 import fsdp_modules, set_reduce_scatter
 
-__all__ = ["GradientReduction", "reduce_gradients_in_fp8"]
+__all__ = ["GradientReduction", "reduce_bucket", "reduce_gradients_in_fp8"]
 
 BLOCK = 128  # elements that share a float32 scale: 1.03 bytes an element
 _SCALES = PerBlock(1, BLOCK)
@@ -66,7 +66,7 @@ def reduce_gradients_in_fp8(
         raise ConfigError(f"gradients are sent in an FP8 format, not {fmt}; use octavo.E4M3 or octavo.E5M2")
     reduction = GradientReduction(fmt, error_feedback=error_feedback)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.register_comm_hook((reduction, model.process_group), _reduce_bucket)
+        model.register_comm_hook((reduction, model.process_group, True), reduce_bucket)
         return reduction
     sharded = fsdp_modules(model)
     if not sharded:
@@ -84,7 +84,7 @@ def reduce_gradients_in_fp8(
 
 
 class GradientReduction:
-    """Averages of gradients over ranks that are sent as codes; see :func:`reduce_gradients_in_fp8`.
+    """Averages or sums of gradients over ranks that are sent as codes; see :func:`reduce_gradients_in_fp8`.
 
     Args:
         fmt: one of the FP8 formats.
@@ -128,18 +128,19 @@ class GradientReduction:
         """
         output.copy_(self._reduced_chunk(gradients.view(group.size(), -1), group, None, average=average))
 
-    def average(self, gradients: Tensor, group: Any, key: tuple[int, ...]) -> Tensor:
-        """Average over all ranks, on all of them.
+    def all_reduce(self, gradients: Tensor, group: Any, key: tuple[int, ...], *, average: bool) -> Tensor:
+        """Sum, or average, over all ranks, on all of them.
 
         Args:
             gradients: this rank's, [n].
             group: the process group.
             key: what the gradients are of; residuals are kept by it.
+            average: divide by the number of ranks.
         """
         ranks, count = group.size(), gradients.numel()
         padded = nn.functional.pad(gradients.float(), (0, -count % ranks)).view(ranks, -1)
         residuals = self._residuals_of(key, padded) if self.error_feedback else None
-        chunk = self._reduced_chunk(padded, group, None if residuals is None else residuals[0], average=True)
+        chunk = self._reduced_chunk(padded, group, None if residuals is None else residuals[0], average=average)
         codes = self._cast(chunk[None], None if residuals is None else residuals[1])
         received = codes.new_empty(ranks, codes.numel())
         distributed.all_gather(list(received.unbind()), codes[0], group=group)
@@ -190,7 +191,7 @@ class GradientReduction:
         return QuantizedTensor(codes, scales, _SCALES, torch.float32).dequantize()
 
     def _residuals_of(self, key: tuple[int, ...], gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Errors of the last step: of this rank's gradients [ranks, n] and of its average [1, n]."""
+        """Errors of the last step: of this rank's gradients [ranks, n] and of its average or sum [1, n]."""
         if key not in self._residuals:
             parameters = set(key)  # DDP orders parameters anew after the first backward pass
             self._residuals = {other: kept for other, kept in self._residuals.items() if not parameters & set(other)}
@@ -198,16 +199,21 @@ class GradientReduction:
         return self._residuals[key]
 
 
-def _reduce_bucket(
-    state: tuple[GradientReduction, Any],
+def reduce_bucket(
+    state: tuple[GradientReduction, Any, bool],
     bucket: distributed.GradBucket,  # type: ignore[name-defined]  # DDP checks the annotation
 ) -> torch.futures.Future[Tensor]:
-    """The communication hook of DDP, which waits for the future before the gradients are used."""
-    reduction, group = state
+    """The communication hook of DDP, which waits for the future before the gradients are used.
+
+    Args:
+        state: the reduction, the process group, and whether gradients are averaged instead of summed.
+        bucket: DDP's.
+    """
+    reduction, group, average = state
     gradients = bucket.buffer()
     is_cuda = gradients.device.type == "cuda"
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradients.device] if is_cuda else [])
     with reduction.stream(gradients.device):
         key = tuple(map(id, bucket.parameters()))
-        future.set_result(reduction.average(gradients, group, key))
+        future.set_result(reduction.all_reduce(gradients, group, key, average=average))
     return future

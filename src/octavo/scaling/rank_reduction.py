@@ -1,13 +1,17 @@
 """Reduction of a step's amaxes over ranks, by one collective.
 
 Ranks that close different steps must not mix their amaxes, nor hang in tensors of different lengths. So the tensor that
-is reduced has one fixed length, and begins with a digest of the layers and of the number of their step:
+is reduced has a length that all ranks of the group know, and begins with a digest of the layers and of the number of
+their step:
 
-    float32 [4096] = digest [4], the amaxes of up to 682 layers, their overflow marks, 0     more: a second reduce
+    float32 [length] = digest [4], n amaxes, n overflow marks, 0     if they are longer: a second reduce of the rest
 
-Its maximum is the rank's own digest on every rank, or on none: then all of them say what they have and raise.
+The maximum of the digest is the rank's own on every rank, or on none: then all of them say what they have and raise.
+Where they agree, they have the same n. The length is 4,096 at first, enough for 682 layers with three amaxes each, and
+grows to what they have agreed on: a group has a second reduce in the first step of more layers, and never again.
 """
 
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +27,8 @@ from octavo.scaling.operand_scaling import ROLES
 
 __all__ = ["DelayedLayer", "default_group", "reduce_amaxes"]
 
-_FIRST_REDUCED = 4096  # elements: as slow as one, on a network, and enough for all but the deepest models
+_SHORTEST = 4096  # elements: as slow as one, on a network, and enough for most models
+_agreed: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # by group, lengths above that
 _ADVICE = (
     "train the same layers for the same number of steps on every rank, give convert the process group of the ranks "
     'that do, amax_group=group, or amax_group="rank" for each rank alone'
@@ -65,32 +70,33 @@ def reduce_amaxes(layers: Sequence[DelayedLayer], group: "distributed.ProcessGro
     Raises:
         ConfigError: the ranks close other layers or another step, or a rank takes no part.
     """
-    histories = [layer.amax_history for layer in layers]
-    present = [history for history in histories if history is not None]
-    if not present:
+    states = [None if layer.amax_history is None else layer.amax_history.running for layer in layers]
+    if not any(states):
         return
     sizes = [len(ROLES) * (layer.experts or 1) for layer in layers]
-    recorded = _recorded(histories, sizes, present[0].pending.device)
-    pending, overflowed = _reduced(recorded, _described(layers), group).tensor_split(2)
-    for old, new in (("pending", pending), ("overflowed", overflowed > 0)):
-        parts = zip(new.split(sizes), histories, strict=True)
-        reduced = [part.view_as(history.pending) for part, history in parts if history is not None]
-        torch._foreach_copy_([getattr(history, old) for history in present], reduced)
+    pending, overflowed = _reduced(_recorded(states, sizes), _described(layers), group).tensor_split(2)
+    for index, new in enumerate((pending, overflowed > 0)):
+        pairs = [(state[index], part) for state, part in zip(states, new.split(sizes), strict=True) if state]
+        torch._foreach_copy_([old for old, _ in pairs], [part for _, part in pairs])
 
 
-def _recorded(histories: Sequence[AmaxHistory | None], sizes: Sequence[int], device: torch.device) -> Tensor:
+def _recorded(states: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int]) -> Tensor:
     """float32 [2 n]: n pending amaxes, then as many overflow marks; a layer without a history has none.
 
     Of all layers at once: a few small operations a layer take longer than the reduction.
     """
+    device = next(state[0].device for state in states if state)
     pending, marks = [], []
-    for history, size in zip(histories, sizes, strict=True):
-        if history is None:
+    for state, size in zip(states, sizes, strict=True):
+        if state is None:
             pending.append(torch.full((size,), EMPTY, dtype=torch.float32, device=device))
             marks.append(torch.zeros(size, dtype=torch.bool, device=device))
+        elif state[0].device == device:
+            pending.append(state[0])
+            marks.append(state[1])
         else:
-            pending.append(history.pending.to(device).flatten())
-            marks.append(history.overflowed.to(device).flatten())
+            pending.append(state[0].to(device))
+            marks.append(state[1].to(device))
     return torch.cat([*pending, torch.cat(marks).float()])
 
 
@@ -108,8 +114,9 @@ def _reduced(values: Tensor, described: list[str], group: Any) -> Tensor:
     crc = zlib.crc32("\n".join(described).encode())
     halves = torch.cat([values.new_full((1,), half) for half in (crc >> 16, crc & 0xFFFF)])  # exact in float32
     digest = torch.cat([halves, -halves])
-    first, remainder = values.tensor_split([_FIRST_REDUCED - len(digest)])
-    padding = values.new_zeros(_FIRST_REDUCED - len(digest) - len(first))
+    length = _agreed.get(group, _SHORTEST)
+    first, remainder = values.tensor_split([length - len(digest)])
+    padding = values.new_zeros(length - len(digest) - len(first))
     first = torch.cat([digest, first, padding])
     _all_reduce(first, described, group)
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()  # nothing can be read then
@@ -117,6 +124,8 @@ def _reduced(values: Tensor, described: list[str], group: Any) -> Tensor:
         _refuse_difference(described, group)
     if len(remainder):
         _all_reduce(remainder, described, group)
+        if not capturing:  # nothing has been compared then
+            _agreed[group] = len(digest) + len(values)
     return torch.cat([first[len(digest) : len(first) - len(padding)], remainder])
 
 

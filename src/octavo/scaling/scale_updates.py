@@ -36,7 +36,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
 from octavo.recipes import Close
-from octavo.scaling.amax_history import ScaleUpdates, WeightSeen
+from octavo.scaling.amax_history import ScaleUpdates, WeightSeen, close_histories
 from octavo.scaling.nested_steps import is_nested_step, is_stepping
 from octavo.scaling.operand_scaling import inside_backward
 from octavo.scaling.rank_reduction import DelayedLayer, default_group, reduce_amaxes
@@ -312,10 +312,7 @@ def close_steps(layers: Sequence[DelayedLayer], *, condition: Tensor | None = No
         updates.ran = False
         updates.weights_seen.clear()
         updates.called.clear()
-    for layer in layers:
-        if layer.amax_history is not None:
-            device = layer.amax_history.pending.device
-            layer.amax_history.close(condition=None if condition is None else condition.to(device))
+    close_histories([layer.amax_history for layer in layers if layer.amax_history is not None], condition=condition)
 
 
 def _refuse_join() -> None:

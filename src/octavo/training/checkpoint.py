@@ -65,6 +65,7 @@ __all__ = [
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
 STEP_NAME = re.compile(r"step-(\d+)")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW has for each parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,9 +241,8 @@ def load_checkpoint(
         scaler.load_state_dict(raw.get("loss_scaler", {}))
     load_model(path, model)
     for name, parameter in parameters.items():
-        keys = [key for key in moments if key.rpartition("/")[0] == name]
         optimizer.state[parameter] = {
-            key.rpartition("/")[2]: _as_moment(moments[key].to(parameter.device), parameter) for key in keys
+            key: _as_moment(moments[f"{name}/{key}"].to(parameter.device), parameter) for key in MOMENTS
         }
     _set_generators(path, raw)
     return state
@@ -306,11 +306,11 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    shapes = {}
-    for name, parameter in parameters.items():
-        shapes[f"{name}/step"] = torch.Size()
-        shapes[f"{name}/exp_avg"] = shapes[f"{name}/exp_avg_sq"] = parameter.shape
-    return shapes
+    return {
+        f"{name}/{key}": torch.Size() if key == "step" else parameter.shape
+        for name, parameter in parameters.items()
+        for key in MOMENTS
+    }
 
 
 def _check_shapes(path: Path, expected: Mapping[str, torch.Size], stored: StoredTensors) -> None:

@@ -63,7 +63,8 @@ MOST = {
 }
 
 
-_LAYOUT = tuple(f"parallel.{each.name}" for each in fields(ParallelConfig))
+_FP8_GRADIENTS = "fp8_gradients"  # the only key of [parallel] that changes results
+_LAYOUT = tuple(f"parallel.{each.name}" for each in fields(ParallelConfig) if each.name != _FP8_GRADIENTS)
 
 
 class Precision(StrEnum):
@@ -313,7 +314,8 @@ class RunConfig:
         for name in self.free_to_change:
             section, _, key = name.partition(".")
             del plain[section][key]
-        del plain["parallel"]  # empty by now
+        if not plain["parallel"][_FP8_GRADIENTS]:  # all that is left of the section: runs from before it have the hash
+            del plain["parallel"]
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

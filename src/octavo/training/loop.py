@@ -52,6 +52,7 @@ from octavo.training.rank_layout import (
     check_same_run,
     check_same_state,
     check_same_step,
+    gradient_reduction,
     on_ranks,
     sharing_loss,
 )
@@ -132,7 +133,8 @@ class Trainer:
         self.config, self.run_dir, self.data, self.ranks = config, run_dir, data, ranks
         self.model, self.emit, self.converted = model, on_event, converted
         self.micro_batches = config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
-        self.forward = on_ranks(model, config, ranks)
+        self.reduction = gradient_reduction(config, ranks)
+        self.forward = on_ranks(model, config, ranks, self.reduction)
         self.stop = StopRequest()
         self.stopped_by: str | None = None
         resumed = resumable_state(run_dir, config, data)
@@ -195,6 +197,8 @@ class Trainer:
         Raises:
             NonFiniteLossError: the update broke and the settings stay.
         """
+        if self.reduction is not None:
+            self.reduction.measures = self.watcher is not None and self.watcher.is_due(self.step + 1)
         with self._sampled(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
@@ -436,7 +440,9 @@ class Trainer:
         self.step_seconds.append(seconds)
         values = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
         counts = {"tokens": self.step * tokens, "seconds": round(seconds, 4), "threads": torch.get_num_threads()}
-        log.write("step", self.step, **values, **counts, **({} if loss_scale is None else {"loss_scale": loss_scale}))
+        rounding = {} if self.reduction is None else self.reduction.statistics()
+        scale = {} if loss_scale is None else {"loss_scale": loss_scale}
+        log.write("step", self.step, **values, **counts, **scale, **rounding)
         self.emit(StepDone(step=self.step, steps=self.training.steps, **values, tokens_per_second=tokens / seconds))
 
     def _is_due(self, interval: int) -> bool:

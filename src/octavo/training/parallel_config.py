@@ -10,7 +10,9 @@ __all__ = ["ParallelConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Layout of a run on several ranks. It changes no result beyond the order of sums, and may change on resuming.
+    """Layout of a run on several ranks. It may change on resuming, and changes no result beyond the order of sums.
+
+    FP8 gradients are the exception: a run is resumed with them or without them, as it was started.
 
     Attributes:
         data: replicas of the model; 0 is as many as there are ranks for.
@@ -18,6 +20,9 @@ class ParallelConfig:
             (DDP).
         tensor: ranks of such a group, which share each layer (tensor parallelism); 1 does not divide layers.
         sequence: whether those ranks also divide the positions between layers (sequence parallelism).
+        fp8_gradients: DDP sends gradients as FP8 codes, and adds a step's rounding errors to the next gradients
+            (``octavo.parallel.reduce_gradients_in_fp8``). That keeps a float32 copy of all gradients, which no
+            checkpoint has; results depend on the number of ranks.
         check_interval: updates between comparisons of the ranks' scales, recipe and generators; 0 for none.
     """
 
@@ -25,6 +30,7 @@ class ParallelConfig:
     shard: int = 1
     tensor: int = 1
     sequence: bool = False
+    fp8_gradients: bool = False
     check_interval: int = 10
 
     def __post_init__(self) -> None:
@@ -35,6 +41,11 @@ class ParallelConfig:
             raise ConfigError(
                 "parallel.sequence divides positions between ranks that share each layer, and parallel.tensor is 1; "
                 "set it to 2 or more"
+            )
+        if self.fp8_gradients and self.shard * self.tensor > 1:
+            raise ConfigError(
+                "parallel.fp8_gradients adds a step's rounding errors to all gradients of the next, which no rank has "
+                "where parallel.shard or parallel.tensor divides the weights; set both to 1, or leave it out"
             )
         check_at_least("parallel.check_interval", self.check_interval, 0)
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from octavo._lazy import own_version
 from octavo.errors import ConfigError
+from octavo.formats import E4M3
 from octavo.kernels.tracing import is_distributed
 from octavo.models import Llama
 from octavo.nn import Linear
 from octavo.nn.scaling_state import read_scaling_state
 from octavo.nn.tensor_parallel import check_slices
-from octavo.parallel import gather_in_fp8
+from octavo.parallel import GradientReduction, gather_in_fp8
 from octavo.parallel.agreement import refuse_difference, require_equal, require_equal_state
 from octavo.parallel.data_parallel import local, part_of, replicated, sharded
 from octavo.parallel.ranks import Ranks
@@ -37,6 +38,7 @@ __all__ = [
     "check_same_run",
     "check_same_state",
     "check_same_step",
+    "gradient_reduction",
     "on_ranks",
     "sharing_loss",
 ]
@@ -51,7 +53,8 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
     """Check that all ranks run the same octavo and torch with the same configuration on the same tokens.
 
     Raises:
-        ConfigError: they do not, or their number does not fit the configuration, or the autopilot is on.
+        ConfigError: they do not, or their number does not fit the configuration, or the autopilot is on, or gradients
+            in FP8 would have a loss scale that changes.
     """
     if ranks.size > 1:
         versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
@@ -67,6 +70,11 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
         raise ConfigError(
             f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
             "train on one rank"
+        )
+    if config.parallel.fp8_gradients and config.training.scales_loss and isinstance(config.training.loss_scale, str):
+        raise ConfigError(
+            "parallel.fp8_gradients keeps a step's rounding errors for the next, and a dynamic loss scale changes the "
+            "gradients' unit between them; set training.loss_scale to a number, or training.precision to bf16"
         )
 
 
@@ -94,7 +102,12 @@ def _check_gpus(ranks: Ranks, config: RunConfig) -> None:
             )
 
 
-def on_ranks(model: Llama, config: RunConfig, ranks: Ranks) -> nn.Module:
+def gradient_reduction(config: RunConfig, ranks: Ranks) -> GradientReduction | None:
+    """Return what sends gradients as FP8 codes; None if the run does not, or on a rank alone, which sends none."""
+    return GradientReduction(E4M3, error_feedback=True) if config.parallel.fp8_gradients and ranks.size > 1 else None
+
+
+def on_ranks(model: Llama, config: RunConfig, ranks: Ranks, reduction: GradientReduction | None = None) -> nn.Module:
     """Lay the model out on the ranks as ``[parallel]`` says; return the module that a training forward calls.
 
     A rank alone keeps the model as it is: an experiment on a run need not have its layout.
@@ -103,7 +116,7 @@ def on_ranks(model: Llama, config: RunConfig, ranks: Ranks) -> nn.Module:
     if ranks.size == 1:
         return model
     if parallel.shard == parallel.tensor == 1:
-        return replicated(model)
+        return replicated(model, reduction)
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = (parallel.replicas(ranks.size), parallel.shard, parallel.tensor)

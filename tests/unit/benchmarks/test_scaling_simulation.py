@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.scaling_simulation import Network, TrainingStep, simulate
+from benchmarks.scaling_simulation import Network, TrainingStep, Work, simulate
 
 NETWORK = Network(latency=1.0, reduce_latency=2.0, bandwidth=4.0)
 FREE = Network(latency=0.0, reduce_latency=0.0, bandwidth=float("inf"))
@@ -28,6 +28,15 @@ def test_one_amax_all_reduce_a_step_is_added_once_and_one_a_tensor_before_every_
     slow = Network(latency=0.0, reduce_latency=1.0, bandwidth=float("inf"))
     assert simulate(step(linears=7, amaxes="one a step"), slow, ranks=16) == pytest.approx(plain + 4)
     assert simulate(step(linears=7, amaxes="one a tensor"), slow, ranks=16) == pytest.approx(plain + 4 * 7 * 3 * 4)
+
+
+def test_a_ranks_own_work_is_added_to_the_one_all_reduce():
+    plain = simulate(step(linears=7), FREE, ranks=16)
+    work = Work(step=3.0, scale=0.5)
+    assert simulate(step(linears=7, amaxes="one a step", work=work), FREE, 16) == pytest.approx(
+        plain + 3 + 4 * 7 * 3 / 2
+    )
+    assert simulate(step(linears=7, work=work), FREE, ranks=16) == plain
 
 
 def test_stragglers_cost_more_the_more_ranks_wait_for_them():

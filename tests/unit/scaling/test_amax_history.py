@@ -1,7 +1,7 @@
 """The amax history against a model of its semantics in plain Python: lists and floats, no tensors."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import octavo
 from octavo.recipes import History, Statistic
 from octavo.scaling import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHistory
+from octavo.scaling.amax_history import close_histories
 from tests.recorded_state import end_step
 
 amaxes = st.one_of(st.just(0.0), st.floats(2.0**-126, 2.0**100, width=32))
@@ -111,6 +112,25 @@ def test_a_step_that_is_not_to_be_closed_stays_open(spec, sequence):
     before = {name: buffer.clone() for name, buffer in history.named_buffers()}
     history.close(condition=torch.tensor(False))
     assert all(torch.equal(buffer, before[name]) for name, buffer in history.named_buffers())
+
+
+@given(specifications, st.lists(events, min_size=2, max_size=5), st.sampled_from([None, True, False]), st.booleans())
+def test_histories_that_are_closed_together_are_closed_each(spec, sequences, condition, others):
+    """To the last bit, those of another length among them."""
+    specs = [replace(spec, length=spec.length + (others and index == 1)) for index in range(len(sequences))]
+    together, alone = [AmaxHistory(each) for each in specs], [AmaxHistory(each) for each in specs]
+    decided = None if condition is None else torch.tensor(condition)
+    for step in range(max(map(len, sequences))):
+        for histories in (together, alone):
+            for history, sequence in zip(histories, sequences, strict=True):
+                for event in sequence[step : step + 1]:
+                    if event != "close":
+                        _record(history, *event)
+        close_histories(together, condition=decided)
+        for each in alone:
+            each.close(condition=decided)
+        for one, other in zip(together, alone, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
 
 
 def _closed(spec: History, *values: float, role: int = INPUT) -> AmaxHistory:

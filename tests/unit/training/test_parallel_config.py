@@ -6,6 +6,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.training.config import ParallelConfig, RunConfig, config_from_dict, load_config, save_config
+from octavo.training.run_folder import check_start
 
 HASH_WITHOUT_LAYOUT = (
     "9b6a4d76e397dbd15facd909ca6e99a9"  # of the defaults, before there was a [parallel]: older runs resume
@@ -58,6 +59,26 @@ def test_ranks_that_share_layers_compute_the_same_micro_batches():
 def test_positions_are_divided_by_ranks_that_share_layers():
     with pytest.raises(ConfigError, match=r"and parallel\.tensor is 1; set it to 2 or more"):
         ParallelConfig(sequence=True)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"tensor": 2}])
+def test_gradients_in_fp8_need_all_gradients_on_a_rank(sizes):
+    with pytest.raises(ConfigError, match=r"^parallel\.fp8_gradients adds .* set both to 1, or leave it out$"):
+        ParallelConfig(fp8_gradients=True, **sizes)
+
+
+def test_gradients_in_fp8_are_another_configuration(tmp_path):
+    config = dataclasses.replace(RunConfig(), parallel=ParallelConfig(fp8_gradients=True))
+    save_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+    assert config.config_hash() != RunConfig().config_hash()
+    with pytest.raises(
+        ConfigError, match=r"was started with parallel\.fp8_gradients = True, not False; resume with its"
+    ):
+        check_start(tmp_path, RunConfig(), resume=True)
+    assert "parallel.fp8_gradients" not in config.free_to_change
+    other_layout = dataclasses.replace(config, parallel=ParallelConfig(fp8_gradients=True, data=2))
+    assert other_layout.config_hash() == config.config_hash()
 
 
 def test_layout_is_written_and_changes_no_result(tmp_path):

@@ -8,6 +8,8 @@ neither the order nor the size of the batches. Padding is counted like other tok
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -24,6 +26,7 @@ from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
 from octavo.quantization.calibration.observers import Batch, Observation, module_of, observe
 from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, scale_from_magnitudes
+from octavo.quantization.calibration.rank_statistics import check_is_whole, observed_by_ranks
 from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     NO_LINEAR_LAYERS,
@@ -36,6 +39,9 @@ from octavo.quantization.calibration.result import (
 from octavo.quantization.calibration.weight_scales import WeightMethod, quantized_weight
 from octavo.recipes import CastSpec, Recipe
 from octavo.scaling import INPUT, ROLES
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["LayerCoverage", "calibrate", "check_choices", "coverage", "weights_of"]
 
@@ -56,6 +62,7 @@ def calibrate(
     skip: Sequence[str] = (),
     convert_head: bool = False,
     min_expert_tokens: int = MIN_TOKENS,
+    group: "ProcessGroup | None" = None,
     source: str = "",
     split: str = "",
     on_batch: OnBatch = lambda _done, _total: None,
@@ -78,14 +85,17 @@ def calibrate(
         convert_head: include the language-model head.
         min_expert_tokens: an expert that fewer tokens reach has the largest scale of the other experts in its layer.
             Experts need linear layers of their own (``octavo.convert.unfuse_experts``); others are left out.
+        group: the process group of ranks that calibrate together: all of them call this with the same model and
+            options, each with batches of its own, and have the result of one process with all batches, without
+            ``moved``. None: this process alone, whatever others do.
         source: name of the data in the result: for text, a source of ``octavo.text.sources``.
         split: split of that source.
         on_batch: called after each batch with (done, total or None).
 
     Raises:
-        ConfigError: an unknown method or granularity, a pattern that matches nothing, no layer to calibrate, or
-            ``weight_method="mse"`` for a weight that another module also reads.
-        DataError: no batch, or a batch in which a layer's input contains NaN or ±Inf.
+        ConfigError: an unknown method or granularity, a pattern that matches nothing, no layer to calibrate, a weight
+            that ranks divide, or ``weight_method="mse"`` for one that another module also reads.
+        DataError: no batch, or a batch in which a layer's input contains NaN or ±Inf; on another rank too.
         TypeError: a batch of another type.
 
     Example:
@@ -106,19 +116,15 @@ def calibrate(
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
     left_out |= dict.fromkeys(other_modules(module), NO_LINEAR_LAYERS)
     check_has_no_codes(module, layers)
+    check_is_whole(layers)
     if weight_rule is not WeightMethod.MAX:
         check_can_store_codes(module, layers)
     fmt = _input_cast(recipe).format
-
-    def note_early_scales(stats: Observation) -> None:
-        for group in _input_groups(stats):
-            early = float(scale_from_magnitudes(stats.inputs[group[0]].counts.magnitudes(), rule, fmt))
-            for path in group:
-                stats.inputs[path].early_scale = early
-
-    stats = observe(
-        model, batches, layers, kv_cache=kv_cache, before_the_last_quarter=note_early_scales, on_batch=on_batch
-    )
+    observing = partial(observe, model, batches, layers, kv_cache=kv_cache, on_batch=on_batch)
+    if group is None:
+        stats = observing(before_the_last_quarter=partial(_note_early_scales, rule=rule, fmt=fmt))
+    else:
+        stats = observed_by_ranks(observing, layers, group)
     same = same_layers(module, layers)
     tokens = tokens_of(stats.inputs, {path: layers[path] for path in same})
     scales = _scales(stats, rule, fmt)
@@ -247,6 +253,13 @@ def weights_of(
         decibels = sqnr_db(layer.weight.detach().float(), q.dequantize())
         quantized[path] = q, decibels if math.isfinite(decibels) else None
     return quantized
+
+
+def _note_early_scales(observation: Observation, *, rule: RangeRule, fmt: Format) -> None:
+    for group in _input_groups(observation):
+        early = float(scale_from_magnitudes(observation.inputs[group[0]].counts.magnitudes(), rule, fmt))
+        for path in group:
+            observation.inputs[path].early_scale = early
 
 
 def _scales(observation: Observation, rule: RangeRule, fmt: Format) -> dict[str, Tensor]:

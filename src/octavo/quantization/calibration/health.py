@@ -43,7 +43,7 @@ class LayerHealth:
         clipped_energy: their share of Σ x².
         peak: amax over rms.
         moved: relative change of the scale by the last quarter of the batches; 1 if no earlier batch reached the
-            layer.
+            layer. Several ranks together do not measure it.
         weight_sqnr_db: SQNR of the weight under its own scales.
         tokens: how many tokens an expert's layer received; None for other layers.
         borrowed: whether these were too few, so that the scale is the largest of the other experts'.
