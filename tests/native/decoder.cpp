@@ -100,8 +100,8 @@ struct Layer {
         : attention_norm(any_numbers(s.hidden, 0.5, 1.5, random)), mlp_norm(any_numbers(s.hidden, 0.5, 1.5, random)),
           key_mean(any_numbers(s.kv_heads * s.dim, -1, 1, random)),
           qkv((s.heads + 2 * s.kv_heads) * s.dim, s.hidden, random), out(s.hidden, s.heads * s.dim, random),
-          query_norm(any_numbers(s.query_norm, 0.5, 1.5, random)), key_norm(any_numbers(s.key_norm, 0.5, 1.5, random)),
-          router(any_numbers(s.experts * s.hidden, -1, 1, random)) {
+          query_norm(any_numbers(s.query_norm, 0.1, 0.3, random)), key_norm(any_numbers(s.key_norm, 0.1, 0.3, random)),
+          router(any_numbers(s.experts * s.hidden, -4.0 / double(s.hidden), 4.0 / double(s.hidden), random)) {
         for (int64_t i = 0; i < std::max<int64_t>(1, s.experts); ++i) mlps.emplace_back(s, random);
     }
 
