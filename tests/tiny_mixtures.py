@@ -19,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "head_dim": 32,
     },
+    "Olmoe": {"num_experts": EXPERTS, "num_experts_per_tok": 2},
     "GptOss": {
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": 2,
@@ -28,14 +29,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def mixture(name: str) -> LanguageModel:
-    """A model with weights large enough that formats differ."""
+def mixture(name: str, **settings: Any) -> LanguageModel:
+    """A model with weights large enough that formats differ; ``settings`` are of its configuration."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **MODELS[name])
+        config = getattr(transformers, f"{name}Config")(**SIZES | HEADS | MODELS[name] | settings)
         model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,5 +1,8 @@
 // Trials of decode: a decoder in FP64, and how far FP32 may be from it. What the kernel wrote to the cache is compared with
 // the keys and values that belong there, and is then what the definition attends to: rounding it is a step of its own.
+#include <algorithm>
+#include <utility>
+
 #include "cache.h"
 #include "near.h"
 
@@ -69,6 +72,27 @@ private:
 
 struct Sizes {
     int64_t hidden, intermediate, heads, kv_heads, dim;
+    int64_t query_norm, key_norm;  // elements normed together; 0: no norms
+    int64_t experts, top_k;        // 0: one MLP
+    bool normalize_shares;
+};
+
+// The gate's part of numbers comes first.
+Numbers gated(const Numbers& gate_up) {
+    Numbers y;
+    for (size_t i = 0; i < gate_up.size() / 2; ++i) {
+        const Near gate = gate_up[i];
+        y.push_back(gate / (Near(1) + exponential(-gate)) * gate_up[gate_up.size() / 2 + i]);
+    }
+    return y;
+}
+
+struct Mlp {
+    Mlp(const Sizes& s, Random& random) : gate_up(2 * s.intermediate, s.hidden, random), down(s.hidden, s.intermediate, random) {}
+    octavo::Mlp mlp() const { return {gate_up.weight(), down.weight()}; }
+    Numbers operator()(const Numbers& x) const { return down(gated(gate_up(x))); }
+
+    Linear gate_up, down;
 };
 
 struct Layer {
@@ -76,14 +100,26 @@ struct Layer {
         : attention_norm(any_numbers(s.hidden, 0.5, 1.5, random)), mlp_norm(any_numbers(s.hidden, 0.5, 1.5, random)),
           key_mean(any_numbers(s.kv_heads * s.dim, -1, 1, random)),
           qkv((s.heads + 2 * s.kv_heads) * s.dim, s.hidden, random), out(s.hidden, s.heads * s.dim, random),
-          gate_up(2 * s.intermediate, s.hidden, random), down(s.hidden, s.intermediate, random) {}
+          query_norm(any_numbers(s.query_norm, 0.1, 0.3, random)), key_norm(any_numbers(s.key_norm, 0.1, 0.3, random)),
+          router(any_numbers(s.experts * s.hidden, -4.0 / double(s.hidden), 4.0 / double(s.hidden), random)) {
+        for (int64_t i = 0; i < std::max<int64_t>(1, s.experts); ++i) mlps.emplace_back(s, random);
+    }
 
-    octavo::DecoderLayer layer() const {
-        return {attention_norm.data(), mlp_norm.data(), key_mean.data(), qkv.weight(), out.weight(), gate_up.weight(), down.weight()};
+    std::vector<octavo::Mlp> bound_mlps() const {
+        std::vector<octavo::Mlp> bound;
+        for (const Mlp& mlp : mlps) bound.push_back(mlp.mlp());
+        return bound;
+    }
+
+    octavo::DecoderLayer layer(const std::vector<octavo::Mlp>& bound) const {
+        return {attention_norm.data(), mlp_norm.data(), key_mean.data(), query_norm.data(), key_norm.data(), qkv.weight(),
+                out.weight(), bound.data(), router.empty() ? 0 : int64_t(bound.size()), router.data()};
     }
 
     std::vector<float> attention_norm, mlp_norm, key_mean;
-    Linear qkv, out, gate_up, down;
+    Linear qkv, out;
+    std::vector<float> query_norm, key_norm, router;
+    std::vector<Mlp> mlps;
 };
 
 struct Model {
@@ -111,14 +147,12 @@ Numbers normed(const Numbers& x, const std::vector<float>& weight, double eps) {
     return y;
 }
 
-// The gate's part of numbers comes first.
-Numbers gated(const Numbers& gate_up) {
-    Numbers y;
-    for (size_t i = 0; i < gate_up.size() / 2; ++i) {
-        const Near gate = gate_up[i];
-        y.push_back(gate / (Near(1) + exponential(-gate)) * gate_up[gate_up.size() / 2 + i]);
+// Vectors of the norm's size, each normed.
+void norm_each(Numbers& all, size_t begin, size_t end, const std::vector<float>& weight, double eps) {
+    for (; !weight.empty() && begin < end; begin += weight.size()) {
+        const Numbers own = normed({all.begin() + begin, all.begin() + begin + weight.size()}, weight, eps);
+        std::copy(own.begin(), own.end(), all.begin() + begin);
     }
-    return y;
 }
 
 // One head of some, turned by the angles of a position.
@@ -144,6 +178,7 @@ struct Forward {
     Verdict& level;
     const std::string& name;
     std::vector<Numbers> hidden;
+    bool ambiguous = false;  // experts whose probabilities FP32 may have in another order
 
     // A vector of the cache: rounded to the cache's format; of E4M3 the scale is one of the binade that fits.
     void compare_stored(const Numbers& wanted, const std::vector<double>& stored, double scale) const {
@@ -166,7 +201,9 @@ struct Forward {
         const int64_t heads = model.sizes.heads, kv_heads = model.sizes.kv_heads, dim = model.sizes.dim;
         const float *cos = model.cos.data() + position * dim, *sin = model.sin.data() + position * dim;
         const Layer& layer = model.layers[index];
-        const Numbers all = layer.qkv(normed(hidden[r], layer.attention_norm, model.eps));
+        Numbers all = layer.qkv(normed(hidden[r], layer.attention_norm, model.eps));
+        norm_each(all, 0, heads * dim, layer.query_norm, model.eps);
+        norm_each(all, heads * dim, (heads + kv_heads) * dim, layer.key_norm, model.eps);
         std::vector<Numbers> queries;
         for (int64_t head = 0; head < heads; ++head) queries.push_back(turned(all, head, dim, cos, sin));
         for (int64_t head = 0; head < kv_heads; ++head) {
@@ -203,8 +240,46 @@ struct Forward {
         const Layer& layer = model.layers[index];
         for (size_t r = 0; r < rows.size(); ++r) {
             add(hidden[r], layer.out(attended(index, r, look(index, r))));
-            add(hidden[r], layer.down(gated(layer.gate_up(normed(hidden[r], layer.mlp_norm, model.eps)))));
+            add(hidden[r], mixed(layer, normed(hidden[r], layer.mlp_norm, model.eps)));
         }
+    }
+
+    // Σ share · expert(x) over the experts with the highest probabilities, or the only MLP's output.
+    Numbers mixed(const Layer& layer, const Numbers& x) {
+        const size_t experts = model.sizes.experts, top_k = model.sizes.top_k;
+        if (!experts) return layer.mlps[0](x);
+        std::vector<Near> logits;
+        double most = -INFINITY;
+        for (size_t expert = 0; expert < experts; ++expert) {
+            definition::Sum logit;
+            for (size_t i = 0; i < x.size(); ++i) logit.add(x[i] * double(layer.router[expert * x.size() + i]));
+            logits.push_back(rounded(logit.total()));
+            most = std::fmax(most, logits.back().value);
+        }
+        definition::Sum total;
+        std::vector<std::pair<Near, size_t>> sorted;
+        for (size_t expert = 0; expert < experts; ++expert) {
+            sorted.push_back({exponential(logits[expert] - most), expert});
+            total.add(sorted.back().first);
+        }
+        for (auto& [probability, expert] : sorted) probability = probability / total.total();
+        std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.first.value > b.first.value; });
+        if (top_k < experts) {
+            const Near last = sorted[top_k - 1].first, next = sorted[top_k].first;
+            ambiguous |= last.value - last.error <= next.value + next.error;
+        }
+        sorted.resize(top_k);
+        definition::Sum shares;
+        for (const auto& [share, expert] : sorted) shares.add(share);
+        std::vector<definition::Sum> sums(x.size());
+        for (const auto& [share, expert] : sorted) {
+            const Numbers own = layer.mlps[expert](x);
+            const Near factor = model.sizes.normalize_shares ? share / shares.total() : share;
+            for (size_t i = 0; i < x.size(); ++i) sums[i].add(factor * own[i]);
+        }
+        Numbers y;
+        for (const definition::Sum& sum : sums) y.push_back(sum.total());
+        return y;
     }
 
     Numbers logits(size_t r) const { return model.head(normed(hidden[r], model.norm, model.eps)); }
@@ -257,7 +332,8 @@ void compare(const Model& model, octavo::DecoderProblem p, Cache cache, const Ca
     p.cache = cache.cache(), p.keys = cache.keys(), p.values = cache.values();
     p.hidden = hidden.data(), p.logits = logits.data();
     level.kernels.decode(p);
-    for (int64_t index = 0; index < p.layer_count; ++index) wanted.run(index);
+    for (int64_t index = 0; index < p.layer_count && !wanted.ambiguous; ++index) wanted.run(index);
+    if (wanted.ambiguous) return;
     for (int64_t i = 0; i < int64_t(rows.size()) * size; ++i) {
         const Near& number = wanted.hidden[i / size][i % size];
         level.expect_near(hidden[i], number.value, number.error, "hidden", i, name);
@@ -280,7 +356,13 @@ void compare(const Model& model, octavo::DecoderProblem p, Cache cache, const Ca
 void decode(Random& random, std::vector<Verdict>& levels) {
     constexpr Element caches[] = {Element::f32, Element::f32, Element::bf16, Element::e4m3};
     const int64_t kv_heads = random.between(1, 2), group = random.between(1, 3), each = random.one_in(8) ? 9 : random.between(1, 2);
-    const Sizes sizes{random.between(4, 40), random.between(4, 50), kv_heads * group, kv_heads, 2 * random.between(1, 12)};
+    Sizes sizes{random.between(4, 40), random.between(4, 50), kv_heads * group, kv_heads, 2 * random.between(1, 12), 0, 0, 0, 0,
+                random.one_in(2)};
+    if (random.one_in(3)) {
+        const bool all_heads = random.one_in(2);
+        sizes.query_norm = sizes.dim * (all_heads ? sizes.heads : 1), sizes.key_norm = sizes.dim * (all_heads ? kv_heads : 1);
+    }
+    if (random.one_in(2)) sizes.experts = random.between(1, 9), sizes.top_k = random.between(1, sizes.experts);
     const CacheShape shape{random.any_of(caches), random.between(1, 2), random.between(1, 2), random.between(1, 2), kv_heads,
                            sizes.dim};
     const int64_t length = shape.pages * octavo::PAGE;
@@ -293,20 +375,25 @@ void decode(Random& random, std::vector<Verdict>& levels) {
     const std::vector<float> hidden = any_numbers(int64_t(rows.size()) * sizes.hidden, -1, 1, random);
 
     std::vector<octavo::DecoderLayer> layers;
-    for (const Layer& layer : model.layers) layers.push_back(layer.layer());
+    std::vector<std::vector<octavo::Mlp>> mlps;
+    for (const Layer& layer : model.layers) mlps.push_back(layer.bound_mlps());
+    for (size_t i = 0; i < mlps.size(); ++i) layers.push_back(model.layers[i].layer(mlps[i]));
     std::vector<int64_t> sequence, position;
     for (const Row& row : rows) sequence.push_back(row.sequence), position.push_back(row.position);
     octavo::DecoderProblem p{};
     p.layers = layers.data(), p.norm = model.norm.data(), p.head = model.head.weight();
     p.layer_count = shape.layers, p.hidden_size = sizes.hidden, p.intermediate_size = sizes.intermediate, p.heads = sizes.heads;
+    p.query_norm_size = sizes.query_norm, p.key_norm_size = sizes.key_norm;
+    p.top_k = sizes.top_k, p.normalize_shares = sizes.normalize_shares;
     p.norm_eps = model.eps, p.attention_scale = static_cast<float>(1 / std::sqrt(double(sizes.dim)));
     p.cos = model.cos.data(), p.sin = model.sin.data(), p.page_count = cache.page_count();
     p.rows = {int64_t(rows.size()), sequence.data(), position.data()}, p.logit_rows = random.between(1, rows.size());
     const std::string name = words("decode, cache of %d, %lld layers of %lld and %lld, heads %lld / %lld of %lld, rows %lld of "
-                                   "%lld sequences, logit rows %lld", int(shape.element), (long long)shape.layers,
+                                   "%lld sequences, logit rows %lld, norms %lld, %lld experts of %lld", int(shape.element), (long long)shape.layers,
                                    (long long)sizes.hidden, (long long)sizes.intermediate, (long long)sizes.heads,
                                    (long long)kv_heads, (long long)sizes.dim, (long long)rows.size(),
-                                   (long long)shape.sequences, (long long)p.logit_rows);
+                                   (long long)shape.sequences, (long long)p.logit_rows, (long long)sizes.query_norm,
+                                   (long long)sizes.top_k, (long long)sizes.experts);
     for (Verdict& level : levels) compare(model, p, cache, numbers, rows, hidden, name, level);
 }
 

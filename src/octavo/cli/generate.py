@@ -1,21 +1,24 @@
 """``octavo generate``: continue a prompt, printing text as it is generated.
 
-A run's model computes as it was trained. Weights of a GGUF file are quantized to FP8; a folder in FP8 has codes.
-Models with blockwise scales or another layout than Llama's have no cache: each token takes a pass over the whole text.
+A run's model computes as it was trained. Weights of a GGUF file are quantized to FP8; a folder in FP8 has codes, and
+those of a layout that octavo serves are read with a cache.
+Other models have no cache: each token takes a pass over the whole text.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from torch import nn
 
 from octavo.checkpoints.tensor_files import read_json
 from octavo.cli.console import stderr
 from octavo.errors import ConfigError
 from octavo.inference import ModelRunner
+from octavo.inference.llama_layout import as_llama, why_not_llama
 from octavo.inference.model_runner import ON_A_GPU
 from octavo.inference.text_stream import TextStream
 from octavo.language_model import LanguageModel, load_language_model
@@ -24,7 +27,6 @@ from octavo.models import generate as generate_tokens
 from octavo.models.generation import TextModel
 from octavo.models.sources import HF_CONFIG, SourceKind, kind_of
 from octavo.nn import Linear
-from octavo.numerics import PerBlock
 from octavo.quantization import load_calibration
 from octavo.training.config import MOST_SEED, Device
 from octavo.training.run_folder import load_run
@@ -90,9 +92,11 @@ def _load_run_model(path: Path, prompt: str, calibration: Path | None) -> tuple[
 
 
 def _as_text_model(loaded: LanguageModel, calibration: Path | None) -> TextModel:
-    if isinstance(loaded.model, Llama) and not _has_blocks(loaded.model):
-        means = None if calibration is None else load_calibration(calibration).means_of_keys(loaded.model)
-        return ModelRunner(loaded.model, key_means=means)
+    model: Any = loaded.model
+    if isinstance(model, Llama) or (_has_codes(model) and why_not_llama(model.config) is None):
+        means = None if calibration is None else load_calibration(calibration).means_of_keys(model)
+        llama = model if isinstance(model, Llama) else as_llama(model, loaded.source)
+        return ModelRunner(llama, key_means=means)
     if calibration is not None:
         raise ConfigError("--calibration needs a model of the Llama layout, whose keys octavo caches; leave it out")
     return FullPass(loaded.logits, context=loaded.context)
@@ -105,9 +109,8 @@ def _stop_id(loaded: LanguageModel) -> int | None:
     return end if isinstance(end, int) else None
 
 
-def _has_blocks(model: Llama) -> bool:
-    weight_tensors = (layer.codes_layout for layer in model.modules() if isinstance(layer, Linear))
-    return any(weight is not None and isinstance(weight.granularity, PerBlock) for weight in weight_tensors)
+def _has_codes(model: nn.Module) -> bool:
+    return any(layer.codes_layout is not None for layer in model.modules() if isinstance(layer, Linear))
 
 
 def _text_pieces(tokenizer: "Tokenizer", tokens: Iterable[int]) -> Iterator[str]:

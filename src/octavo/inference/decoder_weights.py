@@ -8,8 +8,11 @@
 | FP8 codes, a scale per row       | NONE              | x                                                |
 |                                  | E4M3_DYNAMIC      | E4M3, a scale per row of x                       |
 |                                  | E4M3_STATIC       | E4M3 with one scale from calibration             |
+| FP8 codes, scales per row and    | NONE              | x                                                |
+| block of K                       | E4M3_DYNAMIC      | E4M3, a scale per row of x and block of K        |
 | INT8 codes, a scale per row      | INT8_DYNAMIC      | INT8, a scale per row of x                       |
 
+Blocks of several rows, as files have them, are stored as a row each with its block's scale: the same products.
 A dynamic scale over several rows of x is not supported: the rounding of a row would depend on the other rows.
 """
 
@@ -22,7 +25,7 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.formats import BF16
 from octavo.kernels import native_bindings as cpu
-from octavo.numerics import PerRow, QuantizedTensor
+from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 from octavo.numerics.integers import MOST_TERMS, Int8Rows
 
 __all__ = ["DecoderWeight", "InputCast", "Saturation"]
@@ -95,8 +98,14 @@ class DecoderWeight:
         return self.rows if isinstance(self.rows, Tensor) else self.rows.data
 
     @property
+    def block(self) -> int:
+        """Columns of K that share a scale; 0 if all do."""
+        granularity = self.rows.granularity if isinstance(self.rows, QuantizedTensor) else None
+        return granularity.columns if isinstance(granularity, PerBlock) else 0
+
+    @property
     def scale(self) -> Tensor | None:
-        """float32 [N, 1], or None for BF16."""
+        """float32 [N, 1] or [N, blocks of K], or None for BF16."""
         if isinstance(self.rows, Tensor):
             return None
         return self.rows.scale if isinstance(self.rows, Int8Rows) else self.rows.fp32_scale
@@ -120,6 +129,8 @@ class DecoderWeight:
             as_bytes = data.view(torch.uint8) if data.element_size() == 1 else data  # torch cannot index FP8
             data, scale = as_bytes[indices].view(data.dtype), None if scale is None else scale[indices]
         values = data.float()
+        if scale is not None and self.block:
+            scale = scale.repeat_interleave(self.block, dim=1)[:, : values.shape[1]]
         return values if scale is None else values * scale
 
 
@@ -128,9 +139,12 @@ def _casts_of(rows: Rows) -> tuple[InputCast, ...]:
         return (InputCast.INT8_DYNAMIC,)
     if isinstance(rows, Tensor):
         return (InputCast.NONE,) if rows.dtype == BF16.torch_dtype else ()
-    if isinstance(rows.granularity, PerRow) and rows.data.dtype in cpu.CODES:
-        return (InputCast.NONE, InputCast.E4M3_DYNAMIC, InputCast.E4M3_STATIC)
-    return ()
+    if rows.data.dtype not in cpu.CODES:
+        return ()
+    if isinstance(rows.granularity, PerBlock) and rows.granularity.rows == 1:
+        return (InputCast.NONE, InputCast.E4M3_DYNAMIC)
+    of_rows = (InputCast.NONE, InputCast.E4M3_DYNAMIC, InputCast.E4M3_STATIC)
+    return of_rows if isinstance(rows.granularity, PerRow) else ()
 
 
 def _words(rows: Rows) -> str:

@@ -1,4 +1,4 @@
-"""Llama-style model for generation on a CPU, with quantized weights and a key-value cache.
+"""Llama-style model or mixture of experts for generation on a CPU, with quantized weights and a key-value cache.
 
 Every weight, including the head's, is stored as E4M3 codes with one scale per output row, or in the format of another
 recipe (octavo.inference.recipes). An embedding that shares the head's weight reads the head's codes. Activations are
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, Format
-from octavo.inference.decoder_weights import Saturation
+from octavo.inference.decoder_weights import DecoderWeight, Saturation
 from octavo.inference.kv_cache import KVCacheBatch, PagedKVCache
 from octavo.inference.native_decoder import (
     MAX_HEAD_DIM,
     CacheTensors,
     DecoderLayerTensors,
     DecoderTensors,
+    MLPWeights,
     NativeDecoder,
 )
 from octavo.inference.recipes import ServingRecipe, decoder_weight
@@ -48,8 +49,8 @@ class ModelRunner:
         level: instruction-set level of the native kernels; None is the best, "torch" uses no native kernels.
 
     Raises:
-        ConfigError: the model is not on a CPU, has heads wider than 512 or weights in blocks of codes; the means have
-            other layers, another shape or values that are not finite; or the recipe is unknown.
+        ConfigError: the model is not on a CPU, has heads wider than 512, or codes that the recipe does not support; the
+            means have other layers, another shape or values that are not finite; or the recipe is unknown.
         BackendError: the level is not available.
 
     Example:
@@ -114,20 +115,25 @@ class ModelRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights, scales and biases that each token reads; a separate embedding is not included."""
-        weights = [self._decoder.head]
-        for layer in self._decoder.layers:
-            weights += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        return sum(weight.nbytes for weight in weights)
+        """Bytes of weights, scales and biases that a token reads, of experts those of its own.
+
+        A separate embedding and routers are not included.
+        """
+        return self._decoder.head.nbytes + sum(
+            layer.qkv.nbytes + layer.out.nbytes + (self.config.experts_per_token or 1) * layer.mlps[0].nbytes
+            for layer in self._decoder.layers
+        )
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the whole model: weights, embedding, norms, rotary tables and key means."""
+        """Bytes of the whole model: weights, embedding, norms, routers, rotary tables and key means."""
         decoder = self._decoder
         tensors = [decoder.cos, decoder.sin, decoder.norm, *([] if self._embedding is None else [self._embedding])]
+        weights: list[DecoderWeight | MLPWeights] = [decoder.head]
         for layer in decoder.layers:
-            tensors += [layer.attention_norm, layer.mlp_norm, layer.key_mean]
-        return self.weight_bytes + sum(x.nbytes for x in tensors)
+            tensors += layer.numbers
+            weights += [layer.qkv, layer.out, *layer.mlps]
+        return sum(weight.nbytes for weight in weights) + sum(x.nbytes for x in tensors)
 
     @property
     def saturation(self) -> Saturation:
@@ -326,14 +332,19 @@ def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> De
 def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> DecoderLayerTensors:
     assert isinstance(layer, llama.DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
+    norms = attention.q_norm, attention.k_norm
     return DecoderLayerTensors(
         attention_norm=_copied(layer.input_layernorm.weight),
         qkv=decoder_weight(recipe, attention.q_proj, attention.k_proj, attention.v_proj),
         out=decoder_weight(recipe, attention.o_proj),
         mlp_norm=_copied(layer.post_attention_layernorm.weight),
         key_mean=key_mean,
-        gate_up=decoder_weight(recipe, mlp.gate_proj, mlp.up_proj),
-        down=decoder_weight(recipe, mlp.down_proj),
+        mlps=[
+            MLPWeights(decoder_weight(recipe, each.gate_proj, each.up_proj), decoder_weight(recipe, each.down_proj))
+            for each in llama.mlps_of(layer)
+        ],
+        router=_copied(mlp.gate.weight) if isinstance(mlp, llama.Experts) else None,
+        qk_norms=None if norms[0] is None or norms[1] is None else (_copied(norms[0].weight), _copied(norms[1].weight)),
     )
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "CacheTensors",
     "DecoderLayerTensors",
     "DecoderTensors",
+    "MLPWeights",
     "NativeDecoder",
     "attend",
 ]
@@ -40,6 +41,24 @@ __all__ = [
 PAGE = 64  # as in native/kernels.h
 MAX_HEAD_DIM = 512
 _CACHED = (E4M3.torch_dtype, BF16.torch_dtype, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class MLPWeights:
+    """Weights of an MLP, or of one expert.
+
+    Attributes:
+        gate_up: rows of the gate, then of the up projection.
+        down: [hidden, intermediate].
+    """
+
+    gate_up: DecoderWeight
+    down: DecoderWeight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both weights."""
+        return self.gate_up.nbytes + self.down.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +71,9 @@ class DecoderLayerTensors:
         out: [hidden, heads · D].
         mlp_norm: float32 [hidden].
         key_mean: float32 [kv heads, D], subtracted from the rotated keys before storing; it cancels in the softmax.
-        gate_up: rows of the gate, then of the up projection.
-        down: [hidden, intermediate].
+        mlps: weights of the MLP, or of each expert.
+        router: float32 [experts, hidden]; None without experts.
+        qk_norms: weights of the norms of queries and keys, float32; None without them.
     """
 
     attention_norm: Tensor
@@ -61,8 +81,15 @@ class DecoderLayerTensors:
     out: DecoderWeight
     mlp_norm: Tensor
     key_mean: Tensor
-    gate_up: DecoderWeight
-    down: DecoderWeight
+    mlps: Sequence[MLPWeights]
+    router: Tensor | None = None
+    qk_norms: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """Tensors in high precision."""
+        others = [*(self.qk_norms or ()), *([] if self.router is None else [self.router])]
+        return [self.attention_norm, self.mlp_norm, self.key_mean, *others]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +119,7 @@ class DecoderTensors:
 
     def __post_init__(self) -> None:
         c = self.config
-        angles, heads = (len(self.cos), c.head_dim), (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        angles = (len(self.cos), c.head_dim)
         tensors: dict[str, tuple[Tensor | DecoderWeight, tuple[int, ...]]] = {
             "cos": (self.cos, angles),
             "sin": (self.sin, angles),
@@ -100,15 +127,7 @@ class DecoderTensors:
             "head": (self.head, (self.head.shape[0], c.hidden_size)),
         }
         for index, layer in enumerate(self.layers):
-            tensors |= {
-                f"{index}.attention_norm": (layer.attention_norm, (c.hidden_size,)),
-                f"{index}.mlp_norm": (layer.mlp_norm, (c.hidden_size,)),
-                f"{index}.key_mean": (layer.key_mean, (c.num_kv_heads, c.head_dim)),
-                f"{index}.qkv": (layer.qkv, (heads, c.hidden_size)),
-                f"{index}.out": (layer.out, (c.hidden_size, c.num_heads * c.head_dim)),
-                f"{index}.gate_up": (layer.gate_up, (2 * c.intermediate_size, c.hidden_size)),
-                f"{index}.down": (layer.down, (c.hidden_size, c.intermediate_size)),
-            }
+            tensors |= {f"{index}.{name}": each for name, each in _expected_shapes(c, layer).items()}
         for name, (tensor, expected) in tensors.items():
             if tensor.shape != expected:
                 raise BackendError(f"a decoder of this shape has {name} {expected}, not {tuple(tensor.shape)}")
@@ -117,6 +136,34 @@ class DecoderTensors:
     def attention_scale(self) -> float:
         """Factor of the attention scores, 1 / sqrt(D)."""
         return 1 / math.sqrt(self.config.head_dim)
+
+
+def _expected_shapes(
+    c: LlamaConfig, layer: DecoderLayerTensors
+) -> dict[str, tuple[Tensor | DecoderWeight, tuple[int, ...]]]:
+    """Tensors of a layer with the shapes that the kernels read; BackendError for another number of them."""
+    numbers = (len(layer.mlps), layer.router is not None, layer.qk_norms is not None)
+    if numbers != (expected := (c.num_experts or 1, c.num_experts is not None, c.qk_norm is not None)):
+        raise BackendError(
+            f"a layer of this decoder has {expected[0]} MLPs, a router: {expected[1]}, norms of queries and keys: "
+            f"{expected[2]}, not {numbers[0]}, {numbers[1]} and {numbers[2]}"
+        )
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes: dict[str, tuple[Tensor | DecoderWeight, tuple[int, ...]]] = {
+        "attention_norm": (layer.attention_norm, (c.hidden_size,)),
+        "mlp_norm": (layer.mlp_norm, (c.hidden_size,)),
+        "key_mean": (layer.key_mean, (c.num_kv_heads, c.head_dim)),
+        "qkv": (layer.qkv, (queries + 2 * keys, c.hidden_size)),
+        "out": (layer.out, (c.hidden_size, queries)),
+    }
+    for index, mlp in enumerate(layer.mlps):
+        shapes[f"{index}.gate_up"] = (mlp.gate_up, (2 * c.intermediate_size, c.hidden_size))
+        shapes[f"{index}.down"] = (mlp.down, (c.hidden_size, c.intermediate_size))
+    if layer.router is not None:
+        shapes["router"] = (layer.router, (len(layer.mlps), c.hidden_size))
+    for name, norm, size in zip(("query_norm", "key_norm"), layer.qk_norms or (), c.qk_norm_sizes, strict=False):
+        shapes[name] = (norm, (size,))
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +302,9 @@ class NativeDecoder:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
+            *config.qk_norm_sizes,
+            config.experts_per_token or 0,
+            config.normalize_shares,
             config.rms_norm_eps,
             decoder.attention_scale,
             AMAX_FLOOR,
@@ -264,9 +314,13 @@ class NativeDecoder:
             self._weight(decoder.head),
         )
         for layer in decoder.layers:
-            weights = (layer.qkv, layer.out, layer.gate_up, layer.down)
-            numbers = (layer.attention_norm, layer.mlp_norm, layer.key_mean)
-            self._decoder.add_layer(*map(self._address, numbers), *map(self._weight, weights))
+            numbers = (layer.attention_norm, layer.mlp_norm, layer.key_mean, *(layer.qk_norms or (None, None)))
+            self._decoder.add_layer(
+                *map(self._address, numbers),
+                *map(self._weight, (layer.qkv, layer.out)),
+                [(self._weight(mlp.gate_up), self._weight(mlp.down)) for mlp in layer.mlps],
+                self._address(layer.router),
+            )
 
     def run(
         self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, num_logits: int = 1
@@ -332,7 +386,7 @@ class NativeDecoder:
         self._kept.append(data)
         layout = (data.data_ptr(), native_bindings.element_number(data.dtype), data.stride(0), 1)
         scale, bias, input_scale = (self._address(x) for x in (weight.scale, weight.bias, weight.input_scale))
-        return (*layout, scale, True, data.shape[0], 0, bias, weight.input.value, input_scale)
+        return (*layout, scale, True, data.shape[0], weight.block, bias, weight.input.value, input_scale)
 
 
 def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor, rows: Tensor) -> None:

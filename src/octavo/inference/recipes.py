@@ -8,6 +8,9 @@
 | fp8-dynamic  | E4M3, a scale per row       | E4M3, a scale per token                                          |
 | fp8-static   | E4M3, calibrated            | E4M3 with the calibration's scale; not cast without one          |
 
+Weights that a file stores as codes with a scale per block keep those, and their inputs are cast per token and block in
+fp8-dynamic. Routers of mixtures are FP32 in every recipe, and their inputs are not cast.
+
 The head's weight has the same format as the others. Only ``int8`` casts the head's input: its rounding to E4M3 costs
 about as much accuracy as that of all other inputs. One scale for all tokens of a call, as in the recipe ``tensorwise``,
 is not supported: an answer would depend on concurrent requests.
@@ -26,6 +29,7 @@ from octavo.kernels import quantize
 from octavo.nn import Linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 from octavo.numerics.integers import Int8Rows, quantize_int8
+from octavo.numerics.quantized import rows_of_scales
 from octavo.recipes import Scaling
 
 __all__ = ["ServingRecipe", "decoder_weight", "has_static_scales"]
@@ -88,21 +92,30 @@ def _bias(linears: Sequence[nn.Linear]) -> Tensor | None:
 
 
 def _concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    blocks = {part.granularity.columns for part in parts if isinstance(part.granularity, PerBlock)}
+    if len(blocks) > 1:
+        raise ConfigError(
+            f"layers that share an input must have blocks of one width, not {sorted(blocks)}; convert again"
+        )
+    granularity = PerBlock(1, *blocks) if blocks else PerRow()
+    scales = [
+        part.scale.expand(granularity.scale_shape(part.shape)) for part in parts
+    ]  # a row's, for all of its blocks
     data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
-    return QuantizedTensor(data, torch.cat([part.scale for part in parts]), PerRow(), torch.float32)
+    return QuantizedTensor(data, torch.cat(scales), granularity, torch.float32)
 
 
 def _weight_codes(linear: nn.Linear) -> QuantizedTensor:
     held = linear.stored_codes() if isinstance(linear, Linear) else None
     if held is None:
         return quantize(linear.weight.detach().float(), E4M3, granularity=PerRow())
-    if held.data.dtype != E4M3.torch_dtype or isinstance(held.granularity, PerBlock):
+    if held.data.dtype != E4M3.torch_dtype:
         raise ConfigError(
-            f"a runner takes E4M3 codes with a scale per row or per tensor, and this weight is "
-            f"{held.data.dtype} {held.granularity}; call octavo.restore(model) first"
+            f"a runner takes E4M3 codes, and this weight is {held.data.dtype}; call octavo.restore(model) first"
         )
-    scale = held.scale.float().reshape(-1, 1).expand(held.shape[0], 1)
-    return QuantizedTensor(held.data, scale, PerRow(), torch.float32)
+    if isinstance(held.granularity, PerBlock):
+        return QuantizedTensor(held.data, rows_of_scales(held), PerBlock(1, held.granularity.columns), torch.float32)
+    return QuantizedTensor(held.data, rows_of_scales(held).expand(held.shape[0], 1), PerRow(), torch.float32)
 
 
 def _input_scale(linears: Sequence[nn.Linear]) -> Tensor | None:

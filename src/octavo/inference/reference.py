@@ -22,7 +22,8 @@ from octavo.inference.kv_cache import PagedKVCache
 from octavo.inference.native_decoder import DecoderTensors
 from octavo.kernels import quantize
 from octavo.models import Llama, LlamaConfig
-from octavo.numerics import PerRow
+from octavo.models.llama import mlps_of
+from octavo.numerics import PerBlock, PerRow
 from octavo.numerics.integers import quantize_int8
 from octavo.numerics.metrics import saturation_limit
 
@@ -46,15 +47,21 @@ class ReferenceDecoder:
         body.embed_tokens, self._model.lm_head = _Embedding(embed), _Linear(decoder.head, saturation)
         body.cos, body.sin, body.norm.weight = decoder.cos, decoder.sin, _fixed(decoder.norm)
         heads = (config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2)
-        halves = [config.intermediate_size] * 2
         for layer, tensors in zip(body.layers, decoder.layers, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
             layer.input_layernorm.weight, layer.post_attention_layernorm.weight = map(
                 _fixed, (tensors.attention_norm, tensors.mlp_norm)
             )
             attention.q_proj, attention.k_proj, attention.v_proj = _parts(tensors.qkv, heads, saturation)
-            attention.o_proj, mlp.down_proj = (_Linear(weight, saturation) for weight in (tensors.out, tensors.down))
-            mlp.gate_proj, mlp.up_proj = _parts(tensors.gate_up, halves, saturation)
+            attention.o_proj = _Linear(tensors.out, saturation)
+            if tensors.qk_norms is not None:
+                attention.q_norm.weight, attention.k_norm.weight = map(_fixed, tensors.qk_norms)
+            if tensors.router is not None:
+                layer.mlp.gate.weight = _fixed(tensors.router)
+            mlps: list[Any] = [*mlps_of(layer)]
+            for mlp, weights in zip(mlps, tensors.mlps, strict=True):
+                mlp.gate_proj, mlp.up_proj = _parts(weights.gate_up, [config.intermediate_size] * 2, saturation)
+                mlp.down_proj = _Linear(weights.down, saturation)
 
     def run(self, tokens: Tensor, cache: PagedKVCache, start: int, *, every: bool = False) -> Tensor:
         """Read the next tokens and add their keys and values to the cache.
@@ -154,7 +161,7 @@ def _cast(x: Tensor, weight: DecoderWeight, saturation: Saturation) -> Tensor:
     if weight.input is InputCast.INT8_DYNAMIC:
         return quantize_int8(x).dequantize()
     if weight.input is InputCast.E4M3_DYNAMIC:
-        return quantize(x, E4M3, granularity=PerRow()).dequantize()
+        return quantize(x, E4M3, granularity=PerBlock(1, weight.block) if weight.block else PerRow()).dequantize()
     if weight.input is InputCast.E4M3_STATIC:
         codes = quantize(x, E4M3, scale=weight.input_scale)
         saturation.elements += x.numel()

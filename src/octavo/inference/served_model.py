@@ -7,8 +7,9 @@
 | Hugging Face folder or hub name            | eos tokens of the generation config    |
 | folder in FP8 (``octavo export``)          | eos tokens of the generation config    |
 
-Supported Hugging Face models have the type "llama" or "qwen2", with or without biases, default rotary positions, heads
-of hidden_size / num_heads and no sliding window. Others are refused rather than computed without their features.
+Supported Hugging Face models are listed in octavo.inference.llama_layout: Llama, Qwen2 and the mixtures Mixtral,
+Qwen3-MoE and OLMoE, with default rotary positions and no sliding window. Others are refused rather than computed
+without their features.
 """
 
 from collections.abc import Mapping
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from octavo.checkpoints.tensor_files import read_json
+from octavo.convert import unfuse_experts
 from octavo.errors import CheckpointError, ConfigError
+from octavo.inference.llama_layout import as_llama
 from octavo.inference.model_runner import ModelRunner
 from octavo.inference.recipes import ServingRecipe, has_static_scales
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
-from octavo.models.llama_folder import shape_from_record
 from octavo.nn.arguments import check_choice
 from octavo.quantization import load_calibration
 
@@ -72,15 +74,14 @@ def load_served_model(
     Raises:
         ConfigError: there is no such model or recipe, a library to read it is missing, or a calibration is missing or
             given for another recipe.
-        CheckpointError: the model is damaged or not a Llama, or the calibration is of another model.
+        CheckpointError: the model is damaged or not of the Llama layout, or the calibration is of another model.
     """
     check_choice("recipe", recipe, tuple(ServingRecipe))
     if calibration is not None and recipe != ServingRecipe.FP8_STATIC:
         raise ConfigError(f"a calibration is for the recipe {ServingRecipe.FP8_STATIC}, not for {recipe}; leave it out")
     loaded = load_language_model(source, hub=hub)
-    model: Any = loaded.model
     return ServedModel(
-        runner=_runner(model if isinstance(model, Llama) else _as_llama(model, loaded.source), recipe, calibration),
+        runner=_runner(loaded.model, loaded.source, recipe, calibration),
         tokenizer=loaded.tokenizer,
         end_ids=_end_ids(loaded),
         chat_template=loaded.chat_template or _chat_template(Path(loaded.source)),
@@ -88,49 +89,21 @@ def load_served_model(
     )
 
 
-def _runner(model: Llama, recipe: str, calibration: str | Path | None) -> ModelRunner:
+def _runner(model: nn.Module, source: str, recipe: str, calibration: str | Path | None) -> ModelRunner:
     """Create the runner, with the scales of a calibration if given."""
-    if calibration is None:
-        if recipe == ServingRecipe.FP8_STATIC and not has_static_scales(model):
-            raise ConfigError(
-                f"{recipe} needs input scales, and this model has none; give the folder that octavo calibrate wrote "
-                "for it as the calibration"
-            )
-        return ModelRunner(model, recipe=recipe)
-    loaded = load_calibration(calibration)
-    loaded.apply(model, hold_weights=True)
-    return ModelRunner(model, recipe=recipe, key_means=loaded.key_means or None)
-
-
-def _as_llama(model: nn.Module, source: str) -> Llama:
-    """Convert a model of transformers to octavo's Llama."""
-    config: Any = model.config
-    reason, shape = _unsupported_reason(config), shape_from_record(config.to_dict())
-    if shape is None:
-        reason = reason or "its configuration has settings that octavo's Llama does not support"
-    else:
-        llama = Llama(shape)
-        state_dict, expected = model.state_dict(), llama.state_dict()
-        if {name: x.shape for name, x in state_dict.items()} == {name: x.shape for name, x in expected.items()}:
-            llama.load_state_dict(state_dict)
-            return llama.eval()
-        different = sorted(state_dict.keys() ^ expected.keys())
-        reason = f"it has other tensors, such as {different[0]}" if different else "its tensors have other shapes"
-    raise CheckpointError(f"{source!r} cannot be served: {reason}; octavo serves only models of the Llama layout")
-
-
-def _unsupported_reason(config: Any) -> str | None:
-    """Reason why octavo's Llama does not support a configuration; None if it does."""
-    if config.model_type not in {"llama", "qwen2"}:
-        return f"its type is {config.model_type!r}, not 'llama' or 'qwen2'"
-    if config.hidden_act != "silu":
-        return f"its MLP has {config.hidden_act!r}, not 'silu'"
-    if config.rope_parameters.get("rope_type", "default") != "default":
-        return f"its rotary positions are {config.rope_parameters['rope_type']!r}, not 'default'"
-    width = config.hidden_size // config.num_attention_heads
-    if config.to_dict().get("head_dim") not in (None, width):
-        return f"its heads are {config.head_dim} wide, not hidden_size / num_attention_heads, {width}"
-    return None
+    key_means = None
+    if calibration is not None:
+        loaded = load_calibration(calibration)
+        unfuse_experts(model)  # as for calibrating it
+        loaded.apply(model, hold_weights=True)
+        key_means = loaded.key_means or None
+    llama = model if isinstance(model, Llama) else as_llama(model, source)
+    if recipe == ServingRecipe.FP8_STATIC and not has_static_scales(llama):
+        raise ConfigError(
+            f"{recipe} needs input scales, and this model has none; give the folder that octavo calibrate wrote for it "
+            "as the calibration"
+        )
+    return ModelRunner(llama, recipe=recipe, key_means=key_means)
 
 
 def _end_ids(loaded: LanguageModel) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or a mixture of such experts.
 
 The module tree and the parameter names are those of Hugging Face's ``LlamaForCausalLM``, and rotary positions rotate
 the same pairs of elements (first half with second half of a head), so a state_dict of this model loads there
@@ -8,13 +8,14 @@ unchanged and gives the same logits.
 |----------------------|------------------|--------------------------------------------------|
 | tokens               | [B, T] int64     |                                                  |
 | hidden               | [B, T, H]        | the residual stream; stays FP32 under autocast   |
-| queries              | [B, T, heads, D] | D = hidden_size / num_heads                      |
+| queries              | [B, T, heads, D] | D = hidden_size / num_heads, if not given        |
 | keys, values         | [B, T, kv, D]    | one key head serves num_heads / kv query heads   |
 | logits               | [B, T, V]        |                                                  |
 
 The seven linears of a layer are ``nn.Linear``, which ``octavo.convert`` replaces. Llama's have no bias. Qwen2 is the
-same model with biases of queries, keys and values (arXiv 2407.10671, section 2.2). There is no dropout and no padding
-mask; a training batch is always full.
+same model with biases of queries, keys and values (arXiv 2407.10671, section 2.2). Mixtral, Qwen3-MoE and OLMoE are the
+same with experts in place of the MLP, the latter two with norms of queries and keys; octavo serves them and does not
+train them by this class. There is no dropout and no padding mask; a training batch is always full.
 
 One forward serves training, generation and export. Without a cache, attention is causal over the T tokens. With a
 :class:`DecoderCache`, the tokens follow the cached positions, and the cache implements attention.
@@ -36,14 +37,16 @@ from octavo.memory import check_fits
 from octavo.nn import RMSNorm, rotary_table, rotate
 from octavo.nn.attention import attend
 
-__all__ = ["LARGEST", "DecoderCache", "Llama", "LlamaConfig", "causal_attention", "skip_init"]
+__all__ = ["LARGEST", "QK_NORMS", "DecoderCache", "Llama", "LlamaConfig", "causal_attention", "mlps_of", "skip_init"]
 
 INIT_STD = 0.02
 LARGEST = {
     "num_layers": 10_000,
     "vocab_size": 1 << 24,
     "max_positions": 1 << 24,
+    "num_experts": 10_000,
 }  # creating modules takes time as well as memory
+QK_NORMS = ("head", "row")  # RMSNorm of each head, as in Qwen3, or of all heads of a token together, as in OLMoE
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys and values [B, T, heads, D] → [B, T, heads, D]
 
 
@@ -80,9 +83,9 @@ class LlamaConfig:
     Attributes:
         vocab_size: number of token ids, V.
         hidden_size: width of the residual stream, H.
-        intermediate_size: width inside the SwiGLU block.
+        intermediate_size: width inside the SwiGLU block, or inside each expert's.
         num_layers: number of decoder layers.
-        num_heads: query heads; hidden_size / num_heads must be even.
+        num_heads: query heads.
         num_kv_heads: key and value heads; divides num_heads.
         max_positions: longest sequence the position table covers.
         rope_theta: base of the rotary wavelengths.
@@ -91,9 +94,15 @@ class LlamaConfig:
         qkv_bias: whether the projections of queries, keys and values have biases, as in Qwen2.
         out_bias: whether the output projection has a bias; Llama's "attention_bias" sets this and ``qkv_bias``.
         mlp_bias: whether the three linears of the MLP have biases.
+        head_size: width of one head; None is hidden_size / num_heads. It must be even.
+        qk_norm: one of ``QK_NORMS``: norms of queries and keys before they are rotated; None has none.
+        num_experts: experts of each layer; None has one MLP.
+        experts_per_token: experts that each token goes to, those with the highest probabilities; only with num_experts.
+        normalize_shares: whether the probabilities of a token's experts are divided by their sum.
 
     Raises:
-        ConfigError: a size that is not an integer of at least 1 or exceeds ``LARGEST``, or heads that do not divide.
+        ConfigError: a size that is not an integer of at least 1 or exceeds ``LARGEST``, heads that do not divide, or
+            experts_per_token without num_experts, or more than those.
     """
 
     vocab_size: int
@@ -109,13 +118,30 @@ class LlamaConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_size: int | None = None
+    qk_norm: str | None = None
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    normalize_shares: bool = False
 
     def __post_init__(self) -> None:
         _check_values(self)
         for name, most in LARGEST.items():
-            if getattr(self, name) > most:
+            if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be at most {most:,}, not {getattr(self, name):,}")
-        if self.hidden_size % (2 * self.num_heads):
+        self._check_heads()
+        if self.qk_norm not in (None, *QK_NORMS):
+            raise ConfigError(f"qk_norm must be one of {', '.join(QK_NORMS)} or None, not {self.qk_norm!r}")
+        if self.experts_per_token not in ([None] if self.num_experts is None else range(1, self.num_experts + 1)):
+            raise ConfigError(
+                f"experts_per_token must be from 1 to num_experts, or None if that is None; {self.experts_per_token} "
+                f"does not fit {self.num_experts}"
+            )
+
+    def _check_heads(self) -> None:
+        if self.head_size is not None and self.head_size % 2:
+            raise ConfigError(f"head_size must be even, because rotary positions rotate pairs, not {self.head_size}")
+        if self.head_size is None and self.hidden_size % (2 * self.num_heads):
             raise ConfigError(
                 f"hidden_size must be a multiple of twice num_heads, because rotary positions rotate pairs of a head; "
                 f"{self.hidden_size} is not a multiple of {2 * self.num_heads}"
@@ -128,7 +154,14 @@ class LlamaConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head, D."""
-        return self.hidden_size // self.num_heads
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Elements that a norm of queries and one of keys spans; 0 without norms."""
+        if self.qk_norm == "row":
+            return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (self.head_dim, self.head_dim) if self.qk_norm else (0, 0)
 
     @property
     def parameters(self) -> int:
@@ -147,8 +180,10 @@ class LlamaConfig:
             13408
         """
         H, inner, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
-        biases = self.qkv_bias * (H + 2 * kv) + self.out_bias * H + self.mlp_bias * (2 * inner + H)
-        layer = 2 * H * (H + kv) + 3 * H * inner + 2 * H + biases
+        queries, mlp = self.num_heads * self.head_dim, 3 * H * inner + self.mlp_bias * (2 * inner + H)
+        biases = self.qkv_bias * (queries + 2 * kv) + self.out_bias * H
+        experts = mlp if self.num_experts is None else self.num_experts * (mlp + H)
+        layer = 2 * H * (queries + kv) + experts + 2 * H + sum(self.qk_norm_sizes) + biases
         return self.num_layers * layer + H + self.vocab_size * H * (1 if self.tie_embeddings else 2)
 
     @property
@@ -161,7 +196,9 @@ def _check_values(config: LlamaConfig) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if field.type is int and not (is_number and isinstance(value, int) and value >= 1):
+        if field.type == int | None and value is None:
+            continue
+        if field.type in (int, int | None) and not (is_number and isinstance(value, int) and value >= 1):
             raise ConfigError(f"{field.name} must be a whole number of at least 1, not {value!r}")
         if field.type is float and not (is_number and 0 < value < math.inf):
             raise ConfigError(f"{field.name} must be a positive number, not {value!r}")
@@ -175,20 +212,28 @@ class SelfAttention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.out_bias)
+        self.o_proj = nn.Linear(size, config.hidden_size, bias=config.out_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(size, eps=config.rms_norm_eps) if size else None for size in config.qk_norm_sizes
+        )
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
         """Attend from every position to itself and all earlier ones; ``cos`` and ``sin`` are [T, D]."""
         heads = (-1, self.head_dim)  # -1: several ranks may share them
         values = self.v_proj(hidden).unflatten(-1, heads)
-        queries = rotate(self.q_proj(hidden).unflatten(-1, heads), cos, sin)
-        keys = rotate(self.k_proj(hidden).unflatten(-1, heads), cos, sin)
+        queries = rotate(_normed(self.q_proj(hidden), self.q_norm).unflatten(-1, heads), cos, sin)
+        keys = rotate(_normed(self.k_proj(hidden), self.k_norm).unflatten(-1, heads), cos, sin)
         out: Tensor = self.o_proj(attention(queries, keys, values).flatten(2))
         return out
+
+
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Normalize each of the vectors of the norm's size that a row consists of."""
+    return x if norm is None else norm(x.unflatten(-1, (-1, norm.size))).flatten(-2)
 
 
 class MLP(nn.Module):
@@ -206,21 +251,64 @@ class MLP(nn.Module):
         return out
 
 
+class Router(nn.Module):
+    """The experts of each token: those with the highest probabilities of a softmax over all."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        assert config.experts_per_token is not None
+        self.top_k, self.normalizes = config.experts_per_token, config.normalize_shares
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Map [R, H] to each row's experts and their shares in its output, [R, top_k] each."""
+        probabilities = F.linear(rows, self.weight).float().softmax(dim=-1)
+        shares, experts = probabilities.topk(self.top_k, dim=-1)
+        return experts, shares / shares.sum(dim=-1, keepdim=True) if self.normalizes else shares
+
+
+class Experts(nn.Module):
+    """Σ share · expert(x) over each token's experts (Shazeer et al., arXiv 1701.06538, equation 1), in their order."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = nn.ModuleList(MLP(config) for _ in range(config.num_experts or 0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map each position independently, [B, T, H] to [B, T, H]."""
+        rows = hidden.flatten(0, -2)
+        experts, shares = self.gate(rows)
+        out = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            row, place = torch.where(experts == index)
+            if len(row):
+                out.index_add_(0, row, expert(rows[row]) * shares[row, place, None])
+        return out.view_as(hidden)
+
+
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP or experts, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if config.num_experts is None else Experts(config)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
         """Add the outputs of attention and MLP to ``hidden``."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
         added: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return added
+
+
+def mlps_of(layer: DecoderLayer) -> list[MLP]:
+    """The experts of a layer, or its one MLP."""
+    mlps: Any = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
+    return list(mlps)
 
 
 class Decoder(nn.Module):

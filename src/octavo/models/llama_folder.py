@@ -58,7 +58,7 @@ def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Content of config.json for a Llama of this shape and dtype.
 
     Raises:
-        ConfigError: neither type has this combination of biases.
+        ConfigError: neither type has this combination of biases, experts, norms of queries or heads of another width.
     """
     shape = {theirs: getattr(config, ours) for ours, theirs in THEIR_NAMES.items()}
     return {
@@ -73,6 +73,11 @@ def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _type_record(config: LlamaConfig) -> dict[str, Any]:
+    if config.num_experts or config.qk_norm or config.head_size not in (None, config.hidden_size // config.num_heads):
+        raise ConfigError(
+            "octavo writes no Hugging Face folder of a Llama with num_experts, qk_norm or a head_size of its own; keep "
+            "the folder that it was read from"
+        )
     if config.qkv_bias == config.out_bias:
         biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
@@ -85,7 +90,7 @@ def _type_record(config: LlamaConfig) -> dict[str, Any]:
     )
 
 
-def _biases(record: Mapping[str, Any]) -> dict[str, bool]:
+def _biases(record: Mapping[str, Any]) -> dict[str, Any]:
     """Bias arguments of LlamaConfig for a config.json."""
     if record.get("model_type") == QWEN2:
         return {"qkv_bias": True}

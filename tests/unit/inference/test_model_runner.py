@@ -134,10 +134,37 @@ def test_layers_of_another_shape_are_refused(path, inputs, outputs):
         ModelRunner(made)
 
 
-def test_codes_in_blocks_are_refused():
+@pytest.mark.parametrize("level", ["torch", *native_bindings.levels()])
+@pytest.mark.parametrize(("recipe", "served"), [("blockwise", "fp8"), ("blockwise", "fp8-dynamic"), ("mxfp8", "fp8")])
+def test_codes_in_blocks_are_read_with_their_scales(level, recipe, served):
+    """Of the model's own forward on decoded weights, or with inputs cast as in training."""
+    made, tokens = model(tie=False).requires_grad_(False), torch.arange(20)
+    options = {"power_of_two": False} if served == "fp8-dynamic" else {}  # as the engine scales inputs
+    octavo.convert(made, recipe=octavo.recipes.get(recipe, **options), frozen="fp8")
+    runner = ModelRunner(made, recipe=served, level=level)
+    found = runner(tokens, runner.new_cache(fmt=FP32), every=True)
+    if served == "fp8":
+        octavo.restore(made)
+        wanted = with_decoded_head(made)(tokens[None])[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    else:
+        assert octavo.numerics.sqnr_db(with_decoded_head(made)(tokens[None])[0], found) > 35
+
+
+@pytest.mark.parametrize("level", ["torch", *native_bindings.levels()])
+def test_codes_in_rows_and_in_blocks_share_an_input(level):
+    made, tokens = model(tie=False).requires_grad_(False), torch.arange(20)
+    octavo.convert(made, recipe="blockwise", frozen="fp8", overrides={"*.k_proj": "rowwise", "*.up_proj": "tensorwise"})
+    runner = ModelRunner(made, level=level)
+    found = runner(tokens, runner.new_cache(fmt=FP32), every=True)
+    octavo.restore(made)
+    torch.testing.assert_close(found, with_decoded_head(made)(tokens[None])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_of_two_widths_that_share_an_input_are_refused():
     made = model(tie=False).requires_grad_(False)
-    octavo.convert(made, recipe="blockwise", frozen="fp8")
-    with pytest.raises(ConfigError, match=r"octavo\.restore"):
+    octavo.convert(made, recipe="blockwise", frozen="fp8", overrides={"*.k_proj": "mxfp8"})
+    with pytest.raises(ConfigError, match=r"blocks of one width, not \[32, 128\]"):
         ModelRunner(made)
 
 

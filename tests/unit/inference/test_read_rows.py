@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,17 +70,49 @@ CASES = [("fp8", E4M3), ("fp8", BF16), ("fp8", FP32), *((recipe, E4M3) for recip
 @pytest.mark.parametrize("level", LEVELS)
 def test_row_bits_do_not_depend_on_other_rows(model, level, recipe, fmt):
     own = calibrated(model) if recipe == "fp8-static" else model
-    runner, generator = ModelRunner(own, recipe=recipe, level=level), torch.Generator().manual_seed(7)
-    lengths = (3, 65) if level == "torch" else LENGTHS
+    runner = ModelRunner(own, recipe=recipe, level=level)
+    check_rows(runner, (3, 65) if level == "torch" else LENGTHS, fmt, most=(2,) if level == "torch" else (2, 20, 128))
+
+
+def check_rows(runner, lengths, fmt, most=(2, 20, 128)):
+    """Texts read a token at a time, each alone, beside the same in calls of up to so many rows of each."""
+    generator = torch.Generator().manual_seed(7)
     texts = [torch.randint(0, 75, (length,), generator=generator).tolist() for length in lengths]
     alone = [read(runner, [text], lambda: 1, fmt, generator)[0] for text in texts]
-    for most in (2, 20, 128):
-        cuts = [*torch.randint(0, most + 1, (1000,), generator=generator).tolist(), *[1] * 10**4]
+    for count in most:
+        cuts = [*torch.randint(0, count + 1, (1000,), generator=generator).tolist(), *[1] * 10**4]
         together = read(runner, texts, iter(cuts).__next__, fmt, generator)
         for one, other in zip(alone, together, strict=True):
             assert torch.equal(one.view(torch.int32), other.view(torch.int32))
-        if level == "torch":
-            break  # one row at a time, in any case
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "normalized": {"num_experts": 6, "experts_per_token": 2, "normalize_shares": True, "qk_norm": "head"},
+    "many": {"num_experts": 40, "experts_per_token": 5, "qk_norm": "row"},
+    "one": {"num_experts": 3, "experts_per_token": 1, "head_size": 24},
+}
+
+
+@pytest.mark.parametrize("level", native_bindings.levels())
+@pytest.mark.parametrize(
+    ("recipe", "fmt"), [("fp8", E4M3), ("fp8-dynamic", FP32), ("int8", E4M3), ("bf16", BF16)], ids=str
+)
+@pytest.mark.parametrize("settings", MIXTURES)
+def test_row_bits_of_a_mixture_do_not_depend_on_other_rows(level, recipe, fmt, settings):
+    """Experts have any number of rows; those of one row are the same whichever other rows they have."""
+    config = tiny_llama_config(
+        vocab_size=75, hidden_size=48, intermediate_size=40, max_positions=128, **MIXTURES[settings]
+    )
+    check_rows(ModelRunner(Llama(config, seed=3), recipe=recipe, level=level), LENGTHS[2:], fmt)
+
+
+@pytest.mark.parametrize("level", native_bindings.levels())
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-dynamic"])
+def test_row_bits_of_codes_in_blocks_do_not_depend_on_other_rows(level, recipe):
+    config = tiny_llama_config(vocab_size=75, hidden_size=144, intermediate_size=200, num_heads=4, max_positions=128)
+    made = Llama(config, seed=3).requires_grad_(False)
+    octavo.convert(made, recipe="blockwise", frozen="fp8")
+    check_rows(ModelRunner(made, recipe=recipe, level=level), LENGTHS[2:], E4M3)
 
 
 @pytest.mark.parametrize("level", native_bindings.levels())

@@ -107,6 +107,53 @@ def test_parameter_names_are_those_of_hugging_face():
     assert set(Llama(config()).state_dict()) == expected
 
 
+MIXTURE = {
+    "num_experts": 5,
+    "experts_per_token": 2,
+    "qk_norm": "head",
+    "head_size": 6,
+    "qkv_bias": True,
+    "mlp_bias": True,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": "row"}, {"num_experts": None, "experts_per_token": None}])
+def test_parameters_of_mixtures_are_counted(changes):
+    c = config(**MIXTURE | changes)
+    assert c.parameters == sum(parameter.numel() for parameter in Llama(c).parameters())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_experts_add_their_outputs_by_their_shares(normalize):
+    """One token and one expert at a time."""
+    c = config(num_experts=5, experts_per_token=2, normalize_shares=normalize)
+    experts, hidden = spread_out(Llama(c)).requires_grad_(False).model.layers[0].mlp, torch.randn(2, 3, 32)
+    for token, found in zip(hidden.flatten(0, 1), experts(hidden).flatten(0, 1), strict=True):
+        logits = [float(row @ token) for row in experts.gate.weight]
+        powers = [math.exp(logit - max(logits)) for logit in logits]
+        chosen = sorted(range(5), key=lambda expert: -powers[expert])[:2]
+        total = sum(powers[expert] for expert in (chosen if normalize else range(5)))
+        wanted = sum(powers[expert] / total * experts.experts[expert](token) for expert in chosen)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 2}, "experts_per_token must be from 1 to num_experts, or None if that is None; None"),
+        ({"experts_per_token": 2}, "2 does not fit None"),
+        ({"num_experts": 2, "experts_per_token": 3}, "3 does not fit 2"),
+        ({"num_experts": 20_000, "experts_per_token": 1}, "num_experts must be at most 10,000"),
+        ({"num_experts": 0, "experts_per_token": 1}, "num_experts must be a whole number of at least 1, not 0"),
+        ({"qk_norm": "all"}, "qk_norm must be one of head, row or None, not 'all'"),
+        ({"head_size": 7}, "head_size must be even"),
+    ],
+)
+def test_impossible_mixtures_are_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        config(**changes)
+
+
 def test_attention_is_causal():
     model = spread_out(Llama(config()))
     tokens = torch.randint(0, 50, (1, 12))

@@ -80,6 +80,12 @@ def test_biases_that_no_folder_has_are_refused(biases):
         config_record(replace(SHAPE, **biases), torch.float32)
 
 
+@pytest.mark.parametrize("changes", [{"num_experts": 2, "experts_per_token": 1}, {"qk_norm": "head"}, {"head_size": 4}])
+def test_a_folder_of_another_layout_is_not_written(changes):
+    with pytest.raises(ConfigError, match="octavo writes no Hugging Face folder of a Llama with num_experts, qk_norm"):
+        config_record(tiny_llama_config(**changes), torch.float32)
+
+
 def test_new_biases_are_zero():
     shape = replace(SHAPE, qkv_bias=True, out_bias=True, mlp_bias=True)
     biases = [value for name, value in Llama(shape).named_parameters() if name.endswith("bias")]

@@ -1,6 +1,7 @@
 // A Llama-style decoder for the next positions of some sequences, in one call.
 //
-//   h += out(attention(rope(qkv(norm(h)))));   h += down(silu(gate(norm(h))) · up(norm(h)));   logits = head(norm(h))
+//   h += out(attention(rope(qkv(norm(h)))));   h += mlp(norm(h));   logits = head(norm(h))
+//   mlp(x) = down(silu(gate(x)) · up(x)), or Σ share · expert(x) over the experts of the row (routing.h), each such an MLP
 //
 // hidden [rows, hidden] FP32, in and out; all intermediates [rows, ...] FP32, dense, in one scratch buffer a thread keeps;
 // weights [N, K] row-major (kernels.h). Keys and values of all rows are written to the cache before any row attends, so that
@@ -10,12 +11,16 @@
 // some 10 ms. A row's result does not depend on the other rows (linear(); tests/unit/inference/test_read_rows.py), so neither
 // does an answer. Definition: inference/reference.py; checked in tests/native/decoder.cpp against a bound on FP32's rounding
 // errors.
+//
+// Experts run one after the other, ascending, each for all of its rows at once, which are gathered first. A row's outputs are
+// added in that order, whatever the other rows are.
 #pragma once
 
 #include "attention.h"
 #include "cast_sums.h"
 #include "gemm.h"
 #include "integers.h"
+#include "routing.h"
 #include "scale_search.h"
 
 namespace octavo {
@@ -60,8 +65,11 @@ struct Decoder {
     const DecoderProblem& p;
     const int64_t rows = p.rows.count, dim = p.cache.head_dim, kv_heads = p.cache.kv_heads, kv_size = kv_heads * dim;
     const int64_t query_size = p.heads * dim, qkv_size = query_size + 2 * kv_size;
+    const int64_t experts = p.layer_count ? p.layers[0].experts : 0;
     float *normed = nullptr, *qkv = nullptr, *new_kv = nullptr, *scales = nullptr, *attended = nullptr, *gate_up = nullptr,
           *gated = nullptr;
+    float *logits = nullptr, *gathered = nullptr, *mixed = nullptr;  // of experts
+    std::vector<Visit> visits{};
     uint8_t* codes = nullptr;
     float *input_codes = nullptr, *input_scales = nullptr;  // of the input of a weight that wants it cast
     Pages keys{}, values{};     // of the layer
@@ -84,14 +92,38 @@ struct Decoder {
         gate_up = take(2 * p.intermediate_size);
         gated = take(p.intermediate_size);
         input_codes = take(padded_integers(largest(largest(p.hidden_size, p.intermediate_size), query_size)) / 2);
-        input_scales = take(2);
+        input_scales = take(2 * most_blocks());
+        logits = take(experts);
+        gathered = take(experts ? p.hidden_size : 0);
+        mixed = take(experts ? p.hidden_size : 0);
         return taken;
     }
 
+    // Scales of a row of the input of any weight.
+    int64_t most_blocks() const {
+        int64_t most = 1;
+        const auto count = [&](const Weight& weight, int64_t k) { most = largest(most, blocks_of(weight, k)); };
+        for (int64_t i = 0; i < p.layer_count; ++i) {
+            count(p.layers[i].qkv, p.hidden_size);
+            count(p.layers[i].out, query_size);
+            for (int64_t j = 0; j < largest<int64_t>(1, experts); ++j) {
+                count(p.layers[i].mlps[j].gate_up, p.hidden_size);
+                count(p.layers[i].mlps[j].down, p.intermediate_size);
+            }
+        }
+        count(p.head, p.hidden_size);
+        return most;
+    }
+
+    static int64_t blocks_of(const Weight& weight, int64_t k) { return weight.block ? (k + weight.block - 1) / weight.block : 1; }
+
     // each(row) in parallel; parts have at least 8,192 elements.
     template <class Each>
-    void for_rows(int64_t elements, const Each& each) const {
-        parallel_for(rows, largest<int64_t>(1, 8192 / elements), [&](int64_t first, int64_t last) {
+    void for_rows(int64_t elements, const Each& each) const { for_rows(rows, elements, each); }
+
+    template <class Each>
+    void for_rows(int64_t count, int64_t elements, const Each& each) const {
+        parallel_for(count, largest<int64_t>(1, 8192 / elements), [&](int64_t first, int64_t last) {
             for (int64_t row = first; row < last; ++row) each(row);
         });
     }
@@ -121,22 +153,23 @@ struct Decoder {
         GemmProblem some = whole;
         const Operand& a = whole.a;
         some.a.data = static_cast<const uint8_t*>(a.data) + row * a.row_stride * (a.element == Element::f32 ? sizeof(float) : 1);
-        some.a.scale = a.scale_per_row ? a.scale + row : a.scale;
+        some.a.scale = a.scale_per_row ? a.scale + row * (whole.block ? (whole.k + whole.block - 1) / whole.block : 1) : a.scale;
         some.out = static_cast<float*>(whole.out) + row * whole.n;
         some.m = least_of(MAX_FEW_ROWS, whole.m - row);
         return some;
     }
 
-    // Casts an input to E4M3: a dynamic scale a row, or the weight's static one, beyond which elements saturate and are
-    // counted.
+    // Casts an input to E4M3: a dynamic scale a row, or a block of it if the weight has blocks, or the weight's static one,
+    // beyond which elements saturate and are counted.
     Operand cast(const float* x, int64_t count, int64_t k, const Weight& weight) const {
         const bool fixed = weight.input == InputCast::e4m3_static;
         uint8_t* to = reinterpret_cast<uint8_t*>(input_codes);
         Counts counts{};
-        quantize({{x, Dtype::f32, count, k, k}, Format::e4m3, fixed ? count : 1, k, true, p.input_rule, nullptr, false,
-                  fixed ? weight.input_scale : nullptr, to, nullptr, fixed ? nullptr : input_scales, input_scales + count,
-                  false, &counts});
-        if (fixed) note_saturation(x, count * k, *weight.input_scale, input_scales[count]);
+        float* amax = input_scales + count * blocks_of(weight, k);
+        quantize({{x, Dtype::f32, count, k, k}, Format::e4m3, fixed ? count : 1, weight.block ? weight.block : k, true,
+                  p.input_rule, nullptr, false, fixed ? weight.input_scale : nullptr, to, nullptr,
+                  fixed ? nullptr : input_scales, amax, false, &counts});
+        if (fixed) note_saturation(x, count * k, *weight.input_scale, *amax);
         return {to, Element::e4m3, k, 1, fixed ? weight.input_scale : input_scales, !fixed};
     }
 
@@ -162,17 +195,24 @@ struct Decoder {
         });
     }
 
+    // Norms the vectors of `size` that n numbers consist of, in place.
+    void norm_each(float* x, int64_t n, const float* weight, int64_t size) const {
+        for (int64_t i = 0; size && i < n; i += size) rms_norm(x + i, weight, size, p.norm_eps, x + i);
+    }
+
     // Rotates queries in place and keys into new_kv, keys less their head's mean. The mean adds the same number to all scores
     // of a query, which softmax does not see, so it is never added back; what is left rounds finer. Values are copied beside.
-    void rotate_queries_and_keys(const float* key_mean) const {
+    void rotate_queries_and_keys(const DecoderLayer& layer) const {
         for_rows(qkv_size, [&](int64_t row) {
             float* row_qkv = qkv + row * qkv_size;
+            norm_each(row_qkv, query_size, layer.query_norm, p.query_norm_size);
+            norm_each(row_qkv + query_size, kv_size, layer.key_norm, p.key_norm_size);
             const float *cos = p.cos + p.rows.position[row] * dim, *sin = p.sin + p.rows.position[row] * dim;
             for (int64_t head = 0; head < p.heads; ++head) rotate(row_qkv + head * dim, cos, sin, dim, row_qkv + head * dim);
             float *keys = new_kv + row * kv_size, *values = new_kv + (rows + row) * kv_size;
             for (int64_t head = 0; head < kv_heads; ++head)
                 rotate(row_qkv + query_size + head * dim, cos, sin, dim, keys + head * dim);
-            for (int64_t i = 0; i < kv_size; ++i) keys[i] -= key_mean[i];
+            for (int64_t i = 0; i < kv_size; ++i) keys[i] -= layer.key_mean[i];
             std::memcpy(values, row_qkv + query_size + kv_size, kv_size * sizeof(float));
         });
     }
@@ -237,19 +277,56 @@ struct Decoder {
         values = of_layer(p.values, index);
         norm(layer.attention_norm);
         linear(normed, p.hidden_size, layer.qkv, qkv);
-        rotate_queries_and_keys(layer.key_mean);
+        rotate_queries_and_keys(layer);
         store_new_kv();
         attend({qkv, qkv_size, p.heads, p.cache, keys, values, p.rows, p.attention_scale, attended});
         linear(attended, query_size, layer.out, normed);
         add_to_hidden(normed);
         norm(layer.mlp_norm);
-        linear(normed, p.hidden_size, layer.gate_up, gate_up);
-        for_rows(p.intermediate_size, [&](int64_t row) {
+        if (experts) mix(layer);
+        else mlp(normed, rows, layer.mlps[0], normed);
+        add_to_hidden(experts ? mixed : normed);
+    }
+
+    // y = down(silu(gate(x)) · up(x)) for `count` rows; y may be x.
+    void mlp(const float* x, int64_t count, const Mlp& own, float* y) const {
+        linear(x, count, p.hidden_size, own.gate_up, gate_up);
+        for_rows(count, p.intermediate_size, [&](int64_t row) {
             const float* gate = gate_up + row * 2 * p.intermediate_size;
             silu_times(gate, gate + p.intermediate_size, p.intermediate_size, gated + row * p.intermediate_size);
         });
-        linear(gated, p.intermediate_size, layer.down, normed);
-        add_to_hidden(normed);
+        linear(gated, count, p.intermediate_size, own.down, y);
+    }
+
+    // Fills `visits`, sorted by expert and then row.
+    void route(const float* router) {
+        const int64_t size = p.hidden_size;
+        for_rows(rows * experts, size, [&](int64_t i) {
+            logits[i] = dot_f32(normed + i / experts * size, router + i % experts * size, size);
+        });
+        visits.resize(rows * p.top_k);
+        for_rows(experts, [&](int64_t row) {
+            softmax(logits + row * experts, experts);
+            choose(logits + row * experts, experts, p.top_k, p.normalize_shares, row, visits.data() + row * p.top_k);
+        });
+        std::sort(visits.begin(), visits.end(), [](const Visit& a, const Visit& b) {
+            return a.expert < b.expert || (a.expert == b.expert && a.row < b.row);
+        });
+    }
+
+    // mixed = Σ share · expert(normed) over each row's experts.
+    void mix(const DecoderLayer& layer) {
+        const int64_t size = p.hidden_size;
+        route(layer.router);
+        std::memset(mixed, 0, rows * size * sizeof(float));
+        for (size_t first = 0, last; first < visits.size(); first = last) {
+            for (last = first; last < visits.size() && visits[last].expert == visits[first].expert; ++last)
+                std::memcpy(gathered + (last - first) * size, normed + visits[last].row * size, size * sizeof(float));
+            mlp(gathered, last - first, layer.mlps[visits[first].expert], gathered);
+            for (size_t i = first; i < last; ++i)
+                for (int64_t d = 0; d < size; ++d)
+                    mixed[visits[i].row * size + d] += visits[i].share * gathered[(i - first) * size + d];
+        }
     }
 
     // Last norm and head, for the rows that get logits: of a prompt only the last needs the largest GEMM.

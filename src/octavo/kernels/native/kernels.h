@@ -192,10 +192,19 @@ struct Saturation {
     int64_t elements, saturated;
 };
 
+// An MLP, or an expert of a mixture.
+struct Mlp {
+    Weight gate_up, down;                       // gate, then up
+};
+
 struct DecoderLayer {
     const float *attention_norm, *mlp_norm;     // [hidden]
     const float* key_mean;                      // [kv heads, head dim], subtracted from keys before they are stored
-    Weight qkv, out, gate_up, down;             // heads of queries, keys, values; gate, then up
+    const float *query_norm, *key_norm;         // [query_norm_size], [key_norm_size], or null
+    Weight qkv, out;                            // qkv: heads of queries, keys, values
+    const Mlp* mlps;                            // one, or one for each expert
+    int64_t experts;                            // 0 without a router
+    const float* router;                        // [experts, hidden], or null
 };
 
 // A Llama-style decoder above its embedding, for the next positions of some sequences; numbers between weights are FP32.
@@ -205,6 +214,9 @@ struct DecoderProblem {
     const float* norm;          // the last, [hidden]
     Weight head;
     int64_t layer_count, hidden_size, intermediate_size, heads;
+    int64_t query_norm_size, key_norm_size;     // elements normed together: a head, or all heads; 0: no norms
+    int64_t top_k;              // experts of a row; 0 without experts
+    bool normalize_shares;      // whether the shares of a row's experts are divided by their sum
     float norm_eps, attention_scale;
     ScaleRule input_rule;       // of e4m3_dynamic
     IntegerRule integer_rule;   // of int8_dynamic

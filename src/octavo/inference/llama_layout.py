@@ -1,0 +1,208 @@
+"""Models of transformers as octavo's Llama, which the engine runs: what fits, and why others do not.
+
+| type          | MLP     | differs from Llama by                                                    |
+|---------------|---------|--------------------------------------------------------------------------|
+| llama, qwen2  | one     | biases                                                                   |
+| mixtral       | experts |                                                                          |
+| qwen3_moe     | experts | norms of each head's queries and keys, heads of any width, biases        |
+| olmoe         | experts | norms of a token's queries and keys over all heads, biases               |
+
+Modules are moved, not copied: layers that store FP8 codes keep them. Experts in one weight become linear layers of
+their own first (:mod:`octavo.convert.unfused_experts`).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from octavo.convert import UnfusedExperts, unfuse_experts
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models import Llama, LlamaConfig
+from octavo.models.llama_folder import shape_from_record
+from octavo.nn import rotary_table
+
+__all__ = ["as_llama", "why_not_llama"]
+
+
+class _Mixture(NamedTuple):
+    width: str  # setting with the width inside an expert
+    qk_norm: str | None
+
+
+_DENSE = ("llama", "qwen2")
+_MIXTURES = {
+    "mixtral": _Mixture("intermediate_size", None),
+    "qwen3_moe": _Mixture("moe_intermediate_size", "head"),
+    "olmoe": _Mixture("intermediate_size", "row"),
+}
+_SHARED = "it has experts that every token goes to"
+_OTHER_EXPERTS = {
+    "n_shared_experts": _SHARED,
+    "num_shared_experts": _SHARED,
+    "moe_num_shared_experts": _SHARED,
+    "shared_expert_intermediate_size": _SHARED,
+    "shared_intermediate_size": _SHARED,
+    "n_group": "its router chooses experts by groups",
+    "swiglu_limit": "its experts have biases and clamp their activations",
+}
+_SOME_DENSE = "some of its layers have one MLP, among others with experts"
+_OTHER_LAYERS = {
+    "mlp_only_layers": _SOME_DENSE,
+    "decoder_sparse_step": _SOME_DENSE,
+    "sliding_window": "its attention has a sliding window",
+    "clip_qkv": "its attention clips queries, keys and values",
+}
+
+
+def as_llama(model: nn.Module, source: str) -> Llama:
+    """Move the modules of a model of transformers to octavo's Llama; the given model is not usable afterwards.
+
+    Args:
+        model: of a type in the table above, on a CPU, in high precision or with layers that store FP8 codes.
+        source: for messages.
+
+    Raises:
+        CheckpointError: another architecture, with the property that octavo's Llama does not compute.
+    """
+    reason, shape = _layout(model.config)
+    if reason is None:
+        kept = unfuse_experts(model)
+        reason = next((f"{why}, at {path}" for path, why in kept.items()), None)
+    if reason is None and shape is not None:
+        with torch.device("meta"):
+            llama = Llama(shape)
+        reason = _move(model, llama)
+    if reason is not None:
+        raise CheckpointError(f"{source!r} cannot be served: {reason}; octavo serves only models of the Llama layout")
+    assert shape is not None
+    llama.model.cos, llama.model.sin = rotary_table(shape.head_dim, shape.max_positions, shape.rope_theta)
+    return llama.eval()
+
+
+def why_not_llama(config: Any) -> str | None:
+    """Reason why octavo's Llama does not compute a model, by its configuration; None if it does."""
+    return _layout(config)[0]
+
+
+def _layout(config: Any) -> tuple[str | None, LlamaConfig | None]:
+    reason = next(_reasons(config), None)
+    if reason is not None:
+        return reason, None
+    if config.model_type in _MIXTURES:
+        try:
+            return None, _mixture_shape(config)
+        except (ConfigError, TypeError) as error:
+            return str(error), None
+    shape = shape_from_record(config.to_dict())
+    return ("its configuration has settings that octavo's Llama does not support" if shape is None else None), shape
+
+
+def _reasons(config: Any) -> Iterator[str]:
+    """Properties that octavo's Llama does not compute, the most telling first."""
+    settings, model_type = config.to_dict(), config.model_type
+    others = [
+        f"{words} ({name} is {settings[name]})"
+        for name, words in _OTHER_EXPERTS.items()
+        if settings.get(name) and (name, settings[name]) != ("n_group", 1)
+    ]
+    if others:
+        yield " and ".join(others)
+    if model_type not in (*_DENSE, *_MIXTURES):
+        types = ", ".join(map(repr, (*_DENSE, *_MIXTURES)))
+        yield f"its type is {model_type!r}, not one of {types}"
+        return  # which may lack the settings below
+    if config.hidden_act != "silu":
+        yield f"its MLP has {config.hidden_act!r}, not 'silu'"
+    if config.rope_parameters.get("rope_type", "default") != "default":
+        yield f"its rotary positions are {config.rope_parameters['rope_type']!r}, not 'default'"
+    if model_type in _MIXTURES:
+        yield from _other_layers(settings)
+    elif settings.get("head_dim") not in (None, width := config.hidden_size // config.num_attention_heads):
+        yield f"its heads are {config.head_dim} wide, not hidden_size / num_attention_heads, {width}"
+
+
+def _other_layers(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Properties of a mixture's layers that octavo's Llama does not compute."""
+    usual = {"decoder_sparse_step": 1}
+    if (settings.get("sliding_window") or 0) >= settings["max_position_embeddings"]:  # which hides no token
+        usual["sliding_window"] = settings["sliding_window"]
+    for name, words in _OTHER_LAYERS.items():
+        if settings.get(name) and settings[name] != usual.get(name):
+            yield f"{words} ({name} is {settings[name]})"
+
+
+def _mixture_shape(config: Any) -> LlamaConfig:
+    mixture, has_biases = _MIXTURES[config.model_type], bool(getattr(config, "attention_bias", False))
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, mixture.width),
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        max_positions=config.max_position_embeddings,
+        rope_theta=config.rope_parameters["rope_theta"],
+        rms_norm_eps=config.rms_norm_eps,
+        tie_embeddings=config.tie_word_embeddings,
+        qkv_bias=has_biases,
+        out_bias=has_biases,
+        head_size=getattr(config, "head_dim", None),
+        qk_norm=mixture.qk_norm,
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        normalize_shares=getattr(config, "norm_topk_prob", True),  # Mixtral always does
+    )
+
+
+def _move(model: nn.Module, llama: Llama) -> str | None:
+    """Give ``llama`` the layers and parameters of ``model``; returns the reason if they are others."""
+    given, expected = _parts(model, _expert_names(model)), _parts(llama, {})
+    if different := sorted(given.keys() ^ expected.keys()):
+        return f"it has other tensors, such as {different[0]}"
+    if different := [name for name, part in given.items() if _shapes(part) != _shapes(expected[name])]:
+        return f"its tensors have other shapes, such as {different[0]}"
+    for name, part in given.items():
+        if isinstance(part, nn.Module):
+            llama.set_submodule(name, part)
+        else:
+            path, _, leaf = name.rpartition(".")
+            setattr(llama.get_submodule(path), leaf, part)
+    return None
+
+
+def _parts(model: nn.Module, names: Mapping[str, str]) -> dict[str, nn.Module | nn.Parameter]:
+    """Linear layers and embeddings by path, and all other parameters by name; ``names`` are other paths of some."""
+    parts = dict[str, nn.Module | nn.Parameter]()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            parts[names.get(path, path)] = module
+        else:
+            parts |= {f"{path}.{leaf}": parameter for leaf, parameter in module.named_parameters(recurse=False)}
+    return parts
+
+
+def _shapes(part: nn.Module | nn.Parameter) -> tuple[object, ...]:
+    """Sizes, of a linear layer also where it stores codes."""
+    match part:
+        case nn.Linear():
+            return part.out_features, part.in_features, part.bias is not None
+        case nn.Embedding():
+            return part.num_embeddings, part.embedding_dim
+        case nn.Parameter():
+            return tuple(part.shape)
+    raise TypeError(type(part))  # _parts gives no others
+
+
+def _expert_names(model: nn.Module) -> dict[str, str]:
+    """Path in octavo's Llama of each expert's layers."""
+    return {
+        f"{path}.{expert}.{theirs}": f"{path}.{expert}.{ours}"
+        for path, module in model.named_modules()
+        if isinstance(module, UnfusedExperts)
+        for expert in range(module.num_experts)
+        for theirs, ours in zip(
+            (*module.up_names, module.down_name), ("gate_proj", "up_proj", "down_proj"), strict=False
+        )
+    }
