@@ -54,7 +54,8 @@ def decoder_weight(recipe: ServingRecipe, *linears: nn.Linear, is_head: bool = F
         is_head: whether this is the model's head.
 
     Raises:
-        ConfigError: layers of different widths, codes that the recipe does not support, or different static scales.
+        ConfigError: layers of different widths, codes that the recipe does not support, different static scales, or
+            static scales of weights in blocks.
     """
     if len({linear.in_features for linear in linears}) > 1:
         raise ConfigError(f"layers that share an input must have the same in_features, unlike {linears}")
@@ -68,6 +69,8 @@ def decoder_weight(recipe: ServingRecipe, *linears: nn.Linear, is_head: bool = F
         return DecoderWeight(rows=joined, bias=bias, input=InputCast.INT8_DYNAMIC)
     codes = _concatenate([_weight_codes(linear) for linear in linears])
     if recipe is ServingRecipe.FP8_STATIC and (scale := _input_scale(linears)) is not None:
+        if isinstance(codes.granularity, PerBlock):
+            raise ConfigError(f"{recipe} does not read weights in blocks with static inputs; serve this model as fp8")
         return DecoderWeight(rows=codes, bias=bias, input=InputCast.E4M3_STATIC, input_scale=scale)
     dynamic = recipe is ServingRecipe.FP8_DYNAMIC and not is_head
     return DecoderWeight(rows=codes, bias=bias, input=InputCast.E4M3_DYNAMIC if dynamic else InputCast.NONE)

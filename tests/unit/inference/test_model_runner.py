@@ -161,6 +161,16 @@ def test_codes_in_rows_and_in_blocks_share_an_input(level):
     torch.testing.assert_close(found, with_decoded_head(made)(tokens[None])[0], rtol=1e-4, atol=1e-4)
 
 
+def test_blocks_with_static_inputs_are_refused():
+    made = model(tie=False).requires_grad_(False)
+    octavo.convert(made, recipe=octavo.recipes.get("static", weight_granularity="128x128"), frozen="fp8")
+    for layer in made.modules():
+        if isinstance(layer, octavo.nn.Linear):
+            layer.input_scale.fill_(0.01)
+    with pytest.raises(ConfigError, match="weights in blocks with static inputs; serve this model as fp8"):
+        ModelRunner(made, recipe="fp8-static")
+
+
 def test_blocks_of_two_widths_that_share_an_input_are_refused():
     made = model(tie=False).requires_grad_(False)
     octavo.convert(made, recipe="blockwise", frozen="fp8", overrides={"*.k_proj": "mxfp8"})
