@@ -14,6 +14,7 @@ from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.training_text import text_to_train_on
 from octavo.convert import unfuse_experts
 from octavo.errors import ConfigError
+from octavo.formats import E4M3
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models.sources import located
 from octavo.quantization import (
@@ -77,7 +78,8 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="DATA",
-            help="Report what saturates on this text (as --data; its test split if it is the calibration text).",
+            help=f"Report what saturates in {CHECK_SAMPLES} windows of this text (as --data; its test split if it is "
+            "the calibration text).",
         ),
     ] = None,
     device: options.Device = None,
@@ -110,6 +112,8 @@ def calibrate(
         display.phase("load", None)
         loaded = load_language_model(model, device=target_device)
         unfuse_experts(loaded.model)
+        # Before the calibration, which is long: a text too short for the check must not lose it.
+        check_batches = None if check_text is None else _windows(loaded, check_text, display)
         if from_run is not None:
             calibration = calibration_from_run(from_run, **settings)
             calibration.check_fit(loaded.model)
@@ -117,7 +121,9 @@ def calibrate(
             settings |= {"method": method, "kv_cache": kv_cache, "skip": skip or (), "convert_head": head}
             settings["percentile"] = PERCENTILE if percentile is None else percentile
             calibration = _from_text(loaded, text, display, settings)
-        check_coverage = None if check_text is None else _measure_coverage(loaded, calibration, check_text, display)
+        check_coverage = (
+            None if check_batches is None else _measure_coverage(loaded, calibration, check_batches, display)
+        )
     calibration.save(out)
     if as_json:
         print_json(_record(calibration, check_coverage, out))
@@ -157,9 +163,8 @@ def _from_text(model: LanguageModel, text: TextWindows, display: Display, settin
 
 
 def _measure_coverage(
-    model: LanguageModel, calibration: Calibration, text: TextWindows, display: Display
+    model: LanguageModel, calibration: Calibration, batches: tuple[Tensor, ...], display: Display
 ) -> tuple[LayerCoverage, ...]:
-    batches = _windows(model, text, display)
     show = phases(display)
     return coverage(model, calibration, batches, on_batch=lambda done, total: show("check", done, total or 0))
 
@@ -183,11 +188,17 @@ def _print(calibration: Calibration, check_coverage: Sequence[LayerCoverage] | N
     shown = "" if len(rows) <= ROWS else f", the {ROWS} of lowest SQNR among {len(rows)} inputs"
     columns = ["input of", "amax", "scale", "SQNR dB", "to zero", "clipped", "amax/rms", "moved", "weight dB"]
     print_table(f"Inputs and their scales{shown}", columns, rows[:ROWS])
+    if calibration.kv_scales:
+        print_table(
+            "Keys and values", ["layer", "scale of keys", "up to", "scale of values", "up to"], _kv_rows(calibration)
+        )
     print_lines(
         *_clipping_notes(calibration),
         *(f"warning: {sentence}" for sentence in calibration.warnings()),
         *_coverage_lines(check_coverage),
-        f"{out}: scales of {len(calibration.input_scales)} layers; read it with octavo.load_calibration",
+        *(["keys and values were not checked"] if calibration.kv_scales and check_coverage is not None else []),
+        f"{out}: scales of {len(calibration.input_scales)} layers; use it with octavo export … --calibration {out}, or "
+        "octavo.load_calibration",
     )
 
 
@@ -198,6 +209,14 @@ def _rows(calibration: Calibration) -> list[list[str]]:
     inputs = [each for each in calibration.health if each.path not in followers]
     inputs.sort(key=lambda each: float("inf") if each.sqnr_db is None else each.sqnr_db)
     return [_cells(each, sharing.get(each.path, 0)) for each in inputs]
+
+
+def _kv_rows(calibration: Calibration) -> list[list[str]]:
+    """One row per decoder layer: each scale, and the largest number that E4M3 holds with it."""
+    return [
+        [str(layer), *(number(value, 4) for scale in map(float, pair) for value in (scale, scale * E4M3.max))]
+        for layer, pair in sorted(calibration.kv_scales.items())
+    ]
 
 
 def _cells(layer: LayerHealth, others: int) -> list[str]:

@@ -39,7 +39,10 @@ __all__ = ["generate"]
 
 def generate(
     *,
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run's folder, a folder in FP8, or a .gguf file.")],
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder, in FP8 or not, or a .gguf file."),
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 120,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")] = 0.8,

@@ -62,7 +62,7 @@ def text_windows(
     text = separator.join(document.text for document in selected)
     if count > len(text):
         raise DataError(
-            f"the {split} text of {str(source)!r} has {len(text)} characters, too few for {count} windows; ask for "
+            f"{str(source)!r} (split {split}) has {len(text)} characters, too few for {count} windows; ask for "
             "fewer, or give more text"
         )
     tokenizer = unbounded(model.tokenizer)
@@ -73,8 +73,8 @@ def text_windows(
         ids = _window(tokenizer, text[bounds[part] : bounds[part + 1]], length, fraction)
         if ids is None:
             raise DataError(
-                f"the {split} text of {str(source)!r} is too short for {count} windows of {length} tokens: part "
-                f"{part + 1} of {count} is shorter than one; ask for fewer or shorter windows, or give more text"
+                f"{str(source)!r} (split {split}) is too short for {count} windows of {length} tokens: part {part + 1} "
+                f"of {count} is shorter than one, and each gives one; give more text, or ask for fewer or shorter"
             )
         windows.append(ids)
     return torch.tensor(windows, dtype=torch.int64, device=model.device)

@@ -45,7 +45,7 @@ def test_prints_a_table_without_warnings(octavo, finished_run, text, tmp_path):
     assert result.exit_code == 0, result.output
     assert "model.layers.0.self_attn.q_proj +2" in result.stdout
     assert "warning" not in result.stdout
-    assert ": scales of 7 layers; read it with" in result.stdout
+    assert ": scales of 7 layers; use it with octavo export" in " ".join(result.stdout.split())
     few = octavo(*arguments, "--samples", 8, "--method", "percentile", "--percentile", 90)
     assert "warning: 8 samples are few" in few.stdout
     assert "percentile clips up to" in few.stdout
@@ -61,6 +61,29 @@ def test_calibration_check_warns_about_text_beyond_the_scales(octavo, finished_r
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "warning: the checked text exceeds the scales of" in result.stdout
+
+
+def test_a_text_too_short_for_its_check_is_refused_at_once(octavo, finished_run, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.cli.calibrate.find_scales", lambda *_, **__: pytest.fail("calibrated"))
+    (tmp_path / "short.txt").write_text("of course " * 40)
+    result = octavo(
+        "calibrate", finished_run, "--data", text, "--samples", 64, "--check", tmp_path / "short.txt",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert result.exit_code == 2
+    assert "give more text" in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_of_keys_and_values_are_shown(octavo, finished_run, text, tmp_path):
+    out = tmp_path / "out"
+    result = octavo("calibrate", finished_run, "--data", text, "--samples", 64, "--kv-cache", "--out", out)
+    assert result.exit_code == 0, result.output
+    table = result.stdout[result.stdout.index("Keys and values") :]
+    for scales in load_calibration(out).kv_scales.values():
+        for scale in map(float, scales):
+            assert f"{scale:.4g}" in table
+            assert f"{scale * 448:.4g}" in table
 
 
 def test_a_gguf_file_is_calibrated_too(octavo, text, tmp_path):
@@ -183,7 +206,7 @@ def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     arguments = ["calibrate", tmp_path / "run", "--from-run", tmp_path / "run", "--out", tmp_path / "out"]
     result = octavo(*arguments, "--check", text, "--context", 16)
     assert result.exit_code == 0, result.output
-    assert ": scales of 7 layers; read it with" in result.stdout
+    assert ": scales of 7 layers; use it with octavo export" in " ".join(result.stdout.split())
     assert "checked text" in result.stdout
     assert len(load_calibration(tmp_path / "out").input_scales) == 7
     other = tmp_path / "other.txt"
