@@ -54,11 +54,16 @@ class Hardware:
         """Return whether it multiplies FP8."""
         return self.fp8 > 0
 
+    @property
+    def has_mx(self) -> bool:
+        """Return whether it multiplies FP8 and FP4 with MX scales."""
+        return self.generation == "blackwell" or self.name.startswith("mi35")
+
     def peak(self, bits: int) -> float:
         """Peak of dense products of operands of 16, 8 or 4 bits, FLOP/s."""
         if bits == 16:
             return self.bf16 * 1e12
-        fastest = self.fp8 if bits == 8 or self.generation != "blackwell" else _fp4(self)
+        fastest = self.fp8 if bits == 8 or not self.has_mx else _fp4(self)
         return (fastest or self.bf16) * 1e12
 
     def capped(self, watts: float) -> "Hardware":
@@ -69,7 +74,7 @@ class Hardware:
 
 
 def _fp4(hardware: Hardware) -> float:
-    """Peak of FP4, TFLOP/s: twice FP8's, three times on Blackwell Ultra (NVIDIA DGX B300 datasheet)."""
+    """Peak of FP4, TFLOP/s: twice FP8's (MI355X too), three times on Blackwell Ultra (NVIDIA DGX B300 datasheet)."""
     return hardware.fp8 * (3 if "b300" in hardware.name else 2)
 
 

@@ -141,6 +141,11 @@ class ModelShape:
             raise ConfigError(f"model {self.name!r} has {self.experts} experts, but no top_k or no expert_ffn")
 
     @property
+    def guess(self) -> str:
+        """What was guessed from its size: a "dense" model, a "mixture", or nothing ("")."""
+        return "" if not self.guessed else "mixture" if self.experts else "dense"
+
+    @property
     def query_dim(self) -> int:
         """Dimension of a head's query and key."""
         return self.head_dim or self.hidden // self.heads

@@ -87,8 +87,7 @@ class Problem:
 
     def width(self, constants: Constants) -> float:
         """Logarithm of the factor of its 80 % interval."""
-        guessed = not isinstance(self.job, GemmJob) and self.job.model.guessed
-        return constants.width(self.kind, guessed=guessed)
+        return constants.width(self.kind, guess="" if isinstance(self.job, GemmJob) else self.job.model.guess)
 
     def seconds(self, values: Mapping[str, float], *, bf16: bool = False) -> float:
         """Seconds of a step, of a token, of a prompt or of the products."""

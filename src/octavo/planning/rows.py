@@ -152,11 +152,11 @@ def training_job(row: Row) -> TrainingJob:
     """
     model, hardware = find_model(row["model"]), find_hardware(row["hardware"])
     layout = _layout(row)
-    precision = find_precision(row["precision"], generation=hardware.generation)
+    precision = find_precision(row["precision"], has_mx=hardware.has_mx)
     if precision.weight_bits:
         raise ConfigError("weights alone in fewer bits are for inference; a training on frozen ones is not modelled")
     seq = row.integer("seq", 2048 if "nanochat" in row.notes else 4096)
-    micro = row.integer("micro_batch")
+    micro = _micro_batch(row, layout)
     job = TrainingJob(
         model=model,
         hardware=hardware,
@@ -174,6 +174,17 @@ def training_job(row: Row) -> TrainingJob:
         bf16_states="automodel" in row.source.lower(),
     )
     return job if micro else _with_micro_batch(job, has_global=bool(row["global_batch"]))
+
+
+def _micro_batch(row: Row, layout: Layout) -> int:
+    """Sequences of a micro-batch, 0 if the row does not say.
+
+    A pipeline computes several micro-batches: a cell that leaves one of them names a rank's whole batch, as torchtitan
+    does, whose pipelines compute one sequence at a time.
+    """
+    micro = row.integer("micro_batch")
+    is_whole = layout.pp > 1 and row.integer("global_batch") == micro * layout.dp
+    return min(1, micro) if is_whole else micro
 
 
 def _usual_micro_batches(layout: Layout) -> int:
@@ -208,13 +219,6 @@ def _layout(row: Row) -> Layout:
     tp, pp, cp = (row.integer(name, 1) or 1 for name in ("tp", "pp", "cp"))
     if gpus % (tp * pp * cp):
         cp = 1
-    is_fsdp = "fsdp" in text or "hsdp" in text or "zero3" in text
-    sharding = Sharding.FSDP if is_fsdp else Sharding.ZERO1
-    if "shard_grad_op" in text:
-        sharding = Sharding.ZERO2
-    elif re.search(r"\bddp\b", text) and not is_fsdp:
-        sharding = Sharding.DDP
-    shard = re.search(r"fsdp(\d+)", row["dp_or_fsdp"].lower())
     return Layout(
         gpus=gpus,
         tp=tp,
@@ -223,9 +227,32 @@ def _layout(row: Row) -> Layout:
         vp=row.noted("vpp?"),
         ep=min(row.noted("ep"), gpus // pp),
         etp=row.noted("etp", tp if 0 < release_of(row) < 2025.3 and row.noted("ep") > 1 else 1),
-        shard=int(shard.group(1)) if shard else 0,
-        sharding=sharding,
+        shard=_shard(row, dp=gpus // (tp * pp * cp)) * cp,
+        sharding=_sharding(text),
     )
+
+
+def _sharding(text: str) -> Sharding:
+    """What is divided among data-parallel ranks; Megatron's distributed optimizer if nothing is said."""
+    patterns = (
+        (r"shard_grad_op|zero[- ]?(?:stage[- ]?)?2\b", Sharding.ZERO2),
+        (r"[fh]sdp|full_shard|zero[- ]?(?:stage[- ]?)?3\b", Sharding.FSDP),
+        (r"zero[- ]?(?:stage[- ]?)?1\b", Sharding.ZERO1),
+        (r"\bddp\b", Sharding.DDP),
+    )
+    return next((sharding for pattern, sharding in patterns if re.search(pattern, text)), Sharding.ZERO1)
+
+
+def _shard(row: Row, *, dp: int) -> int:
+    """Data-parallel ranks that FSDP divides weights among, context-parallel ones left out; 0 for all.
+
+    FSDP1 and FSDP2 are also the names of PyTorch's programs, and count where they are all ranks, or have replicas.
+    """
+    text = row["dp_or_fsdp"].lower()
+    found = re.search(r"fsdp ?(\d+)", text)
+    shard = int(found.group(1)) if found else 0
+    is_number = shard > 2 or shard == dp or re.search(r"\b(?:x|×) ?dp|hsdp", text)
+    return shard if is_number else 0
 
 
 def _recompute(row: Row) -> Recompute | None:
@@ -268,7 +295,7 @@ def serving_job(row: Row) -> ServingJob:
         tp=tp,
         prompt=max(1, int(lengths[0])),
         answer=max(1, int(lengths[1])),
-        precision=find_precision(row["precision"], generation=hardware.generation),
+        precision=find_precision(row["precision"], has_mx=hardware.has_mx),
         requests=row.integer("micro_batch") or -(-row.integer("global_batch") // replicas),
         framework=framework_of(row),
         divides_experts=divides_experts and of_replica > 1,
@@ -294,7 +321,7 @@ def gemm_job(row: Row) -> GemmJob:
         ConfigError: its hardware is unknown, or its model names no sizes.
     """
     text, hardware = row["model"], find_hardware(row["hardware"])
-    precision = find_precision(row["precision"], generation=hardware.generation)
+    precision = find_precision(row["precision"], has_mx=hardware.has_mx)
     groups = _size(text, "G") or 1
     shapes, attention = _shapes(text, groups), None
     if "TransformerLayer" in text:

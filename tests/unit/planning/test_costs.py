@@ -72,7 +72,7 @@ def test_a_high_precision_grad_weight_is_multiplied_in_bf16():
 
 def test_published_names_of_precisions():
     assert find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
-    assert find_precision("fp8-block/mx (parenthesised)", generation="blackwell").kernel == Kernel.MX
+    assert find_precision("fp8-block/mx (parenthesised)", has_mx=True).kernel == Kernel.MX
     assert find_precision("fp8-block/mx (parenthesised)").kernel == Kernel.BLOCK
     assert find_precision("nvfp4").bits == 4
     assert find_precision("bf16").is_bf16
@@ -101,8 +101,7 @@ def test_spellings_of_precisions():
 )
 def test_weights_alone_in_fewer_bits(name, bits):
     """Weights are read and stored in fewer bits, and multiplied in 16: on Blackwell too, which has FP4 units."""
-    generation = "hopper" if name == "MXFP4" else "blackwell"
-    precision = find_precision(name, generation=generation)
+    precision = find_precision(name, has_mx=name != "MXFP4")
     assert (precision.bits, precision.weight_bits, precision.kernel) == (16, bits, Kernel.BF16)
     fast = replace(H100, bf16=1e9)  # so that a GEMM takes the time to read its weight
     parts = gemm_parts(GemmJob(shapes=((1, 8192, 8192),), hardware=fast, precision=precision, passes=GemmPass.FORWARD))

@@ -6,11 +6,11 @@ from statistics import median
 import pytest
 
 from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
-from octavo.planning.jobs import Framework, Layout, Recompute, TrainingJob
+from octavo.planning.jobs import Framework, Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.precision import BF16
 from octavo.planning.prediction import problem_of
 from octavo.planning.rows import Row, read_rows
-from octavo.planning.training_memory import planned_memory, training_memory
+from octavo.planning.training_memory import activation_bytes, planned_memory, training_memory
 
 ROWS = {row["id"]: row for row in read_rows(Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv")}
 COAT = [row for row in ROWS.values() if row["metric"] == "peak_mem_gb"]
@@ -100,3 +100,37 @@ def test_the_loss_keeps_the_logits_of_all_tokens(framework, tp, width):
     gathered = 4 * model.parameters / tp / model.layers
     working = training_memory(job, Recompute.NONE).working
     assert working == pytest.approx(8 * 8192 * (width * model.vocab + gradients) / tp + gathered)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vp", "micro_batches", "kept"),
+    [
+        (1, 1, 8, 1.0),
+        (8, 1, 64, 1.0),  # pp micro-batches wait on the first stage, each of 1/pp of the layers
+        (16, 1, 64, 1.0),
+        (8, 1, 1, 1 / 8),  # there is but one
+        (8, 1, 4, 4 / 8),
+        (8, 4, 64, 1 + 7 / 32),  # interleaved: 1 + (pp - 1) / (pp · vp)
+        (4, 2, 16, 1 + 3 / 8),
+        (8, 4, 8, 1.0),
+        (4, 2, 1, 1 / 4),
+    ],
+)
+def test_a_pipeline_keeps_what_waits_on_its_first_stage(pp, vp, micro_batches, kept):
+    """Korthikanti et al., arXiv 2205.05198, equation 5 and section 4.2.3, of activations of all layers."""
+
+    def activations(layout):
+        job = TrainingJob(
+            model=find_model("llama-3-405b"),
+            hardware=find_hardware("b200"),
+            layout=layout,
+            seq=8192,
+            global_batch=8 * micro_batches,
+            micro_batch=1,
+            precision=BF16,
+        )
+        return sum(activation_bytes(job, Recompute.NONE).values())
+
+    whole = activations(Layout(gpus=8, sharding=Sharding.ZERO1))
+    pipeline = activations(Layout(gpus=8 * pp, pp=pp, vp=vp, sharding=Sharding.ZERO1))
+    assert pipeline / whole == pytest.approx(kept)
