@@ -9,7 +9,7 @@ from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import ServingJob
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, precision_of_recipe, unsupported_reason
-from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, serving_parts, weight_bytes
+from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
 
 __all__ = ["ServingPoint", "ServingRequest", "serving_points"]
 
@@ -109,6 +109,6 @@ def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
         first_token_ms=prompts * 1e3,
         tokens_per_s=rate,
         weights_gb=weight_bytes(job) / 1e9,
-        kv_gb=kv_bytes_of_token(job) * positions * job.requests / 1e9,
+        kv_gb=kv_bytes(job, positions) * job.requests / 1e9,
         gpus_needed=job.gpus * -int(-load // rate) if load else 0,
     )

@@ -56,7 +56,7 @@ def test_a_search_of_1024_gpus_tries_few_layouts():
 
 def test_rows_are_predicted_as_one_list(octavo, tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("id,kind,model,hardware,gpus,metric\na,train,Llama-3-8B,H100,8,step_time_s\nb,train,?,H100,8,x\n")
+    path.write_text("id,kind,model,hardware,gpus,metric\na,train,Llama-3-8B,H100,8,tokens_per_s\nb,train,?,H100,8,x\n")
     found = json.loads(octavo("plan", "--rows", path, "--json").stdout)
     assert [each["id"] for each in found] == ["a", "b"]
     assert set(found[0]) == {"id", "value", "low", "high", "bf16_value", "reason"}

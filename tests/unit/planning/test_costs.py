@@ -17,7 +17,7 @@ from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, bytes_cast, find_precision, precision_of_recipe
 from octavo.planning.search import layouts
-from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, weight_bytes
+from octavo.planning.serving_costs import kv_bytes, requests_in_flight, weight_bytes
 from octavo.planning.training_costs import training_parts
 from octavo.planning.training_memory import activation_bytes, recomputed_share, training_memory
 
@@ -260,7 +260,7 @@ def test_fp8_halves_weights_and_leaves_room_for_more_requests():
     embeddings = 2 * model.vocab * model.hidden
     assert weight_bytes(service) == 2 * model.parameters
     assert weight_bytes(fp8) == model.parameters - embeddings + 2 * embeddings
-    assert kv_bytes_of_token(service) == 2 * 32 * 8 * 128 * 2
+    assert kv_bytes(service, 1) == 2 * 32 * 8 * 128 * 2
     assert requests_in_flight(fp8) > requests_in_flight(service)
 
 

@@ -64,7 +64,7 @@ def test_a_training_that_cannot_fit_is_refused(model, gpus):
         "model": model,
         "hardware": "H100",
         "gpus": str(gpus),
-        "metric": "step_time_s",
+        "metric": "tokens_per_s",
     }
     reason = predict_row(Row(cells), fitted_constants()).reason
     assert reason is not None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from octavo.planning import fitted_constants, predict_row
-from octavo.planning.jobs import Recompute, Sharding
+from octavo.planning.jobs import Sharding
 from octavo.planning.rows import Row, training_job
 
 CONSTANTS = fitted_constants()
@@ -67,4 +67,93 @@ def test_how_weights_are_sharded(cell, notes, ranks, sharding):
 
 def test_a_two_of_two_ranks_is_a_number():
     assert job(gpus=2, dp_or_fsdp="fsdp2").layout.shard_ranks == 2
-    assert str(Recompute.FULL) == "full"
+
+
+@pytest.mark.parametrize(
+    "notes", ["VP 4; EP 8", "VP=4; EP=8", "VP: 4; EP: 8", "vpp 4, ep8", "VPP=4 expert parallel 8", "EP8 VP4"]
+)
+def test_numbers_of_settings(notes):
+    layout = job(model="Qwen3-30B-A3B", pp=4, notes=notes).layout
+    assert (layout.vp, layout.ep) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("notes", "policy"),
+    [(f"{word}", "full") for word in ("full AC", "AC full", "AC: full", "recompute full", "recompute=full")]
+    + [(word, "full") for word in ("activation checkpointing full", "full activation checkpointing", "full-recompute")]
+    + [(word, "full") for word in ("activation ckpt True", "gradient checkpointing on")]
+    + [(word, "selective") for word in ("selective AC", "AC selective", "recompute selective", "op-level SAC")]
+    + [(word, "selective") for word in ("recompute granularity selective", "selective activation checkpointing")]
+    + [(word, "none") for word in ("no AC", "AC off", "AC none", "recompute none", "no activation checkpointing")]
+    + [(word, "None") for word in ("batch/AC not stated", "AC searched", "compile")],
+)
+def test_policies_of_recomputation(notes, policy):
+    assert str(job(notes=notes).recompute) == policy
+
+
+@pytest.mark.parametrize("notes", ["no {0}", "not {0}", "without {0}", "{0} off", "{0} disabled", "{0}=0"])
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [("LoRA", "frozen"), ("token drop", "token_drop"), ("async TP", "overlaps_tp")],
+)
+def test_what_notes_deny(notes, word, field):
+    assert getattr(job(notes=notes.format(word)), field) is False
+    assert getattr(job(notes=f"full AC; {word}; compile"), field) is True
+
+
+@pytest.mark.parametrize("notes", ["no FSDP", "FSDP 0", "FSDP=0; DDP", "without FSDP, DDP"])
+def test_sharding_that_notes_deny(notes):
+    assert job(dp_or_fsdp="dp64", notes=notes).layout.sharding in (Sharding.ZERO1, Sharding.DDP)
+    assert job(notes="QLoRA").frozen
+
+
+@pytest.mark.parametrize(("column", "cell"), [("tp", "8.5"), ("seq", "1e300"), ("gpus", "64.5")])
+def test_counts_are_whole(column, cell):
+    assert "is not a whole number" in predicted(**{column: cell}).reason
+
+
+@pytest.mark.parametrize(("column", "cell"), [("gpus", "64 GPUs"), ("seq", "8192 tokens"), ("global_batch", "64 seqs")])
+def test_counts_with_their_unit(column, cell):
+    assert predicted(**{column: cell}) == predicted(**{column: cell.split()[0]})
+
+
+def test_a_figure_of_one_gpu_without_their_number_is_of_the_fewest_that_do():
+    found = predicted(model="Llama-3.1-70B", gpus="", dp_or_fsdp="fsdp", micro_batch="", notes="full AC")
+    assert found.reason is None
+    assert (
+        found.value
+        == predicted(model="Llama-3.1-70B", gpus=32, dp_or_fsdp="fsdp", micro_batch="", notes="full AC").value
+    )
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "tokens_per_s (node)",
+        "tokens_per_s (per node)",
+        "tokens_per_s (one GPU)",
+        "tokens_per_s (x1000)",
+        "step_time_s (forward only)",
+        "step_time_s (p99)",
+        "peak_mem_gb (all GPUs)",
+        "tokens_per_s (8 GPUs of 64)",
+    ],
+)
+def test_what_stands_in_parentheses_is_refused_unless_it_is_known(metric):
+    assert "is not predicted" in predicted(metric=metric).reason
+
+
+def test_known_words_in_parentheses():
+    assert predicted(metric="tokens_per_s (per GPU)").value == predicted(metric="tokens_per_s_per_gpu").value
+    assert predicted(metric="tokens_per_s (mean, all GPUs)").value == predicted(metric="tokens_per_s").value
+    service = {"kind": "infer", "seq": "1024/1024", "micro_batch": 16, "gpus": 1, "source_repo_or_doc": "vllm"}
+    outputs = [predicted(metric=each, **service).value for each in ("tokens_per_s (output)", "output_tokens_per_s")]
+    assert outputs[0] == outputs[1]
+    assert predicted(metric="tokens_per_s", **service).value == pytest.approx(2 * outputs[0])
+    prefill = [
+        predicted(metric=each, **service | {"micro_batch": 1}).value
+        for each in ("tokens_per_s (prefill)", "prefill_tokens_per_s")
+    ]
+    assert prefill[0] == prefill[1]
+    for metric in ("tokens_per_s (decode)", "latency_ms (p99)"):
+        assert "is not predicted" in predicted(metric=metric, **service).reason

@@ -6,6 +6,7 @@ import pytest
 
 from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
 from octavo.planning.rows import Row, serving_job
+from octavo.planning.serving_costs import kv_bytes
 from octavo.planning.serving_plan import ServingRequest, serving_points
 
 CONSTANTS = fitted_constants()
@@ -101,7 +102,43 @@ def test_cells_whose_number_cannot_be_told_are_refused(column, cell):
     assert predicted(**cells).reason.startswith(f"{column} '{cell}' is not a number")
 
 
-@pytest.mark.parametrize("seq", ["1k/8k", "1,024/8,192", "in1024/out8192", "1024 / 8192", "1024/8192 (fixed)"])
+@pytest.mark.parametrize(
+    "seq",
+    [
+        "1024 in / 8192 out",
+        "ISL 1024, OSL 8192",
+        "1024+8192",
+        "1k/8k",
+        "1,024/8,192",
+        "in1024/out8192",
+        "1024 / 8192",
+        "1024/8192 (fixed)",
+    ],
+)
 def test_lengths_of_prompts_and_answers(seq):
     job = serving_job(row(seq=seq))
     assert (job.prompt, job.answer) == (1024, 8192)
+
+
+@pytest.mark.parametrize("notes", ["attention DP off", "no attention DP", "TP attention"])
+def test_attention_to_different_requests_can_be_denied(notes):
+    cells = {"model": "DeepSeek-R1", "hardware": "H200", "gpus": 8, "tp": 8}
+    assert serving_job(row(**cells, notes=notes)).divides_experts is False
+    assert serving_job(row(**cells, notes="attention DP")).divides_experts is True
+
+
+def test_one_request_reads_no_more_experts_than_it_meets():
+    """Of 256 experts a token meets eight: on eight ranks a step reads about one each, not all 32 of a rank."""
+    cells = {"model": "DeepSeek-R1", "hardware": "H200", "gpus": 8, "tp": 8, "metric": "tpot_ms", "micro_batch": 1}
+    divided, together = (predicted(**cells, notes=notes).value for notes in ("DEP8", "TP attention"))
+    assert divided < 2.5 * together
+    many = predicted(**cells | {"micro_batch": 2048}, notes="DEP8").value
+    assert many > 3 * divided
+
+
+def test_windowed_layers_keep_their_window():
+    """Gemma 3 27B: 52 of 62 layers see 1,024 positions; keys and values of 16 heads of 128 in BF16."""
+    service = serving_job(row(model="gemma-3-27b", hardware="H200", precision="bf16"))
+    of_layer = 2 * 16 * 128 * 2
+    assert kv_bytes(service, 512) == 62 * of_layer * 512
+    assert kv_bytes(service, 32768) == (10 * 32768 + 52 * 1024) * of_layer
