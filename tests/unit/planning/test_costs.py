@@ -10,13 +10,14 @@ from torch import nn
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.planning.constants import fitted_constants
 from octavo.planning.gemm_costs import add_gemm, gemm_parts, wave_efficiency
 from octavo.planning.hardware import find_hardware, hardware_names
 from octavo.planning.jobs import Framework, GemmJob, GemmPass, Layout, Recompute, ServingJob, Sharding, TrainingJob
 from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, bytes_cast, find_precision, precision_of_recipe
-from octavo.planning.search import layouts
+from octavo.planning.search import best_layout, layouts
 from octavo.planning.serving_costs import kv_bytes, requests_in_flight, weight_bytes
 from octavo.planning.training_costs import training_parts
 from octavo.planning.training_memory import activation_bytes, recomputed_share, training_memory
@@ -285,3 +286,17 @@ def test_products_of_nothing_cost_nothing():
     add_gemm(parts, (0, 128, 128), BF16, H100)
     assert parts == before
     assert all(math.isfinite(value) for value in parts.values())
+
+
+def test_long_sequences_are_divided_among_context_parallel_ranks():
+    model = find_model("llama-3-8b")
+    short, long = (list(layouts(model, H100, 64, seq=seq)) for seq in (8192, 65536))
+    assert {layout.cp for layout in short} == {1}
+    assert {layout.cp for layout in long} == {1, 2, 4, 8, 16}
+    best = best_layout(job(seq=262144, layout=Layout(gpus=64), global_batch=64), fitted_constants())
+    assert best[0].job.layout.cp > 1, "262,144 tokens do not fit into one GPU"
+
+
+def test_a_search_tries_micro_batches():
+    found = best_layout(job(seq=2048, global_batch=1024), fitted_constants(), [Layout(gpus=64)])
+    assert {candidate.job.micro_batch for candidate in found} == {1, 2, 4, 8, 16}

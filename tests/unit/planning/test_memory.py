@@ -2,15 +2,16 @@
 
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
 from octavo.planning.jobs import Framework, Layout, Recompute, Sharding, TrainingJob
-from octavo.planning.precision import BF16
+from octavo.planning.precision import BF16, precision_of_recipe
 from octavo.planning.prediction import problem_of
 from octavo.planning.rows import Row, read_rows
-from octavo.planning.training_memory import activation_bytes, planned_memory, training_memory
+from octavo.planning.training_memory import activation_bytes, planned_memory, recomputed_share, training_memory
 
 ROWS = {row["id"]: row for row in read_rows(Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv")}
 COAT = [row for row in ROWS.values() if row["metric"] == "peak_mem_gb"]
@@ -134,3 +135,38 @@ def test_a_pipeline_keeps_what_waits_on_its_first_stage(pp, vp, micro_batches, k
     whole = activations(Layout(gpus=8, sharding=Sharding.ZERO1))
     pipeline = activations(Layout(gpus=8 * pp, pp=pp, vp=vp, sharding=Sharding.ZERO1))
     assert pipeline / whole == pytest.approx(kept)
+
+
+def step(model="llama-3-8b", layout=None, precision=BF16, **settings):
+    base: dict[str, Any] = {"seq": 8192, "global_batch": 64, "micro_batch": 1, "hardware": find_hardware("h100")}
+    layout = layout or Layout(gpus=64)
+    return TrainingJob(model=find_model(model), layout=layout, precision=precision, **(base | settings))
+
+
+def test_fp8_keeps_codes_of_weights_that_are_not_gathered():
+    """One byte a parameter of a rank; FSDP casts what it gathers, and BF16 has none."""
+    layout = Layout(gpus=64, tp=2, pp=2, sharding=Sharding.ZERO1)
+    fp8 = precision_of_recipe("tensorwise")
+    assert training_memory(step(layout=layout, precision=fp8), Recompute.NONE).codes == pytest.approx(
+        find_model("llama-3-8b").parameters / 4
+    )
+    assert training_memory(step(layout=layout), Recompute.NONE).codes == 0
+    assert training_memory(step(precision=fp8), Recompute.NONE).codes == 0
+
+
+def test_a_share_of_recomputed_blocks_keeps_its_share_of_activations():
+    job = step("llama-3-70b")
+    policy, share = recomputed_share(job)
+    assert 0 < share < 1
+    some, none, all_of_them = planned_memory(job), training_memory(job, policy), training_memory(job, Recompute.FULL)
+    kept = (1 - share) * none.activations + share * all_of_them.activations
+    assert some.activations == pytest.approx(kept)
+    assert all_of_them.activations < some.activations < none.activations
+    assert some.total <= 1.05 * 80e9
+
+
+@pytest.mark.parametrize("shard", [8, 16, 64])
+def test_states_are_divided_among_the_ranks_of_a_shard(shard):
+    memory = training_memory(step(layout=Layout(gpus=64, shard=shard)), Recompute.FULL)
+    states = memory.weights + memory.gradients + memory.moments
+    assert states == pytest.approx(16 * find_model("llama-3-8b").parameters / shard)

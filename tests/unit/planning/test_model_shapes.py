@@ -100,6 +100,9 @@ PUBLISHED = {  # billions of parameters, by the models' cards and papers
     "Kimi-K2": 1026,
     "MPT-30b": 29.97,
     "Nemotron-H-56B": 56,
+    "Gemma-2-27B": 27.2,
+    "Mistral-Small-24B": 23.6,
+    "Mistral-Large-2407": 122.6,
     "Nemotron-3-Super-120B-A12B": 120.6,
 }
 

@@ -56,7 +56,7 @@ def test_the_first_token_takes_a_prompts_flops():
     points, _ = serving_points(request, CONSTANTS)
     weights = model.active_parameters - model.vocab * model.hidden
     least = 8192 * (2 * weights + model.attention_flops(8192)) / hardware.peak(16)
-    found = [point.first_token_ms / 1e3 for point in points if point.precision == "bf16"]
+    found = [point.first_token_ms / 1e3 for point in points if point.precision == "bf16" and point.prompt == 8192]
     assert all(least < each < 2.5 * least for each in found)
 
 
@@ -142,3 +142,28 @@ def test_windowed_layers_keep_their_window():
     of_layer = 2 * 16 * 128 * 2
     assert kv_bytes(service, 512) == 62 * of_layer * 512
     assert kv_bytes(service, 32768) == (10 * 32768 + 52 * 1024) * of_layer
+
+
+def test_points_of_a_plan_add_up():
+    """Tokens a second are requests over the time between tokens; keys and values grow with requests and length."""
+    model = find_model("llama-3-8b")
+    request = ServingRequest(model=model, hardware=find_hardware("h100"), gpus=1, prompt=512, answer=512)
+    points, _ = serving_points(request, CONSTANTS)
+    for point in points:
+        assert point.tokens_per_s == pytest.approx(1e3 * point.requests / point.token_ms)
+        element = 1 if "cache" in point.precision else 2
+        kept = 2 * 32 * 8 * 128 * element * (point.prompt + 512) * point.requests
+        assert point.kv_gb == pytest.approx(kept / 1e9)
+        assert point.low < point.tokens_per_s < point.high
+    assert {point.prompt for point in points} == {512, 2048, 8192}
+    longest = [point for point in points if point.prompt == 8192]
+    assert all(point.kv_gb + point.weights_gb < 80 for point in longest)
+
+
+def test_a_guessed_model_has_a_wider_interval_in_a_plan():
+    ratios = []
+    for name in ("llama-3-8b", "unheard-8b"):
+        request = ServingRequest(model=find_model(name), hardware=find_hardware("h100"), gpus=1, prompt=512, answer=512)
+        point = serving_points(request, CONSTANTS)[0][0]
+        ratios.append(point.high / point.tokens_per_s)
+    assert ratios[1] > 1.5 * ratios[0]
