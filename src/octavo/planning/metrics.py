@@ -54,7 +54,7 @@ MEMORY_PARTS: dict[str, Callable[[Memory], float]] = {
 }
 
 
-# What may stand in parentheses without a meaning of its own; whatever else stands there counts as words of the metric.
+# Words in parentheses that do not change a metric; others count as words of it.
 ASIDE = re.compile(
     r"(?:(?:mean|median|average|avg|as logged|header says \w+|all gpus|(?:higher|lower) is better)(?:[,; ]+|$))+"
 )

@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def guess(self) -> str:
-        """What was guessed from its size: a "dense" model, a "mixture", or nothing ("")."""
+        """Kind of model that its shape was guessed as, "dense" or "mixture"; "" if it is known."""
         return "" if not self.guessed else "mixture" if self.experts else "dense"
 
     @property

@@ -129,7 +129,7 @@ SPELLINGS: tuple[tuple[str, str, Kernel | None], ...] = (
 
 HIGH = re.compile(r"(?:bf|fp)16|b?float16|half\b|16-?bit|unquanti[sz]ed|^(?:not stated|none$|n/a|-?$)")
 LOW = re.compile(r"(?:fp|float|int)[48]|nf4|\bmx|e[45]m[23]|w[48]|weight|block|tensor-?wise|row-?wise|hybrid|awq|gptq")
-# What does not multiply: keys and values, gathered codes, and what is said not to be.
+# Formats of keys and values; formats that are denied, or of what FSDP gathers. None of them multiplies.
 CACHE = re.compile(
     r"(?:fp8|float8|int8|e4m3|e5m2)(?:-e[45]m[23])?[ -]*kv\b(?:[ -]cache)?"
     r"|\bkv(?:[ -]cache)?[ :=(-]*(?:in )?(?:fp8|int8|e4m3)"

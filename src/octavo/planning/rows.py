@@ -54,7 +54,7 @@ class Row:
         """A cell as an integer.
 
         Raises:
-            ConfigError: it is none, or absurdly large.
+            ConfigError: it is not whole, or beyond ``MOST_COUNT``.
         """
         number = self.number(column, default)
         if number != number // 1 or number > MOST_COUNT:
@@ -222,7 +222,7 @@ def _layout(row: Row) -> Layout:
 
 
 def _sharding(text: str) -> Sharding:
-    """What is divided among data-parallel ranks; Megatron's distributed optimizer if nothing is said."""
+    """Division of states among data-parallel ranks; Megatron's distributed optimizer if nothing is said."""
     patterns = (
         (r"shard_grad_op|zero[- ]?(?:stage[- ]?)?2\b", Sharding.ZERO2),
         (r"[fh]sdp(?:[12]\b)?|full_shard|zero[- ]?(?:stage[- ]?)?3\b", Sharding.FSDP),
