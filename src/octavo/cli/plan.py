@@ -244,17 +244,28 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     cells = [
         (
             point.precision,
+            number(point.prompt),
             number(point.requests),
             number(point.token_ms, 3),
             number(point.first_token_ms, 3),
-            number(round(point.tokens_per_s)),
+            f"{number(round(point.tokens_per_s))} ({number(round(point.low))} to {number(round(point.high))})",
             f"{point.weights_gb:.0f} GB",
             f"{point.kv_gb:.1f} GB",
             number(point.gpus_needed or None),
         )
         for point in points
     ]
-    columns = ("precision", "requests", "ms a token", "ms to the first", "tokens/s", "weights", "KV", "GPUs needed")
+    columns = (
+        "precision",
+        "prompt",
+        "requests",
+        "ms a token",
+        "ms to the first",
+        "tokens/s",
+        "weights",
+        "KV",
+        "GPUs needed",
+    )
     title = f"{service.model.name}, {service.gpus} × {service.hardware.name}, {service.prompt}/{service.answer} tokens"
     print_table(title, columns, cells)
     print_lines(*(f"{name}: {reason}" for name, reason in refused.items()), UNTRIED)

@@ -36,7 +36,10 @@ __all__ = [
 Parts = Mapping[str, Any]
 Values = Mapping[str, float]
 # Logarithm of the factor that 80 % of models.toml are within when their shape is guessed from the size in their name.
-GUESSED = {"train": 0.14, "infer": 0.75}
+GUESSED = {
+    "dense": {"train": 0.14, "infer": 0.75},
+    "mixture": {"train": 0.26, "infer": 0.57},
+}
 INSIDE = ("tp", "tp_overlapped", "cp", "ep", "ep_network", "etp", "pp")
 
 
@@ -54,9 +57,12 @@ class Constants:
     deviations: dict[str, float] = field(default_factory=dict)
     intervals: dict[str, float] = field(default_factory=dict)
 
-    def width(self, kind: str, *, guessed: bool = False) -> float:
-        """Return the logarithm of an 80 % interval's factor; a guessed shape's error is added as if independent."""
-        return math.hypot(self.intervals.get(kind, 0.3), GUESSED.get(kind, 0.0) if guessed else 0.0)
+    def width(self, kind: str, *, guess: str = "") -> float:
+        """Return the logarithm of an 80 % interval's factor; a guessed shape's error is added as if independent.
+
+        ``guess`` is "dense" or "mixture", as :attr:`octavo.planning.model_shapes.ModelShape.guess` says.
+        """
+        return math.hypot(self.intervals.get(kind, 0.3), GUESSED[guess].get(kind, 0.0) if guess else 0.0)
 
 
 @cache

@@ -19,6 +19,8 @@ __all__ = ["Parts", "add_gemm", "gemm_parts", "kernel_part", "wave_efficiency"]
 Parts = defaultdict[str, float]  # seconds, and some counts, by kind
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128))  # rows and columns; the largest that keeps waves full is used
 FLOPS_A_BYTE = {tile: math.prod(tile) / sum(tile) for tile in TILES}
+GRADIENTS = (GemmPass.GRAD_INPUT, GemmPass.GRAD_WEIGHT)
+PASSES = {GemmPass.BACKWARD: GRADIENTS} | dict.fromkeys((GemmPass.ALL, GemmPass.SUM), (GemmPass.FORWARD, *GRADIENTS))
 EPILOGUE_BITS = 4000.0  # bits of K whose products take as long as a tile's prologue and epilogue
 
 
@@ -113,7 +115,7 @@ def _add_passes(parts: Parts, job: GemmJob, shape: tuple[int, int, int]) -> None
         GemmPass.GRAD_WEIGHT: (n, k, m),
     }
     for name, each in shapes.items():
-        if job.passes in (name, GemmPass.ALL, GemmPass.SUM):
+        if name in PASSES.get(job.passes, (job.passes,)):
             precision = BF16 if name == GemmPass.GRAD_WEIGHT and job.precision.hp_grad_weight else job.precision
             add_gemm(parts, each, precision, job.hardware, groups=job.groups, is_grouped=job.is_grouped)
 
@@ -126,11 +128,13 @@ def _add_casts(parts: Parts, job: GemmJob, shape: tuple[int, int, int], moved: R
         "weight": 0.0 if job.weight_cached else n * job.groups * k * moved.weight,
         "grad_output": m * job.groups * n * moved.grad_output,
     }
-    roles = {
+    roles: dict[GemmPass, tuple[str, ...]] = {
         GemmPass.FORWARD: ("input", "weight"),
         GemmPass.GRAD_INPUT: ("grad_output", "weight"),
         GemmPass.GRAD_WEIGHT: ("grad_output", "input"),
     }
+    if job.passes == GemmPass.BACKWARD:
+        roles[GemmPass.BACKWARD] = tuple(sizes)
     used = roles.get(job.passes, tuple(sizes) if job.passes == GemmPass.ALL else sum(roles.values(), ()))
     share = 1.0 if job.passes == GemmPass.ALL else 0.75  # a pass by itself writes one orientation of the two
     total = sum(sizes[name] for name in used) * share

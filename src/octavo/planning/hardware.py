@@ -54,11 +54,16 @@ class Hardware:
         """Return whether it multiplies FP8."""
         return self.fp8 > 0
 
+    @property
+    def has_mx(self) -> bool:
+        """Return whether it multiplies FP8 and FP4 with MX scales."""
+        return self.generation == "blackwell" or self.name.startswith("mi35")
+
     def peak(self, bits: int) -> float:
         """Peak of dense products of operands of 16, 8 or 4 bits, FLOP/s."""
         if bits == 16:
             return self.bf16 * 1e12
-        fastest = self.fp8 if bits == 8 or self.generation != "blackwell" else _fp4(self)
+        fastest = self.fp8 if bits == 8 or not self.has_mx else _fp4(self)
         return (fastest or self.bf16) * 1e12
 
     def capped(self, watts: float) -> "Hardware":
@@ -69,17 +74,19 @@ class Hardware:
 
 
 def _fp4(hardware: Hardware) -> float:
-    """Peak of FP4, TFLOP/s: twice FP8's, three times on Blackwell Ultra (NVIDIA DGX B300 datasheet)."""
+    """Peak of FP4, TFLOP/s: twice FP8's (MI355X too), three times on Blackwell Ultra (NVIDIA DGX B300 datasheet)."""
     return hardware.fp8 * (3 if "b300" in hardware.name else 2)
 
 
 SPELLINGS = (
     (r"h100.*96 ?gb", "h100-96gb"),
+    (r"gh200.*144 ?gb", "gh200-144gb"),
     (r"gh200", "gh200"),
     (r"gb300", "gb300"),
     (r"gb200", "gb200"),
     (r"b300", "b300"),
-    (r"b200|b100", "b200"),
+    (r"b200", "b200"),
+    (r"b100", "b100"),
     (r"h200.*nvl", "h200-nvl"),
     (r"h200", "h200"),
     (r"h100.*nvl(?!ink)", "h100-nvl"),
@@ -90,9 +97,12 @@ SPELLINGS = (
     (r"a100.*40 ?gb", "a100-40gb"),
     (r"a100|a800", "a100"),
     (r"v100", "v100"),
-    (r"l40", "l40s"),
+    (r"l40s", "l40s"),
+    (r"l40", "l40"),
     (r"\bl4\b", "l4"),
-    (r"4090|6000 ?ada", "rtx-4090"),
+    (r"4090", "rtx-4090"),
+    (r"6000[ -]?ada", "rtx-6000-ada"),
+    (r"mi300a", "mi300a"),
     (r"mi300", "mi300x"),
     (r"mi325", "mi325x"),
     (r"mi350", "mi350x"),
@@ -115,13 +125,14 @@ def find_hardware(text: str) -> Hardware:
         >>> find_hardware("A100").has_fp8
         False
     """
-    lower = text.lower()
+    lower = re.split(r"\b(?:vs\.?|versus|compared)\b", text.lower())[0]
     key = next((key for pattern, key in SPELLINGS if re.search(pattern, lower)), None)
     if key is None:
         raise ConfigError(f"no figures are known for hardware {text!r}; use one of {', '.join(hardware_names())}")
     hardware = _table()[key]
-    limit = re.search(r"(\d+) ?w cap", lower)
-    return hardware.capped(float(limit.group(1))) if limit and float(limit.group(1)) else hardware
+    limit = re.search(r"(\d+) ?w(?:atts?)? (?:power )?(?:cap|limit)|(?:capped|limited) (?:to|at) (\d+) ?w", lower)
+    watts = float(limit[1] or limit[2]) if limit else 0.0
+    return hardware.capped(watts) if watts else hardware
 
 
 def hardware_names() -> tuple[str, ...]:

@@ -185,6 +185,7 @@ class GemmPass(StrEnum):
     FORWARD = "forward"
     GRAD_INPUT = "grad_input"
     GRAD_WEIGHT = "grad_weight"
+    BACKWARD = "backward"  # the two gradients
     ALL = "all"
     SUM = "sum"  # of the three, each measured with casts of its own
 

@@ -29,6 +29,10 @@ def number_of(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     """
     for name in names:
         value = config.get(name)
+        if isinstance(value, list) and value:
+            if any(each != value[0] for each in value):
+                raise ConfigError(f"{name} of the configuration differs from layer to layer, which is not modelled")
+            value = value[0]
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             if not 0 <= value <= MOST:
                 raise ConfigError(f"{name} of the configuration is {value}, which is not between 0 and {MOST:,}")

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Set
 
 from octavo.errors import ConfigError
-from octavo.planning.jobs import GemmJob, GemmPass, ServingJob, TrainingJob
+from octavo.planning.gemm_costs import PASSES as PASSES_MULTIPLIED
+from octavo.planning.jobs import GemmJob, ServingJob, TrainingJob
 from octavo.planning.rows import Row
 from octavo.planning.serving_costs import requests_in_flight
 from octavo.planning.training_memory import Memory
@@ -35,10 +36,10 @@ STEPS = frozenset({"step", "iter", "iteration", "train", "training"})
 TIME = frozenset({"time", "latency", "duration", "elapsed"}) | AVERAGES
 PASSES = frozenset(
     {"fwd", "bwd", "forward", "backward", "and", "total", "sum", "dgrad", "wgrad", "fprop", "kernel", "gemm"}
-)
+) | {"grad", "input", "weight"}
 TOKEN_TIME = frozenset({"tpot", "itl", "inter", "token", "output", "per"})
 SPEEDUP = frozenset({"speedup", "speed", "ratio"})
-OF_SPEEDUP = frozenset({"up", "vs", "over", "bf", "16", "fp", "8", "throughput", "end", "to", "layer"})
+OF_SPEEDUP = frozenset({"x", "up", "vs", "over", "bf", "16", "fp", "8", "throughput", "end", "to", "layer"})
 FLOPS = frozenset({"tflops", "tflop", "model", "per"}) | SECONDS | GPUS | AVERAGES
 REQUESTS = frozenset({"requests", "request", "req", "reqs"})
 PERCENT = frozenset({"%", "percent", "pct"})
@@ -53,7 +54,10 @@ MEMORY_PARTS: dict[str, Callable[[Memory], float]] = {
 }
 
 
-UNIT_WORDS = frozenset(UNITS) | frozenset(BYTES) | PERCENT | FLOPS | TOKENS | PER
+# Words in parentheses that do not change a metric; others count as words of it.
+ASIDE = re.compile(
+    r"(?:(?:mean|median|average|avg|as logged|header says \w+|all gpus|(?:higher|lower) is better)(?:[,; ]+|$))+"
+)
 A_UNIT = r"(?<![a-z])(ns|us|µs|ms|s|secs?|seconds?|min)(?:[ _]per[ _]| ?/ ?)"
 SHORTER = (
     (A_UNIT + r"(?:step|iter(?:ation)?|it)\b", r"step time \1"),
@@ -70,14 +74,14 @@ def _words(text: str) -> frozenset[str]:
 
 
 def words_of(row: Row) -> frozenset[str]:
-    """Return the words of a row's metric, and those in parentheses if all are units.
+    """Return the words of a row's metric, those in parentheses too unless they are an aside.
 
     Example:
         >>> sorted(words_of(Row({"metric": "MFU (%)"}))), sorted(words_of(Row({"metric": "ms/step (as logged)"})))
         (['%', 'mfu'], ['ms', 'step', 'time'])
     """
     text = row["metric"].lower()
-    text = re.sub(r"\(([^()]*)\)", lambda match: f" {match[1]} " if _words(match[1]) <= UNIT_WORDS else " ", text)
+    text = re.sub(r"\(([^()]*)\)", lambda match: " " if ASIDE.fullmatch(match[1].strip()) else f" {match[1]} ", text)
     for pattern, replacement in SHORTER:
         text = re.sub(pattern, replacement, text)
     return _words(text)
@@ -107,11 +111,12 @@ def memory_measure(row: Row) -> Callable[[Memory], float] | None:
         ConfigError: it is a memory, and not one that is predicted.
     """
     words = words_of(row)
-    if not words & {"mem", "memory"}:
+    if not words & {"mem", "memory"} and not (words & {"reserved", "allocated"} and words & set(BYTES)):
         return None
     units, parts = words & set(BYTES), words & set(MEMORY_PARTS)
-    if len(units) != 1 or len(parts) > 1 or words - units - parts - MEMORY:
-        raise _refused(row, "the memory of a step", "peak, optimizer and activation memory in GB or GiB")
+    of_all = "all gpus" in row["metric"].lower()
+    if len(units) != 1 or len(parts) > 1 or words - units - parts - MEMORY or of_all:
+        raise _refused(row, "the memory of a step", "peak, optimizer and activation memory of a GPU in GB or GiB")
     unit = BYTES[next(iter(units))]
     part = MEMORY_PARTS[next(iter(parts))] if parts else lambda memory: memory.total
     return lambda memory: part(memory) / unit
@@ -220,7 +225,7 @@ def product_measure(row: Row, job: GemmJob) -> Measure:
     """
     words = words_of(row)
     if words & {"tflops", "tflop"} and words <= FLOPS | PASSES:
-        passes = 3.0 if job.passes in (GemmPass.ALL, GemmPass.SUM) else 1.0
+        passes = len(PASSES_MULTIPLIED.get(job.passes, (job.passes,)))
         flops = passes * sum(2.0 * m * n * k for m, n, k in job.shapes) * job.groups / 1e12
         return lambda seconds: flops / seconds
     if words & TOKENS and words & SECONDS and words <= TOKENS | PER | PASSES:

@@ -18,18 +18,18 @@ NAMES: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size", "num_labels"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "multi_query_group_num"),
     "head_dim": ("head_dim", "attention_head_dim"),
     "ffn": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "ffn_size"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
     "expert_ffn": ("moe_intermediate_size",),
     "shared_ffn": (
         "shared_expert_intermediate_size",
         "moe_shared_expert_intermediate_size",
         "shared_intermediate_size",
     ),
-    "dense_layers": ("first_k_dense_replace",),
+    "dense_layers": ("first_k_dense_replace", "moe_layer_start_index"),
     "query_rank": ("q_lora_rank",),
     "kv_rank": ("kv_lora_rank",),
     "rope_dim": ("qk_rope_head_dim",),
@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "mtp_layers": ("num_nextn_predict_layers",),
     "expert_hidden": ("moe_latent_size",),
 }
+SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 NOT_GATED = ("gpt", "mpt", "opt", "bloom", "falcon", "nemotron", "phi-", "vit", "bert", "dit", "starcoder")
 TIED = ("gemma", "gpt2", "gpt_bigcode", "mpt", "opt", "bloom", "falcon", "cohere")  # unless their configuration says
 ENCODERS = ("vit", "bert", "dit", "siglip", "clip")
@@ -76,6 +77,11 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
+    for part in ("ffn_config", "attn_config"):  # of DBRX
+        nested = config.get(part)
+        config = {**nested, **config} if isinstance(nested, Mapping) else config
+    if config.get("block_configs"):
+        raise ConfigError(f"{name!r} has blocks of different shapes (block_configs), which are not modelled")
     kind = str(config.get("model_type") or config.get("_class_name") or "").lower()
     is_encoder = kind.startswith(ENCODERS)
     numbers = {field: number_of(config, names) for field, names in NAMES.items()}
@@ -118,11 +124,24 @@ def _experts(config: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str,
     if numbers["top_k"] > numbers["experts"]:
         raise ConfigError(f"the configuration sends a token to {numbers['top_k']} of {numbers['experts']} experts")
     width = numbers["expert_ffn"] or numbers["ffn"]
-    shared = numbers["shared_ffn"] or width * number_of(config, ("n_shared_experts",))
+    shared = numbers["shared_ffn"] or width * number_of(config, SHARED)
     if str(config.get("model_type", "")).startswith("llama4"):
         shared = width
     ffn = number_of(config, ("intermediate_size_mlp",)) or numbers["ffn"]
-    period = number_of(config, ("expert_layer_period", "interleave_moe_layer_step"))
-    dense = numbers["layers"] - numbers["layers"] // period if period else numbers["dense_layers"]
+    dense = _dense_layers(config, numbers)
     sizes = {"ffn": ffn, "expert_ffn": width, "shared_ffn": shared, "top_k": numbers["top_k"] or 1}
     return sizes | {"dense_layers": dense if ffn else 0}
+
+
+PERIODS = ("expert_layer_period", "interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq")
+
+
+def _dense_layers(config: Mapping[str, Any], numbers: Mapping[str, int]) -> int:
+    """Layers of a mixture without experts: the first ones, all but one of a period, and those that are listed."""
+    layers, first = numbers["layers"], numbers["dense_layers"]
+    period = number_of(config, PERIODS) or 1
+    listed = config.get("mlp_only_layers")
+    dense = set(listed) if isinstance(listed, list) else set()
+    starts_period = not any(config.get(name) for name in PERIODS[:3])  # moe_layer_freq counts from the first layer
+    dense |= {layer for layer in range(layers) if layer % period != (0 if starts_period else period - 1)}
+    return len({layer for layer in dense if layer in range(layers)} | set(range(min(first, layers))))

@@ -6,7 +6,6 @@ named ``like a … model (guessed shape)``, and makes intervals wider.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -44,7 +43,7 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"qwen-?1\.5-?moe", "qwen-1.5-moe-a2.7b"),
     (r"qwen-?(?:1\.5)?-?(\d+b)", "qwen-{0}"),
     (r"deepseek-?v?4-?flash", "deepseek-v4-flash"),
-    (r"deepseek-?(?:coder-?)?v?2-?lite", "deepseek-v2-lite"),
+    (r"deepseek-?(?:coder-?)?(?:v?2-?lite|v[23]-?16b)", "deepseek-v2-lite"),  # torchtitan's 16B of V3 is V2-Lite
     (r"deepseek-?(?:coder-?)?v2", "deepseek-v2"),
     (r"deepseek-?(?:v3|r1)", "deepseek-v3"),
     (r"deepseek-?v?1?-?(\d+b)", "deepseek-{0}"),
@@ -85,9 +84,10 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"vit-?(b|l|h)", "vit-{0}"),
     (r"dit-?xl", "dit-xl"),
 )
-SIZE = re.compile(r"(\d+(?:\.\d+)?)(b|m)\d?(?![a-z\d])(?:-a(\d+(?:\.\d+)?)b)?")
+SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(b|m)\d?(?![a-z\d])(?:-a(\d+(?:\.\d+)?)b)?")
 ANY_SIZE = re.compile(r"(?<![x\d.])(?<!-a)(\d+(?:\.\d+)?)([bm])\d?(?![a-z\d])")  # not 7b of 8x7b, not 3b of a3b
 LAYERS = re.compile(r"(?:cut|reduced) to (\d+) layers?|\b(\d+)[- ]layers?\b")
+MIXTURES = re.compile(r"\bmoe\b|mixtral|deepseek-?v?[234]\b|dsv3")
 # Without blocks of attention and MLP that a size alone could give the proportions of.
 NO_DECODERS = re.compile(r"\bt5\b|flux|[mjzbs]amba|granite-?4.*-h\b|\bwan-?\d|diffusion|sdxl|whisper|rwkv|minimax")
 
@@ -180,12 +180,21 @@ def _by_size(key: str) -> ModelShape | None:
     match = SIZE.search(key)
     if match is None or NO_DECODERS.search(key):
         return None
-    total = float(match.group(1)) * (1e9 if match.group(2) == "b" else 1e6)
-    active = float(match.group(3) or 0) * 1e9
+    total = float(match.group(2)) * (1e9 if match.group(3) == "b" else 1e6)
+    active = float(match.group(4) or 0) * 1e9
     if not 1e7 <= total <= 1e14:
         return None
-    build: Callable[[float, float], dict[str, Any]] = _mixture if 0 < active < total else _dense
-    fields = build(total, active)
+    if match.group(1):
+        fields = _experts_of(max(1, min(4096, int(match.group(1)))), total)
+    elif 0 < active < total:
+        fields = _mixture(total, active)
+    elif MIXTURES.search(key):
+        raise ConfigError(
+            f"{key[:60]!r} is a mixture of experts, and {match.group(0)} does not say how many of its weights a token "
+            "meets; write both, as 30B-A3B, or give a config.json"
+        )
+    else:
+        fields = _dense(total, active)
     return ModelShape(
         name=f"like a {match.group(0)} model (guessed shape)", guessed=True, source="the size in its name", **fields
     )
@@ -203,10 +212,22 @@ def _dense(total: float, _active: float) -> dict[str, Any]:
 
 
 def _mixture(total: float, active: float) -> dict[str, Any]:
-    """Proportions of Qwen3's mixtures: 128 experts, eight a token, a third of what a token meets is attention."""
-    hidden = max(512, 256 * round((active / 0.3) ** (1 / 3) / 256))
-    layers = max(1, round(0.35 * active / (3 * hidden**2)))
-    width = max(128, 128 * round(total / (layers * 128 * 3 * hidden) / 128))
-    heads = hidden // 64
-    experts = {"experts": 128, "top_k": 8, "expert_ffn": width, "kv_heads": min(8, heads)}
-    return {"layers": layers, "hidden": hidden, "heads": heads, "head_dim": 128, "vocab": 150_000} | experts
+    """Usual width, depth and attention of what a token meets; as many experts, eight a token, as both sizes ask for."""
+    hidden = max(256, 256 * round(1750 * (active / 1e9) ** (1 / 3) / 256))
+    layers, heads = max(1, round(hidden / 90)), hidden // 64
+    key_heads = min(8, heads)
+    vocab = max(1, min(150_000, round(0.2 * active / hidden)))
+    attention = layers * 2 * hidden * 128 * (heads + key_heads)
+    of_token = max(0.1 * active, active - attention - vocab * hidden)
+    of_all = max(of_token, total - attention - 2 * vocab * hidden)
+    step = 8 if of_all > 8 * of_token else 4
+    experts = max(8, step * round(8 * of_all / of_token / step))
+    width = max(16, 16 * round(of_all / (layers * 3 * hidden * experts) / 16))
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "head_dim": 128, "kv_heads": key_heads}
+    return shape | {"vocab": vocab, "experts": experts, "top_k": 8, "expert_ffn": width}
+
+
+def _experts_of(count: int, size: float) -> dict[str, Any]:
+    """A dense model of ``size`` with ``count`` MLPs instead of one, two of which a token meets, as Mixtral."""
+    shape = _dense(size, 0.0)
+    return shape | {"experts": count, "top_k": min(2, count), "expert_ffn": shape.pop("ffn")}

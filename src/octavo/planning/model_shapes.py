@@ -137,8 +137,15 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "vocab"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a model's {name} must be 1 or more, not {getattr(self, name)}")
+        if self.query_dim < 1:
+            raise ConfigError(f"model {self.name!r} has {self.heads} heads, more than its width of {self.hidden}")
         if self.experts and not (self.top_k and self.expert_ffn):
             raise ConfigError(f"model {self.name!r} has {self.experts} experts, but no top_k or no expert_ffn")
+
+    @property
+    def guess(self) -> str:
+        """Kind of model that its shape was guessed as, "dense" or "mixture"; "" if it is known."""
+        return "" if not self.guessed else "mixture" if self.experts else "dense"
 
     @property
     def query_dim(self) -> int:
@@ -169,6 +176,12 @@ class ModelShape:
     def expert_layers(self) -> int:
         """Layers with routed experts."""
         return self.mlp_count - self.dense_layers if self.experts else 0
+
+    @property
+    def windowed_layers(self) -> int:
+        """Layers whose attention sees a window."""
+        layers = self.attention_count if self.window_layers is None else self.window_layers
+        return layers if self.window else 0
 
     @property
     def is_latent_mixture(self) -> bool:
@@ -268,8 +281,7 @@ class ModelShape:
     def attention_flops(self, seq: int) -> float:
         """FLOPs of attention's two products of one token's forward pass, averaged over a sequence of ``seq``."""
         whole = seq / 2 if self.causal else seq
-        windows = self.attention_count if self.window_layers is None else self.window_layers
-        windows = windows if self.window else 0
+        windows = self.windowed_layers
         seen = (self.attention_count - windows) * whole + windows * min(whole, self.window)
         flops = 2.0 * self.heads * (self.query_dim + self.value_head_dim) * seen
         scan = 2.0 * self.mamba_width * (128 / 2 + 3 * self.mamba_state) * self.mamba_layers  # chunks of 128 positions

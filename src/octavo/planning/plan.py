@@ -215,7 +215,7 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     good = list(dict.fromkeys(candidate.job.layout for candidate in in_bf16))[:BEST_OF_BF16]
     options = [Option(name="bf16", candidate=in_bf16[0])]
     options += [_option(name, job, constants, good, in_bf16[0]) for name in TRIED if name != "bf16"]
-    width = constants.width("train", guessed=request.model.guessed)
+    width = constants.width("train", guess=request.model.guess)
     plan = Plan(request=request, options=tuple(options), layers=(), width=width)
     best = plan.best_fp8
     gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()

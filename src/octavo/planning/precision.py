@@ -113,30 +113,47 @@ def precision_of_recipe(name: str) -> Precision:
 
 # A pattern of the published name, the recipe, and the kernel where it is not the recipe's own.
 SPELLINGS: tuple[tuple[str, str, Kernel | None], ...] = (
+    (r"w4a8|int4", "tensorwise", None),
     (r"fp4", "mxfp8", Kernel.FP4),
-    (r"w4a8", "tensorwise", None),
-    (r"delayed|hybrid", "delayed_te", None),
+    (r"delayed", "delayed_te", None),
     (r"triton", "blockwise", Kernel.TRITON),
-    (r"1x128 x 128x128", "blockwise", Kernel.DEEPGEMM),
+    (r"deepgemm|1x128 x 128x128", "blockwise", Kernel.DEEPGEMM),
     (r"mxfp8|\bmx\b", "mxfp8", None),
-    (r"block", "blockwise", None),
+    (r"block|1x128|128x128", "blockwise", None),
+    (r"gw-hp|hp-grad-weight|high[ -]precision grad", "rowwise_hp_grad_weight", None),
     (r"row-?wise|per-?(?:row|token|channel)", "rowwise", None),
     (r"current|fp8-?cs|tensor-?wise|per-?tensor|maxtext|w8a8|modelopt|generation", "tensorwise", None),
-    (r"fp8|float8|e4m3|int8|w8", "delayed_te", None),
+    (r"fp8|float8|e4m3|int8|w8|hybrid", "delayed_te", None),  # "hybrid" names formats, E4M3 and E5M2, and no scaling
 )
 
 
-HIGH = re.compile(r"(?:bf|fp)16\b|b?float16|half\b|16-?bit|not stated|none$|unquanti[sz]ed|n/a|-?$")
-WEIGHTS_ONLY = re.compile(r"w([48])a16|weight-?only|weights only|awq|gptq|marlin|\bint4\b|nf4")
+HIGH = re.compile(r"(?:bf|fp)16|b?float16|half\b|16-?bit|unquanti[sz]ed|^(?:not stated|none$|n/a|-?$)")
+LOW = re.compile(r"(?:fp|float|int)[48]|nf4|\bmx|e[45]m[23]|w[48]|weight|block|tensor-?wise|row-?wise|hybrid|awq|gptq")
+# Formats of keys and values; formats that are denied, or of what FSDP gathers. None of them multiplies.
+CACHE = re.compile(
+    r"(?:fp8|float8|int8|e4m3|e5m2)(?:-e[45]m[23])?[ -]*kv\b(?:[ -]cache)?"
+    r"|\bkv(?:[ -]cache)?[ :=(-]*(?:in )?(?:fp8|int8|e4m3)"
+)
+ASIDE = re.compile(
+    r"(?:no|without|not|w/o) (?:fp8|float8|mxfp8|nvfp4)|(?:fp8|float8) (?:off|disabled|false)|fp8[ -]all-?gather"
+)
+WEIGHTS_ONLY = re.compile(
+    r"w([48])a16|weight-?only|weights only|weights?\b.*(?:bf|fp|float)16[ -]act|awq|gptq|marlin|\bint4\b|nf4"
+)
+FP8_ACTIVATIONS = re.compile(r"w4a8|int4\b.*(?:fp8|float8|e4m3)|fp4\b.*(?:fp8|float8|e4m3)[^,;+]*act")
 NOT_MODELLED = re.compile(r"fp6|\bint[23]\b|ms-?amp")
+IN_BF16 = re.compile(r"(?:bf|fp)16[ -](?:attention|dense|linears)|(?:attention|dense|linears)(?: in)?[ -](?:bf|fp)16")
+EXPERTS = re.compile(r"\b(?:grouped|moe|experts?|both)\b")
+DENSE = re.compile(r"\b(?:linears|linear (?:layers|only)|dense|both)\b")
 
 
-def find_precision(text: str, *, generation: str = "hopper") -> Precision:
+def find_precision(text: str, *, has_mx: bool = False) -> Precision:
     """Return the precision of a published name; no name is BF16.
 
     Args:
         text: as published.
-        generation: of the accelerator; before Blackwell "fp8-block/mx" is block scaling, and MXFP4 of weights alone.
+        has_mx: whether the accelerator multiplies MX formats; without, "fp8-block/mx" is block scaling, and MXFP4 of
+            weights alone.
 
     Raises:
         ConfigError: the name is not one of those that are modelled.
@@ -144,52 +161,58 @@ def find_precision(text: str, *, generation: str = "hopper") -> Precision:
     Example:
         >>> find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
         True
-        >>> find_precision("bf16") is BF16
-        True
+        >>> find_precision("bf16") is BF16, find_precision("bf16_with_mxfp8_mixed").kernel
+        (True, <Kernel.MX: 'mx'>)
         >>> find_precision("INT4 AWQ").weight_bits, find_precision("INT4 AWQ").bits
         (4, 16)
     """
     lower = text.lower().strip().replace("_", "-")
-    kv_bytes = 1 if re.search(r"kv|modelopt", lower) else 2
-    if HIGH.match(lower):
-        return replace(BF16, name=text, kv_bytes=1) if kv_bytes == 1 and "fp8" in lower else BF16
-    if weights := _weights_only(text, lower, kv_bytes=kv_bytes, generation=generation):
+    kv_bytes = 1 if CACHE.search(lower) or "modelopt" in lower else 2
+    multiplied = ASIDE.sub("", CACHE.sub("", lower)).strip(" ()+,;-")
+    if HIGH.search(multiplied) and not LOW.search(multiplied):
+        return replace(BF16, name=text, kv_bytes=1) if kv_bytes == 1 else BF16
+    if weights := _weights_only(text, lower, kv_bytes=kv_bytes, has_mx=has_mx):
         return weights
-    match = next((entry for entry in SPELLINGS if re.search(entry[0], lower)), None)
-    is_e5m2 = "e5m2" in lower and not re.search(r"hybrid|e4m3", lower)
+    match = next((entry for entry in SPELLINGS if re.search(entry[0], multiplied)), None)
+    is_e5m2 = "e5m2" in multiplied and not re.search(r"hybrid|e4m3", multiplied)
     if match is None or is_e5m2 or NOT_MODELLED.search(lower):
         raise ConfigError(
             f"the precision {text[:40]!r} is not modelled; BF16, FP8 (delayed, tensorwise, rowwise, blockwise), MXFP8, "
             "FP4, INT8, and weights alone in 4 or 8 bits are"
         )
-    if "block/mx" in lower and generation != "blackwell":
+    has_fp8_activations = bool(FP8_ACTIVATIONS.search(multiplied))
+    if has_fp8_activations:
+        match = SPELLINGS[0]
+    elif "block/mx" in lower and not has_mx:
         match = (match[0], "blockwise", None)
     _, recipe, kernel = match
     usual = precision_of_recipe(recipe)
+    covered = IN_BF16.sub("", multiplied)
+    of_experts, of_dense = bool(EXPERTS.search(covered)), bool(DENSE.search(covered))
     return Precision(
         name=text,
         recipe=usual.recipe,
         kernel=kernel or usual.kernel,
         bits=4 if kernel == Kernel.FP4 else 8,
-        weight_bits=4 if "w4a8" in lower else 0,
-        casts="prequant" not in lower and kernel != Kernel.DEEPGEMM,
-        covers_dense=not re.search(r"\bgrouped\b(?! gemm)", lower),
-        covers_experts=not re.search(r"linears$", lower),
+        weight_bits=4 if has_fp8_activations else 0,
+        casts=not re.search(r"prequant|promotion", lower),
+        covers_dense=(of_dense or not of_experts) and not (IN_BF16.search(multiplied) and not of_dense),
+        covers_experts=of_experts or not of_dense,
         gathers_codes="all-gather" in lower or "float8 tensorwise" in lower,
         stores_codes="coat" in lower,
         kv_bytes=kv_bytes,
-        integer="int8" in lower,
+        integer="int8" in multiplied,
     )
 
 
-def _weights_only(text: str, lower: str, *, kv_bytes: int, generation: str) -> Precision | None:
+def _weights_only(text: str, lower: str, *, kv_bytes: int, has_mx: bool) -> Precision | None:
     """The precision of a name that says that weights alone are stored in fewer bits; None for other names.
 
-    MXFP4 before Blackwell is of experts alone, as GPT-OSS is published.
+    MXFP4 without units for it is of experts alone, as GPT-OSS is published.
     """
-    is_mxfp4 = "mxfp4" in lower and generation == "hopper"
+    is_mxfp4 = "mxfp4" in lower and not has_mx
     match = WEIGHTS_ONLY.search(lower)
-    if "w4a8" in lower or not (match or is_mxfp4):
+    if FP8_ACTIVATIONS.search(CACHE.sub("", lower)) or not (match or is_mxfp4):
         return None
     has_8 = bool(re.search(r"w8a16|int8|fp8|float8|8-?bit", lower)) and "4" not in lower
     return replace(BF16, name=text, weight_bits=8 if has_8 else 4, covers_dense=not is_mxfp4, kv_bytes=kv_bytes)
@@ -203,16 +226,15 @@ def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
         >>> unsupported_reason(precision_of_recipe("mxfp8"), find_hardware("h100"))
         'h100 has no MX scales in hardware; use tensorwise, rowwise or blockwise'
     """
-    has_mx = hardware.generation == "blackwell" or hardware.name.startswith("mi35")
     if precision.is_bf16:
         return None
     if precision.integer:
         return None if hardware.int8 else f"{hardware.name} has no INT8 units"
     if not hardware.has_fp8:
         return f"{hardware.name} has no FP8 units: FP8 would be slower than BF16 there; train in BF16"
-    if precision.kernel == Kernel.FP4 and not has_mx:
-        return f"{hardware.name} has no FP4 units; name weights alone in 4 bits W4A16"
-    if precision.kernel == Kernel.MX and not has_mx:
+    if precision.kernel == Kernel.FP4 and not hardware.has_mx:
+        return f"{hardware.name} has no FP4 units; name weights alone in 4 bits W4A16, with FP8 activations W4A8"
+    if precision.kernel == Kernel.MX and not hardware.has_mx:
         return f"{hardware.name} has no MX scales in hardware; use tensorwise, rowwise or blockwise"
     return None
 

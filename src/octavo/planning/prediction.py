@@ -14,8 +14,10 @@ import numpy as np
 from octavo.errors import ConfigError, OctavoError
 from octavo.planning.constants import Constants, gemm_seconds, prompt_seconds, serving_seconds, training_seconds
 from octavo.planning.gemm_costs import gemm_parts
+from octavo.planning.gemm_rows import gemm_job
 from octavo.planning.jobs import GemmJob, Recompute, ServingJob, TrainingJob
 from octavo.planning.metrics import (
+    GPUS,
     is_of_prompts,
     is_speedup,
     memory_measure,
@@ -23,9 +25,10 @@ from octavo.planning.metrics import (
     prompt_measure,
     service_measure,
     step_measure,
+    words_of,
 )
 from octavo.planning.precision import BF16, unsupported_reason
-from octavo.planning.rows import Row, gemm_job, serving_job, training_job
+from octavo.planning.rows import Row, serving_job, training_job
 from octavo.planning.serving_costs import requests_in_flight, serving_parts
 from octavo.planning.training_costs import training_parts
 from octavo.planning.training_memory import Memory, planned_memory, training_memory
@@ -33,6 +36,7 @@ from octavo.planning.training_memory import Memory, planned_memory, training_mem
 __all__ = ["Prediction", "Problem", "predict_row", "problem_of"]
 
 GB = 1e9
+NEEDED = {"batch": ("global_batch", "micro_batch"), "sequence length": ("seq",)}
 MOST_OF_MEMORY = 1.3  # share of a GPU's memory beyond which a step is refused
 
 
@@ -87,8 +91,7 @@ class Problem:
 
     def width(self, constants: Constants) -> float:
         """Logarithm of the factor of its 80 % interval."""
-        guessed = not isinstance(self.job, GemmJob) and self.job.model.guessed
-        return constants.width(self.kind, guessed=guessed)
+        return constants.width(self.kind, guess="" if isinstance(self.job, GemmJob) else self.job.model.guess)
 
     def seconds(self, values: Mapping[str, float], *, bf16: bool = False) -> float:
         """Seconds of a step, of a token, of a prompt or of the products."""
@@ -119,15 +122,16 @@ def problem_of(row: Row) -> Problem:
         return Problem(products, replace(products, precision=BF16), of_products, of_products)
     if row.kind == "infer":
         return _problem_of_service(row)
+    row = _on_enough_gpus(row)
     step = training_job(row)
     _refuse_unsupported(step)
-    if row["gpus"]:
-        _refuse_what_cannot_fit(step)
+    _refuse_what_cannot_fit(step, row)
     of_memory = memory_measure(row)
     if of_memory is not None:
         if not row["micro_batch"]:
             raise ConfigError("the memory of a step needs its micro-batch, which the row leaves out")
         return Problem(step, _bf16_step(row, step), None, memory=of_memory)
+    _refuse_an_unknown_step(row)
     bf16 = _bf16_step(row, step)
     if is_speedup(row):
         return Problem(step, bf16, None)
@@ -159,14 +163,42 @@ def _refuse_unsupported(job: TrainingJob | ServingJob | GemmJob) -> None:
         raise ConfigError(reason)
 
 
-def _refuse_what_cannot_fit(job: TrainingJob) -> None:
+def _on_enough_gpus(row: Row) -> Row:
+    """The row, or if it leaves out its GPUs and gives a figure of one of them, the row on the fewest that would do."""
+    if row.integer("gpus") or not words_of(row) & (GPUS | {"tflops", "mfu"}):
+        return row
+    ranks = math.prod(max(1, row.integer(name, 1)) for name in ("tp", "pp", "cp"))
+    tried = (Row(row.cells | {"gpus": str(ranks << doublings)}) for doublings in range(11))
+    return next((each for each in tried if _needed_gb(job := training_job(each)) <= job.hardware.memory), row)
+
+
+def _needed_gb(job: TrainingJob) -> float:
+    """Memory of a step with every block recomputed."""
+    return training_memory(job, Recompute.FULL).total / GB
+
+
+def _refuse_what_cannot_fit(job: TrainingJob, row: Row) -> None:
     """Refuse a step that needs far more memory than there is with every block recomputed, whatever its row says."""
-    needed = training_memory(job, Recompute.FULL).total / GB
+    left_out = "" if row.integer("gpus") else "; the row leaves out its number of GPUs"
+    needed = _needed_gb(job)
     if needed > MOST_OF_MEMORY * job.hardware.memory:
         raise ConfigError(
             f"{job.model.name} would need {needed:,.0f} GB of each of {job.layout.gpus:,} × {job.hardware.memory:g} GB "
-            "with all activations recomputed; use more GPUs, or divide it among more of them"
+            f"with all activations recomputed{left_out}; use more GPUs, or divide it among more of them"
         )
+
+
+def _refuse_an_unknown_step(row: Row) -> None:
+    """Refuse the time of a step whose size the row leaves out; rates hardly depend on it."""
+    if (
+        not re.search(r"hours_for|step|iter|time|s/it", row["metric"].lower())
+        or is_speedup(row)
+        or "nanochat" in row.notes
+    ):
+        return
+    left_out = [name for name, columns in NEEDED.items() if not any(row.number(column) for column in columns)]
+    if left_out:
+        raise ConfigError(f"the time of a step depends on its {' and its '.join(left_out)}, which the row leaves out")
 
 
 def predict_row(row: Row, constants: Constants) -> Prediction:
@@ -226,8 +258,6 @@ def _refusal(row: Row) -> str | None:
         return f"kind {kind!r} is not one of train, infer, gemm and layer"
     if "rl_step" in metric or "grpo" in text:
         return "a step of reinforcement learning is training and generation together, whose shares the row does not say"
-    if "hours_for" in metric and not row["global_batch"]:
-        return "hours of a run need its global batch, which the row leaves out"
     if "max-seq-length" in text:
         return "the row gives the most tokens of a sequence, not how many its sequences have"
     return None

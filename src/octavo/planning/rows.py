@@ -13,27 +13,18 @@ from pathlib import Path
 
 from octavo.errors import ConfigError, DataError
 from octavo.planning.hardware import find_hardware
-from octavo.planning.jobs import (
-    Framework,
-    GemmJob,
-    GemmPass,
-    Layout,
-    Recompute,
-    ServingJob,
-    Sharding,
-    TrainingJob,
-)
+from octavo.planning.jobs import Framework, Layout, Recompute, ServingJob, Sharding, TrainingJob
 from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import find_precision
+from octavo.planning.row_words import numbers_of, says, setting
 from octavo.planning.training_memory import training_memory
 
-__all__ = ["Row", "gemm_job", "read_rows", "serving_job", "training_job"]
+__all__ = ["Row", "read_rows", "serving_job", "training_job"]
 
 MOST_BYTES = 64 << 20
+MOST_COUNT = 1e12
 REQUIRED = ("id", "kind", "model", "hardware")
-NUMBER = r"\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-TE_LAYER = ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))  # N and K of QKV, projection, MLP at width 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +48,18 @@ class Row:
         plain = re.sub(r"\([^)]*\)", "", text)
         if not re.search(r"\d", plain) or plain.lstrip().startswith(">"):
             return default
-        return _numbers(column, text)[-1]
+        return numbers_of(column, text)[-1]
 
     def integer(self, column: str, default: int = 0) -> int:
-        """A cell as an integer."""
-        return int(self.number(column, default))
+        """A cell as an integer.
+
+        Raises:
+            ConfigError: it is not whole, or beyond ``MOST_COUNT``.
+        """
+        number = self.number(column, default)
+        if number != number // 1 or number > MOST_COUNT:
+            raise ConfigError(f"{column} {self[column].strip()[:40]!r} is not a whole number up to {MOST_COUNT:.0e}")
+        return int(number)
 
     @property
     def notes(self) -> str:
@@ -81,17 +79,7 @@ class Row:
 
     def noted(self, name: str, default: int = 1) -> int:
         """A number in the notes, such as that of "VP 5"; "n/a" and silence are the default."""
-        match = re.search(rf"\b{name} ?(\d+)\b", self.notes)
-        return int(match.group(1)) if match and int(match.group(1)) else default
-
-
-def _numbers(column: str, text: str) -> list[float]:
-    """Numbers of a cell, divided by a slash: "8192", "8,192", "8k" (of 1,024), "128/256", "16 (2 per GPU)"."""
-    cells = re.sub(r"\([^)]*\)", "", text.lower()).split("/")
-    matches = [re.fullmatch(rf"\s*(?:in|out|isl|osl)?[ =]*({NUMBER}) ?(k?)\s*", cell) for cell in cells]
-    if not all(matches):
-        raise ConfigError(f"{column} {text.strip()[:40]!r} is not a number such as 8192, 8,192, 8k, or 128/256")
-    return [float(match[1].replace(",", "")) * (1024 if match[2] else 1) for match in matches if match]
+        return setting(self.notes, name, default)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -152,11 +140,11 @@ def training_job(row: Row) -> TrainingJob:
     """
     model, hardware = find_model(row["model"]), find_hardware(row["hardware"])
     layout = _layout(row)
-    precision = find_precision(row["precision"], generation=hardware.generation)
+    precision = find_precision(row["precision"], has_mx=hardware.has_mx)
     if precision.weight_bits:
         raise ConfigError("weights alone in fewer bits are for inference; a training on frozen ones is not modelled")
     seq = row.integer("seq", 2048 if "nanochat" in row.notes else 4096)
-    micro = row.integer("micro_batch")
+    micro = _micro_batch(row, layout)
     job = TrainingJob(
         model=model,
         hardware=hardware,
@@ -168,12 +156,23 @@ def training_job(row: Row) -> TrainingJob:
         recompute=_recompute(row),
         framework=framework_of(row),
         release=release_of(row),
-        frozen=bool(re.search(r"\blora\b|peft", row.notes)),
-        token_drop="tokendrop" in row.notes or "token drop" in row.notes,
+        frozen=says(row.notes, r"\bq?lora\b|\bpeft\b") is True,
+        token_drop=says(row.notes, r"token[ -]?drop\b") is True,
         overlaps_tp=_overlaps_tp(row),
         bf16_states="automodel" in row.source.lower(),
     )
     return job if micro else _with_micro_batch(job, has_global=bool(row["global_batch"]))
+
+
+def _micro_batch(row: Row, layout: Layout) -> int:
+    """Sequences of a micro-batch, 0 if the row does not say.
+
+    A pipeline computes several micro-batches: a cell that leaves one of them names a rank's whole batch, as torchtitan
+    does, whose pipelines compute one sequence at a time.
+    """
+    micro = row.integer("micro_batch")
+    is_whole = layout.pp > 1 and row.integer("global_batch") == micro * layout.dp
+    return min(1, micro) if is_whole else micro
 
 
 def _usual_micro_batches(layout: Layout) -> int:
@@ -199,7 +198,7 @@ def _with_micro_batch(job: TrainingJob, *, has_global: bool) -> TrainingJob:
 def _overlaps_tp(row: Row) -> bool:
     """Whether the notes say so; the name of a group of rows, some with and some without, says nothing."""
     text = re.sub(r"group=[^;]*", "", row.notes)
-    return bool(re.search(r"(?<!no )(?<!without )\basync(?:hronous)? ?-?tp\b", text))
+    return says(text, r"\basync(?:hronous)? ?-?tp\b") is True
 
 
 def _layout(row: Row) -> Layout:
@@ -208,37 +207,60 @@ def _layout(row: Row) -> Layout:
     tp, pp, cp = (row.integer(name, 1) or 1 for name in ("tp", "pp", "cp"))
     if gpus % (tp * pp * cp):
         cp = 1
-    is_fsdp = "fsdp" in text or "hsdp" in text or "zero3" in text
-    sharding = Sharding.FSDP if is_fsdp else Sharding.ZERO1
-    if "shard_grad_op" in text:
-        sharding = Sharding.ZERO2
-    elif re.search(r"\bddp\b", text) and not is_fsdp:
-        sharding = Sharding.DDP
-    shard = re.search(r"fsdp(\d+)", row["dp_or_fsdp"].lower())
+    ep = row.noted("ep|expert[ -]parallel(?:ism)?")
     return Layout(
         gpus=gpus,
         tp=tp,
         pp=pp,
         cp=cp,
-        vp=row.noted("vpp?"),
-        ep=min(row.noted("ep"), gpus // pp),
-        etp=row.noted("etp", tp if 0 < release_of(row) < 2025.3 and row.noted("ep") > 1 else 1),
-        shard=int(shard.group(1)) if shard else 0,
-        sharding=sharding,
+        vp=row.noted("vpp?", 2 if pp > 1 and says(text, r"\binterleaved") else 1),  # torchtitan's number
+        ep=min(ep, gpus // pp),
+        etp=row.noted("etp", tp if 0 < release_of(row) < 2025.3 and ep > 1 else 1),
+        shard=_shard(row, dp=gpus // (tp * pp * cp)) * cp,
+        sharding=_sharding(text),
     )
+
+
+def _sharding(text: str) -> Sharding:
+    """Division of states among data-parallel ranks; Megatron's distributed optimizer if nothing is said."""
+    patterns = (
+        (r"shard_grad_op|zero[- ]?(?:stage[- ]?)?2\b", Sharding.ZERO2),
+        (r"[fh]sdp(?:[12]\b)?|full_shard|zero[- ]?(?:stage[- ]?)?3\b", Sharding.FSDP),
+        (r"zero[- ]?(?:stage[- ]?)?1\b", Sharding.ZERO1),
+        (r"\bddp\b", Sharding.DDP),
+    )
+    return next((sharding for pattern, sharding in patterns if says(text, pattern)), Sharding.ZERO1)
+
+
+def _shard(row: Row, *, dp: int) -> int:
+    """Data-parallel ranks that FSDP divides weights among, context-parallel ones left out; 0 for all.
+
+    FSDP1 and FSDP2 are also the names of PyTorch's programs, and count where they are all ranks, or have replicas.
+    """
+    text = row["dp_or_fsdp"].lower()
+    found = re.search(r"fsdp ?(\d+)", text)
+    shard = int(found.group(1)) if found else 0
+    is_number = shard > 2 or shard == dp or re.search(r"\b(?:x|×) ?dp|hsdp", text)
+    return shard if is_number else 0
+
+
+RECOMPUTED = r"(?:activation |gradient )?(?:checkpoint(?:ing|s)?|ckpt)|(?:activation )?recomput(?:e|ation)|ac"
+POLICIES = {"full": Recompute.FULL, "true": Recompute.FULL, "on": Recompute.FULL, "selective": Recompute.SELECTIVE}
 
 
 def _recompute(row: Row) -> Recompute | None:
-    text = row.notes
-    patterns = (
-        (r"(?:ac|checkpoint(?:ing)?|recompute) none|activation ckpt false|no (?:ac|recompute)\b", Recompute.NONE),
-        (r"selective (?:ac|op|recompute|activation)|sac\b", Recompute.SELECTIVE),
-        (r"full (?:ac|recompute|activation)|activation ckpt true|ac full", Recompute.FULL),
+    """The policy that notes name before or after the word: "full AC", "recompute=selective", "no checkpointing"."""
+    text = row.notes.replace("-", " ")
+    before = re.search(rf"\b(full|selective|no|without) (?:op )?(?:activation )?(?:{RECOMPUTED})\b", text)
+    after = re.search(
+        rf"\b(?:{RECOMPUTED})(?: granularity)?[ =:(]*(full|selective|none|off|disabled|false|true|on|no)\b", text
     )
-    stated = next((policy for pattern, policy in patterns if re.search(pattern, text)), None)
-    if stated is None and framework_of(row) == Framework.JAX:
-        return Recompute.FULL  # the default of MaxText and of Paxml
-    return stated
+    found = before or after
+    if found:
+        return POLICIES.get(found[1], Recompute.NONE)
+    if re.search(r"\bsac\b|selective (?:op|activation)|per op (?:ac|sac)", text):
+        return Recompute.SELECTIVE
+    return Recompute.FULL if framework_of(row) == Framework.JAX else None  # the default of MaxText and of Paxml
 
 
 def serving_job(row: Row) -> ServingJob:
@@ -249,7 +271,7 @@ def serving_job(row: Row) -> ServingJob:
             modelled.
     """
     model, hardware = find_model(row["model"]), find_hardware(row["hardware"])
-    lengths = _numbers("seq", row["seq"]) if row["seq"] else []
+    lengths = numbers_of("seq", row["seq"]) if row["seq"] else []
     if len(lengths) != 2:
         raise ConfigError("a service needs the lengths of prompts and answers in seq, as 1024/128")
     gpus = max(1, row.integer("gpus", 1))
@@ -268,7 +290,7 @@ def serving_job(row: Row) -> ServingJob:
         tp=tp,
         prompt=max(1, int(lengths[0])),
         answer=max(1, int(lengths[1])),
-        precision=find_precision(row["precision"], generation=hardware.generation),
+        precision=find_precision(row["precision"], has_mx=hardware.has_mx),
         requests=row.integer("micro_batch") or -(-row.integer("global_batch") // replicas),
         framework=framework_of(row),
         divides_experts=divides_experts and of_replica > 1,
@@ -282,87 +304,7 @@ def _divides_experts(row: Row, model: ModelShape) -> bool:
 
     Latent keys cannot be divided among tensor-parallel ranks, so that servers' recipes give each rank its requests.
     """
-    if re.search(r"\btp[ -]?attention|attention[ -]tp\b|no attention dp", row.notes):
+    of_ranks = says(row.notes, r"\battention dp\b|\bdep\d+|\bep\d+")
+    if of_ranks is False or says(row.notes, r"\btp[ -]?attention|attention[ -]tp\b"):
         return False
-    return model.is_latent_mixture or bool(re.search(r"\bdep\d+|\bep\d+|attention dp", row.notes))
-
-
-def gemm_job(row: Row) -> GemmJob:
-    """Return the linear layers that a row measured.
-
-    Raises:
-        ConfigError: its hardware is unknown, or its model names no sizes.
-    """
-    text, hardware = row["model"], find_hardware(row["hardware"])
-    precision = find_precision(row["precision"], generation=hardware.generation)
-    groups = _size(text, "G") or 1
-    shapes, attention = _shapes(text, groups), None
-    if "TransformerLayer" in text:
-        hidden, ffn, heads = (_size(text, name) or 0 for name in ("h", "ffn", "heads"))
-        seq = _size(text, "seq") or 2048
-        tokens = seq * (_size(text, "batch") or 1)
-        if min(hidden, ffn, heads) < 1:
-            raise ConfigError("a TransformerLayer needs h, ffn and heads in its name")
-        shapes = tuple(
-            (tokens, n, k) for n, k in ((3 * hidden, hidden), (hidden, hidden), (ffn, hidden), (hidden, ffn))
-        )
-        attention = (tokens, heads, hidden // heads, seq)
-    if not shapes or any(min(shape) < 1 for shape in shapes):
-        raise ConfigError(f"the sizes M, N and K of {text!r} are not known")
-    ranks = row.integer("tp", 1) or 1
-    copies = max(1, row.integer("gpus", 1) // ranks)
-    shapes = tuple((max(1, m // copies), n, k) for m, n, k in shapes)
-    return GemmJob(
-        shapes=shapes,
-        groups=groups,
-        passes=_passes(row),
-        hardware=hardware,
-        precision=precision,
-        attention=attention,
-        ranks=ranks,
-        weight_cached="inference" in row["source_path_or_url"],
-        is_grouped="grouped" in text.lower(),
-    )
-
-
-def _size(text: str, name: str) -> int | None:
-    """A size such as that of "M=4096" or, of small letters alone, "m4096"."""
-    match = re.search(rf"\b{name} ?= ?(\d+)", text) or re.search(rf"\b{name.lower()} ?=? ?(\d+)", text)
-    return int(match.group(1)) if match else None
-
-
-def _shapes(text: str, groups: int) -> tuple[tuple[int, int, int], ...]:
-    """M (of a group), N and K of every product a name lists."""
-    text = re.sub(r"\bM ?= ?N ?= ?K ?= ?(\d+)", r"M=\1 N=\1 K=\1", text)
-    text = re.sub(r"\(M, ?N, ?K\) ?= ?\((\d+), ?(\d+), ?(\d+)\)", r"M=\1 N=\2 K=\3", text)
-    if match := re.search(r"h=(\d+) ffn=(\d+) M=(\d+)", text):
-        hidden, ffn, m = map(int, match.groups())
-        return tuple((m, n, k) for n, k in ((3 * hidden, hidden), (hidden, hidden), (ffn, hidden), (hidden, ffn)))
-    if match := re.search(r"(\d+) ?-> ?(\d+), batch (\d+) x (\d+)", text):
-        k, n, batch, seq = map(int, match.groups())
-        return ((batch * seq, n, k),)
-    if match := re.search(r"\b(\d{2,})[x×](\d{2,})[x×](\d{2,})\b", text):
-        m, n, k = map(int, match.groups())
-        return ((m, n, k),)
-    if match := re.search(r"\b(\d{3,})(?:³|\^3| cubed)", text):
-        return ((int(match.group(1)),) * 3,)
-    of_group = re.search(r"M/group ?= ?(\d+)", text)
-    sizes = [_size(text, name) or 0 for name in ("M", "N", "K")]
-    if of_group:
-        return ((int(of_group.group(1)), sizes[1], sizes[2]),)
-    return ((sizes[0] // groups, sizes[1], sizes[2]),)
-
-
-def _passes(row: Row) -> GemmPass:
-    patterns = (
-        (r"\btotal\b", GemmPass.SUM),
-        (r"fwd ?\+ ?bwd|fwd_bwd|transformerlayer|forward ?(?:\+|and) ?backward", GemmPass.ALL),
-        (r"dgrad|grad_input", GemmPass.GRAD_INPUT),
-        (r"wgrad|grad_weight", GemmPass.GRAD_WEIGHT),
-        (r"fprop|forward|\bfwd\b", GemmPass.FORWARD),
-    )
-    for text in (f"{row['model']} {row['metric']}".lower(), row["notes"].lower()):
-        for pattern, name in patterns:
-            if re.search(pattern, text):
-                return name
-    return GemmPass.FORWARD
+    return model.is_latent_mixture or of_ranks is True

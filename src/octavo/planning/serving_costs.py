@@ -5,6 +5,7 @@ request's keys and values once; a prompt is limited by FLOPs. How many requests 
 what weights leave is filled with keys and values.
 """
 
+import math
 from dataclasses import replace
 
 from octavo.errors import ConfigError
@@ -13,7 +14,7 @@ from octavo.planning.jobs import Framework, ServingJob
 from octavo.planning.model_shapes import Linear, Part, Split
 from octavo.planning.precision import BF16, Kernel, Precision
 
-__all__ = ["kv_bytes_of_token", "requests_in_flight", "serving_parts", "weight_bytes"]
+__all__ = ["kv_bytes", "requests_in_flight", "serving_parts", "weight_bytes"]
 
 USABLE = 0.9  # of a GPU's memory, as servers' defaults have it
 MOST_REQUESTS = {Framework.TRTLLM: 2048, Framework.VLLM: 1024}
@@ -39,12 +40,15 @@ def _precision_of(job: ServingJob, part: Part) -> Precision:
     return job.precision if covered or not job.model.experts else replace(BF16, kv_bytes=job.precision.kv_bytes)
 
 
-def kv_bytes_of_token(job: ServingJob) -> float:
-    """Return the bytes of one position of the KV cache, on all GPUs together."""
+def kv_bytes(job: ServingJob, positions: float) -> float:
+    """Return the bytes of a request's keys and values at a length, on all GPUs; windowed layers keep their window."""
     model = job.model
     copies = max(1.0, job.tp / model.key_heads) if not model.kv_rank else job.tp
     copies = 1.0 if job.divides_experts else copies
-    return model.kv_width * (model.attention_count - model.mtp_layers) * job.precision.kv_bytes * copies
+    layers = model.attention_count - model.mtp_layers
+    windowed = min(layers, model.windowed_layers)
+    kept = (layers - windowed) * positions + windowed * min(positions, model.window or positions)
+    return model.kv_width * kept * job.precision.kv_bytes * copies
 
 
 def requests_in_flight(job: ServingJob) -> int:
@@ -55,7 +59,7 @@ def requests_in_flight(job: ServingJob) -> int:
     """
     free = job.gpus * USABLE * job.hardware.memory * 1e9 - weight_bytes(job) - 1.5e9 * job.gpus
     positions = job.prompt + 0.6 * job.answer
-    room = int(free / (kv_bytes_of_token(job) * positions))
+    room = int(free / kv_bytes(job, positions))
     if room < 1:
         raise ConfigError(
             f"{job.model.name} in {job.precision.name} does not fit into {job.gpus} × {job.hardware.memory:g} GB with "
@@ -73,7 +77,7 @@ def serving_parts(job: ServingJob) -> Parts:
     chunk = max(CHUNK, job.prompt) if job.prompt * requests > CHUNK else job.prompt * requests
     _add_pass(parts, job, tokens=chunk, share=job.prompt / chunk / job.answer, prefix="prompt")
     positions = job.prompt + job.answer / 2
-    per_gpu = kv_bytes_of_token(job) * positions / job.gpus
+    per_gpu = kv_bytes(job, positions) / job.gpus
     parts["decode_keys"] += per_gpu / (job.hardware.bandwidth * 1e9)
     flops = job.model.attention_flops(job.prompt) * job.prompt / job.answer / job.gpus
     parts["prompt_attention"] += flops / job.hardware.peak(16)
@@ -118,9 +122,9 @@ def _local(job: ServingJob, linear: Linear, tokens: int) -> tuple[int, int, int,
     is_routed = linear.part == Part.EXPERTS
     ranks = job.tp
     if job.divides_experts:  # experts are divided, everything else is replicated and sees its share of the requests
-        groups = max(1, linear.groups // job.gpus) if is_routed else 1
-        rows = tokens * linear.copies / job.gpus / groups if not is_routed else tokens * linear.copies / linear.groups
-        return max(1, round(rows)), linear.n, linear.k, groups
+        rows = tokens * linear.copies / job.gpus
+        used = max(1, min(linear.groups // job.gpus, math.ceil(rows))) if is_routed else 1
+        return max(1, round(rows / used)), linear.n, linear.k, used
     n = linear.n // ranks if linear.split == Split.COLUMN else linear.n
     k = linear.k // ranks if linear.split == Split.ROW else linear.k
     used = min(linear.groups, tokens * linear.copies) if is_routed else 1

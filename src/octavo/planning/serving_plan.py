@@ -1,5 +1,7 @@
-"""A plan of inference: latency, throughput and memory of each precision over the number of requests in flight."""
+"""A plan of inference: latency, throughput and memory of each precision over requests in flight and prompts' length."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +11,12 @@ from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import ServingJob
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, precision_of_recipe, unsupported_reason
-from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, serving_parts, weight_bytes
+from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
 
 __all__ = ["ServingPoint", "ServingRequest", "serving_points"]
 
 BATCHES = (1, 4, 16, 64, 256)
+LONGER = (4, 16)  # times the prompt that was asked for, each with as many requests as memory holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +49,23 @@ class ServingPoint:
 
     Attributes:
         precision: its name.
+        prompt: tokens of a prompt.
         requests: in flight.
         token_ms: time between two tokens of one request.
         first_token_ms: time of a prompt that is computed alone.
-        tokens_per_s: of the replica.
+        tokens_per_s: of the replica; ``low`` and ``high``: its 80 % interval.
         weights_gb: of the replica; ``kv_gb``: keys and values of all requests at their longest.
         gpus_needed: for the load; 0 if none was given.
     """
 
     precision: str
+    prompt: int
     requests: int
     token_ms: float
     first_token_ms: float
     tokens_per_s: float
+    low: float
+    high: float
     weights_gb: float
     kv_gb: float
     gpus_needed: int
@@ -92,9 +99,19 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
         except ConfigError as error:
             refused[precision.name] = str(error)
             continue
-        sizes = sorted({size for size in BATCHES if size < most} | {most})
-        found += [_point(replace(job, requests=size), request.load, constants) for size in sizes]
+        jobs = [replace(job, requests=size) for size in sorted({size for size in BATCHES if size < most} | {most})]
+        found += [_point(each, request.load, constants) for each in (*jobs, *_longer(job))]
     return found, refused
+
+
+def _longer(job: ServingJob) -> Iterator[ServingJob]:
+    """The service with longer prompts, as far as a request fits."""
+    for times in LONGER:
+        longer = replace(job, prompt=times * job.prompt)
+        try:
+            yield replace(longer, requests=requests_in_flight(longer))
+        except ConfigError:
+            return
 
 
 def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
@@ -102,13 +119,17 @@ def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
     prompts = prompt_seconds(serving_parts(replace(job, requests=1)), constants.values) * job.answer
     positions = job.prompt + job.answer
     rate = 1.0 / seconds["total"]
+    factor = math.exp(constants.width("infer", guess=job.model.guess))
     return ServingPoint(
         precision=job.precision.name,
+        prompt=job.prompt,
         requests=job.requests,
         token_ms=seconds["total"] * job.requests * 1e3,
         first_token_ms=prompts * 1e3,
         tokens_per_s=rate,
+        low=rate / factor,
+        high=rate * factor,
         weights_gb=weight_bytes(job) / 1e9,
-        kv_gb=kv_bytes_of_token(job) * positions * job.requests / 1e9,
+        kv_gb=kv_bytes(job, positions) * job.requests / 1e9,
         gpus_needed=job.gpus * -int(-load // rate) if load else 0,
     )

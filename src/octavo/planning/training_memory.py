@@ -6,7 +6,7 @@ policy, an FP8 GEMM keeping its input as codes. Compiled frameworks fuse norms a
 
 from dataclasses import dataclass, replace
 
-from octavo.planning.jobs import Framework, Recompute, Sharding, TrainingJob
+from octavo.planning.jobs import Framework, Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, Part
 
 __all__ = ["Memory", "activation_bytes", "planned_memory", "recomputed_share", "training_memory"]
@@ -129,10 +129,19 @@ def activation_bytes(job: TrainingJob, recompute: Recompute) -> dict[str, float]
         ('up', True)
     """
     layout = job.layout
-    in_flight = 1.0 if layout.pp == 1 else 1.0 + (layout.pp - 1) / (layout.pp * layout.vp)
-    waiting = min(in_flight, job.micro_batches / layout.pp + 1) if layout.pp > 1 else 1.0
-    tokens = job.tokens * waiting / layout.tp
+    tokens = job.tokens * _micro_batches_kept(layout, job.micro_batches) / layout.tp
     return {name: tokens * each for name, each in _token_bytes(job, recompute).items()}
+
+
+def _micro_batches_kept(layout: Layout, micro_batches: int) -> float:
+    """Activations that a pipeline's first stage keeps, as a share of what one micro-batch makes in all layers.
+
+    Korthikanti et al., arXiv 2205.05198: ``pp`` micro-batches wait on a stage, of a share 1/pp of the layers each;
+    with interleaved stages ``pp - 1`` more of their parts. There are no more than the step has.
+    """
+    parts = layout.pp * layout.vp
+    waiting = parts if layout.vp == 1 else parts + layout.pp - 1
+    return min(waiting, micro_batches * layout.vp) / parts
 
 
 def _token_bytes(job: TrainingJob, recompute: Recompute) -> dict[str, float]:

@@ -23,9 +23,25 @@ def test_plan_as_json_and_compared(octavo, tmp_path):
         assert sum(bf16["memory_gb_by_part"].values()) == pytest.approx(bf16["memory_gb"])
         paths.append(tmp_path / f"{hardware}.json")
         paths[-1].write_text(result.stdout)
+        gpu_hours = bf16["days"] * 24 * 64
+        assert bf16["cost"] == pytest.approx(gpu_hours * 2.5)
+        assert bf16["days"] == pytest.approx(2e12 / (bf16["tokens_per_s_per_gpu"] * 64) / 86400)
     found = json.loads(octavo("plan", "--compare", *paths, "--json").stdout)
+    records = [json.loads(path.read_text())["options"] for path in paths]
+    for each in found:
+        pair = [next(option for option in options if option["recipe"] == each["recipe"]) for options in records]
+        for name in ("step_time_s", "days", "memory_gb"):
+            assert each[name] == [option[name] for option in pair]
     assert all(each["step_time_s"][1] < each["step_time_s"][0] for each in found)
-    assert "times as fast" in octavo("plan", "--compare", *paths).stdout
+    table = octavo("plan", "--compare", *paths).stdout
+    assert "times as fast" in table
+    before, after = found[0]["step_time_s"]
+    assert f"{before / after:.2f}" in next(line for line in table.splitlines() if " bf16 " in f" {line} ")
+
+
+def test_tokens_have_units(octavo):
+    records = {text: json.loads(octavo(*PLAN, "--tokens", text, "--json").stdout) for text in ("5M", "3B", "2T")}
+    assert [record["tokens"] for record in records.values()] == [5e6, 3e9, 2e12]
 
 
 def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
@@ -56,7 +72,7 @@ def test_a_search_of_1024_gpus_tries_few_layouts():
 
 def test_rows_are_predicted_as_one_list(octavo, tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("id,kind,model,hardware,gpus,metric\na,train,Llama-3-8B,H100,8,step_time_s\nb,train,?,H100,8,x\n")
+    path.write_text("id,kind,model,hardware,gpus,metric\na,train,Llama-3-8B,H100,8,tokens_per_s\nb,train,?,H100,8,x\n")
     found = json.loads(octavo("plan", "--rows", path, "--json").stdout)
     assert [each["id"] for each in found] == ["a", "b"]
     assert set(found[0]) == {"id", "value", "low", "high", "bf16_value", "reason"}
@@ -69,6 +85,10 @@ def test_inference_is_planned_with_an_answer(octavo):
     arguments = ("plan", "--model", "llama-3-8b", "--gpus", 1, "--answer", 256, "--load", 20000)
     found = json.loads(octavo(*arguments, "--json").stdout)
     assert {point["precision"] for point in found["points"]} >= {"bf16", "int8", "fp8"}
+    assert all(point["low"] < point["tokens_per_s"] < point["high"] for point in found["points"])
+    prompts = {point["prompt"] for point in found["points"]}
+    assert len(prompts) == 3
+    assert max(prompts) == 16 * min(prompts)
     assert "ms a token" in octavo(*arguments).stdout
 
 

@@ -10,14 +10,15 @@ from torch import nn
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.planning.constants import fitted_constants
 from octavo.planning.gemm_costs import add_gemm, gemm_parts, wave_efficiency
 from octavo.planning.hardware import find_hardware, hardware_names
 from octavo.planning.jobs import Framework, GemmJob, GemmPass, Layout, Recompute, ServingJob, Sharding, TrainingJob
 from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, bytes_cast, find_precision, precision_of_recipe
-from octavo.planning.search import layouts
-from octavo.planning.serving_costs import kv_bytes_of_token, requests_in_flight, weight_bytes
+from octavo.planning.search import best_layout, layouts
+from octavo.planning.serving_costs import kv_bytes, requests_in_flight, weight_bytes
 from octavo.planning.training_costs import training_parts
 from octavo.planning.training_memory import activation_bytes, recomputed_share, training_memory
 
@@ -72,7 +73,7 @@ def test_a_high_precision_grad_weight_is_multiplied_in_bf16():
 
 def test_published_names_of_precisions():
     assert find_precision("fp8 delayed scaling (TE, hybrid)").recipe.is_delayed
-    assert find_precision("fp8-block/mx (parenthesised)", generation="blackwell").kernel == Kernel.MX
+    assert find_precision("fp8-block/mx (parenthesised)", has_mx=True).kernel == Kernel.MX
     assert find_precision("fp8-block/mx (parenthesised)").kernel == Kernel.BLOCK
     assert find_precision("nvfp4").bits == 4
     assert find_precision("bf16").is_bf16
@@ -101,8 +102,7 @@ def test_spellings_of_precisions():
 )
 def test_weights_alone_in_fewer_bits(name, bits):
     """Weights are read and stored in fewer bits, and multiplied in 16: on Blackwell too, which has FP4 units."""
-    generation = "hopper" if name == "MXFP4" else "blackwell"
-    precision = find_precision(name, generation=generation)
+    precision = find_precision(name, has_mx=name != "MXFP4")
     assert (precision.bits, precision.weight_bits, precision.kernel) == (16, bits, Kernel.BF16)
     fast = replace(H100, bf16=1e9)  # so that a GEMM takes the time to read its weight
     parts = gemm_parts(GemmJob(shapes=((1, 8192, 8192),), hardware=fast, precision=precision, passes=GemmPass.FORWARD))
@@ -261,7 +261,7 @@ def test_fp8_halves_weights_and_leaves_room_for_more_requests():
     embeddings = 2 * model.vocab * model.hidden
     assert weight_bytes(service) == 2 * model.parameters
     assert weight_bytes(fp8) == model.parameters - embeddings + 2 * embeddings
-    assert kv_bytes_of_token(service) == 2 * 32 * 8 * 128 * 2
+    assert kv_bytes(service, 1) == 2 * 32 * 8 * 128 * 2
     assert requests_in_flight(fp8) > requests_in_flight(service)
 
 
@@ -286,3 +286,17 @@ def test_products_of_nothing_cost_nothing():
     add_gemm(parts, (0, 128, 128), BF16, H100)
     assert parts == before
     assert all(math.isfinite(value) for value in parts.values())
+
+
+def test_long_sequences_are_divided_among_context_parallel_ranks():
+    model = find_model("llama-3-8b")
+    short, long = (list(layouts(model, H100, 64, seq=seq)) for seq in (8192, 65536))
+    assert {layout.cp for layout in short} == {1}
+    assert {layout.cp for layout in long} == {1, 2, 4, 8, 16}
+    best = best_layout(job(seq=262144, layout=Layout(gpus=64), global_batch=64), fitted_constants())
+    assert best[0].job.layout.cp > 1, "262,144 tokens do not fit into one GPU"
+
+
+def test_a_search_tries_micro_batches():
+    found = best_layout(job(seq=2048, global_batch=1024), fitted_constants(), [Layout(gpus=64)])
+    assert {candidate.job.micro_batch for candidate in found} == {1, 2, 4, 8, 16}

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
-from octavo.planning.jobs import Framework, Layout, Recompute, TrainingJob
-from octavo.planning.precision import BF16
+from octavo.planning.jobs import Framework, Layout, Recompute, Sharding, TrainingJob
+from octavo.planning.precision import BF16, precision_of_recipe
 from octavo.planning.prediction import problem_of
 from octavo.planning.rows import Row, read_rows
-from octavo.planning.training_memory import planned_memory, training_memory
+from octavo.planning.training_memory import activation_bytes, planned_memory, recomputed_share, training_memory
 
 ROWS = {row["id"]: row for row in read_rows(Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv")}
 COAT = [row for row in ROWS.values() if row["metric"] == "peak_mem_gb"]
@@ -64,7 +65,7 @@ def test_a_training_that_cannot_fit_is_refused(model, gpus):
         "model": model,
         "hardware": "H100",
         "gpus": str(gpus),
-        "metric": "step_time_s",
+        "metric": "tokens_per_s",
     }
     reason = predict_row(Row(cells), fitted_constants()).reason
     assert reason is not None
@@ -100,3 +101,72 @@ def test_the_loss_keeps_the_logits_of_all_tokens(framework, tp, width):
     gathered = 4 * model.parameters / tp / model.layers
     working = training_memory(job, Recompute.NONE).working
     assert working == pytest.approx(8 * 8192 * (width * model.vocab + gradients) / tp + gathered)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vp", "micro_batches", "kept"),
+    [
+        (1, 1, 8, 1.0),
+        (8, 1, 64, 1.0),  # pp micro-batches wait on the first stage, each of 1/pp of the layers
+        (16, 1, 64, 1.0),
+        (8, 1, 1, 1 / 8),  # there is but one
+        (8, 1, 4, 4 / 8),
+        (8, 4, 64, 1 + 7 / 32),  # interleaved: 1 + (pp - 1) / (pp · vp)
+        (4, 2, 16, 1 + 3 / 8),
+        (8, 4, 8, 1.0),
+        (4, 2, 1, 1 / 4),
+    ],
+)
+def test_a_pipeline_keeps_what_waits_on_its_first_stage(pp, vp, micro_batches, kept):
+    """Korthikanti et al., arXiv 2205.05198, equation 5 and section 4.2.3, of activations of all layers."""
+
+    def activations(layout):
+        job = TrainingJob(
+            model=find_model("llama-3-405b"),
+            hardware=find_hardware("b200"),
+            layout=layout,
+            seq=8192,
+            global_batch=8 * micro_batches,
+            micro_batch=1,
+            precision=BF16,
+        )
+        return sum(activation_bytes(job, Recompute.NONE).values())
+
+    whole = activations(Layout(gpus=8, sharding=Sharding.ZERO1))
+    pipeline = activations(Layout(gpus=8 * pp, pp=pp, vp=vp, sharding=Sharding.ZERO1))
+    assert pipeline / whole == pytest.approx(kept)
+
+
+def step(model="llama-3-8b", layout=None, precision=BF16, **settings):
+    base: dict[str, Any] = {"seq": 8192, "global_batch": 64, "micro_batch": 1, "hardware": find_hardware("h100")}
+    layout = layout or Layout(gpus=64)
+    return TrainingJob(model=find_model(model), layout=layout, precision=precision, **(base | settings))
+
+
+def test_fp8_keeps_codes_of_weights_that_are_not_gathered():
+    """One byte a parameter of a rank; FSDP casts what it gathers, and BF16 has none."""
+    layout = Layout(gpus=64, tp=2, pp=2, sharding=Sharding.ZERO1)
+    fp8 = precision_of_recipe("tensorwise")
+    assert training_memory(step(layout=layout, precision=fp8), Recompute.NONE).codes == pytest.approx(
+        find_model("llama-3-8b").parameters / 4
+    )
+    assert training_memory(step(layout=layout), Recompute.NONE).codes == 0
+    assert training_memory(step(precision=fp8), Recompute.NONE).codes == 0
+
+
+def test_a_share_of_recomputed_blocks_keeps_its_share_of_activations():
+    job = step("llama-3-70b")
+    policy, share = recomputed_share(job)
+    assert 0 < share < 1
+    some, none, all_of_them = planned_memory(job), training_memory(job, policy), training_memory(job, Recompute.FULL)
+    kept = (1 - share) * none.activations + share * all_of_them.activations
+    assert some.activations == pytest.approx(kept)
+    assert all_of_them.activations < some.activations < none.activations
+    assert some.total <= 1.05 * 80e9
+
+
+@pytest.mark.parametrize("shard", [8, 16, 64])
+def test_states_are_divided_among_the_ranks_of_a_shard(shard):
+    memory = training_memory(step(layout=Layout(gpus=64, shard=shard)), Recompute.FULL)
+    states = memory.weights + memory.gradients + memory.moments
+    assert states == pytest.approx(16 * find_model("llama-3-8b").parameters / shard)

@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo.errors import ConfigError
 from octavo.planning.model_config import shape_of_config
+from octavo.planning.model_names import find_model
 
 EIGHT = {"num_hidden_layers": 8}
 GRANITE = EIGHT | {
@@ -92,3 +93,81 @@ def test_images_have_patches():
 def test_a_mixer_that_is_not_read_is_refused(kind):
     with pytest.raises(ConfigError):
         shape_of_config(config_of(kind, {}).to_dict(), name=kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("gpt-oss-120b", "gpt_oss", {}),
+        ("gpt-oss-20b", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+        ("gemma-2-2b", "gemma2", {}),
+        ("gemma-2-27b", "gemma2", {"num_hidden_layers": 46}),
+        ("gemma-3-1b", "gemma3_text", {"num_hidden_layers": 26, "sliding_window": 512}),
+        ("gemma-3-27b", "gemma3_text", {"num_hidden_layers": 62, "sliding_window": 1024}),
+        ("llama-4-scout", "llama4_text", {"num_hidden_layers": 48}),
+    ],
+)
+def test_a_name_has_the_windows_of_its_configuration(name, kind, settings):
+    config = shape_of_config(config_of(kind, settings).to_dict(), name=name)
+    known = find_model(name)
+    assert (known.window, known.windowed_layers) == (config.window, config.windowed_layers)
+    assert known.windowed_layers > 0
+
+
+LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32000}
+LLAMA |= {"intermediate_size": 11008}
+MOE: dict[str, Any] = LLAMA | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dense"),
+    [
+        ({}, 0),
+        ({"decoder_sparse_step": 2}, 16),
+        ({"mlp_only_layers": [0, 1, 2]}, 3),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, 17),
+        ({"first_k_dense_replace": 3, "moe_layer_freq": 1}, 3),
+        ({"moe_layer_start_index": 1}, 1),
+        ({"interleave_moe_layer_step": 2}, 16),
+        ({"interleave_moe_layer_step": 1}, 0),
+    ],
+)
+def test_dense_layers_of_a_mixture(settings, dense):
+    assert shape_of_config(MOE | settings, name="mixture").dense_layers == dense
+
+
+@pytest.mark.parametrize("settings", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [1, 3]}])
+def test_dense_layers_are_those_that_transformers_builds(settings):
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 160, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config = config_of("qwen2_moe", sizes | {"shared_expert_intermediate_size": 48, "vocab_size": 100} | settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+    shape = shape_of_config(config.to_dict(), name="qwen2-moe")
+    gates = 64 * (4 - shape.dense_layers)  # of the shared experts
+    assert shape.parameters + gates == matrices
+
+
+def test_nested_and_renamed_numbers_of_mixtures():
+    dbrx = {"model_type": "dbrx", "n_layers": 40, "d_model": 6144, "n_heads": 48, "vocab_size": 100352}
+    dbrx |= {"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}
+    dbrx |= {"attn_config": {"kv_n_heads": 8}}
+    assert shape_of_config(dbrx, name="dbrx").parameters == find_model("dbrx-132b").parameters
+    ernie = LLAMA | {"model_type": "ernie4_5_moe", "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
+    found = shape_of_config(ernie | {"moe_num_shared_experts": 2}, name="ernie")
+    assert (found.experts, found.top_k, found.expert_ffn, found.shared_ffn) == (64, 6, 1536, 3072)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"block_configs": [{}]}, "blocks of different shapes"),
+        ({"intermediate_size": [11008] * 31 + [4096]}, "differs from layer to layer"),
+        ({"num_attention_heads": 5000}, "more than its width"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        shape_of_config(LLAMA | settings, name="odd")
+    assert shape_of_config(LLAMA | {"intermediate_size": [11008] * 32}, name="even").ffn == 11008

@@ -100,6 +100,9 @@ PUBLISHED = {  # billions of parameters, by the models' cards and papers
     "Kimi-K2": 1026,
     "MPT-30b": 29.97,
     "Nemotron-H-56B": 56,
+    "Gemma-2-27B": 27.2,
+    "Mistral-Small-24B": 23.6,
+    "Mistral-Large-2407": 122.6,
     "Nemotron-3-Super-120B-A12B": 120.6,
 }
 
@@ -158,10 +161,27 @@ def test_every_spelling_names_a_model_of_the_table():
 
 def test_a_name_with_a_size_alone_gets_usual_proportions():
     assert find_model("Unheard-13B").parameters / 1e9 == pytest.approx(13, rel=0.15)
-    mixture = find_model("Unheard-100B-A9B")
-    assert mixture.parameters / 1e9 == pytest.approx(100, rel=0.2)
     with pytest.raises(ConfigError, match=r"give a config\.json"):
         find_model("a model without a size")
+
+
+@pytest.mark.parametrize("size", [(30, 3), (80, 3), (100, 9), (235, 22), (397, 17), (1000, 32), (47, 13), (7, 1)])
+def test_a_mixture_known_by_two_sizes_has_both(size):
+    found = find_model("Unheard-{}B-A{}B".format(*size))
+    assert found.parameters / 1e9 == pytest.approx(size[0], rel=0.05)
+    assert found.active_parameters / 1e9 == pytest.approx(size[1], rel=0.05)
+
+
+def test_a_mixture_known_by_one_size():
+    """Of 8x7B, each token meets two of eight MLPs of a model of 7B: Mixtral's own numbers are 46.7 and 12.9 billion."""
+    found = find_model("Unheard MoE 8x7B")
+    assert (found.experts, found.top_k) == (8, 2)
+    assert found.parameters / 1e9 == pytest.approx(46.7, rel=0.2)
+    assert found.active_parameters / 1e9 == pytest.approx(12.9, rel=0.2)
+    assert find_model("DeepSeek V3 16B").name == "deepseek-v2-lite", "torchtitan's name of that shape"
+    for name in ("Unheard MoE 16B", "DeepSeek-V3 30B"):
+        with pytest.raises(ConfigError, match="write both, as 30B-A3B"):
+            find_model(name)
 
 
 @pytest.mark.parametrize(

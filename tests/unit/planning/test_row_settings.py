@@ -1,0 +1,159 @@
+"""Settings of a training that rows write in their own ways: layouts, batches, and words in notes."""
+
+from typing import Any
+
+import pytest
+
+from octavo.planning import fitted_constants, predict_row
+from octavo.planning.jobs import Sharding
+from octavo.planning.rows import Row, training_job
+
+CONSTANTS = fitted_constants()
+LLAMA = {"model": "Llama-3.1-8B", "gpus": 64, "seq": 8192, "micro_batch": 1, "precision": "float8 tensorwise"}
+
+
+def row(**cells):
+    base = {"id": "row", "kind": "train", "hardware": "H100", "metric": "tokens_per_s_per_gpu"} | LLAMA
+    return Row({name: str(value) for name, value in (base | cells).items()})
+
+
+def job(**cells):
+    return training_job(row(**cells))
+
+
+def predicted(**cells) -> Any:
+    return predict_row(row(**cells), CONSTANTS)
+
+
+def test_a_cell_that_leaves_a_pipeline_one_micro_batch_is_the_ranks_whole_batch():
+    pipeline = {"model": "Llama-3.1-405B", "hardware": "H100 96GB", "gpus": 512, "tp": 8, "pp": 8, "notes": "full AC"}
+    pipeline |= {"dp_or_fsdp": "fsdp8", "global_batch": 256}
+    assert job(micro_batch=32, **pipeline) == job(micro_batch=1, **pipeline)
+    assert job(micro_batch=32, **pipeline).micro_batches == 32
+    assert predicted(micro_batch=32, **pipeline).reason is None
+    assert job(micro_batch=4, **pipeline).micro_batch == 4
+    assert job(micro_batch=16, **pipeline | {"pp": 1, "global_batch": 1024}).micro_batch == 16
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+def test_context_parallel_ranks_shard_weights_too(cp):
+    """FSDP divides weights among data and context-parallel ranks, and its number counts the former."""
+    layout = job(gpus=8, cp=cp, dp_or_fsdp=f"fsdp{8 // cp}").layout
+    assert (layout.shard_ranks, layout.sharding) == (8, Sharding.FSDP)
+    assert predicted(gpus=8, cp=8, seq=262144, dp_or_fsdp="fsdp1", notes="full AC").reason is None
+
+
+@pytest.mark.parametrize(
+    ("cell", "notes", "ranks", "sharding"),
+    [
+        ("fsdp16 x dp4", "", 16, Sharding.FSDP),
+        ("FSDP2", "", 64, Sharding.FSDP),
+        ("", "FSDP2", 64, Sharding.FSDP),
+        ("fsdp2 x dp32", "", 2, Sharding.FSDP),
+        ("ZeRO-3", "", 64, Sharding.FSDP),
+        ("zero stage 3", "", 64, Sharding.FSDP),
+        ("FULL_SHARD", "", 64, Sharding.FSDP),
+        ("ZeRO-2", "", 64, Sharding.ZERO2),
+        ("fsdp64 (SHARD_GRAD_OP)", "", 64, Sharding.ZERO2),
+        ("ZeRO-1", "", 64, Sharding.ZERO1),
+        ("dp64", "", 64, Sharding.ZERO1),
+        ("ddp64", "DDP", 64, Sharding.DDP),
+    ],
+)
+def test_how_weights_are_sharded(cell, notes, ranks, sharding):
+    layout = job(dp_or_fsdp=cell, notes=notes).layout
+    assert (layout.shard_ranks, layout.sharding) == (ranks, sharding)
+
+
+def test_a_two_of_two_ranks_is_a_number():
+    assert job(gpus=2, dp_or_fsdp="fsdp2").layout.shard_ranks == 2
+
+
+@pytest.mark.parametrize(
+    "notes", ["VP 4; EP 8", "VP=4; EP=8", "VP: 4; EP: 8", "vpp 4, ep8", "VPP=4 expert parallel 8", "EP8 VP4"]
+)
+def test_numbers_of_settings(notes):
+    layout = job(model="Qwen3-30B-A3B", pp=4, notes=notes).layout
+    assert (layout.vp, layout.ep) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("notes", "policy"),
+    [(f"{word}", "full") for word in ("full AC", "AC full", "AC: full", "recompute full", "recompute=full")]
+    + [(word, "full") for word in ("activation checkpointing full", "full activation checkpointing", "full-recompute")]
+    + [(word, "full") for word in ("activation ckpt True", "gradient checkpointing on")]
+    + [(word, "selective") for word in ("selective AC", "AC selective", "recompute selective", "op-level SAC")]
+    + [(word, "selective") for word in ("recompute granularity selective", "selective activation checkpointing")]
+    + [(word, "none") for word in ("no AC", "AC off", "AC none", "recompute none", "no activation checkpointing")]
+    + [(word, "None") for word in ("batch/AC not stated", "AC searched", "compile")],
+)
+def test_policies_of_recomputation(notes, policy):
+    assert str(job(notes=notes).recompute) == policy
+
+
+@pytest.mark.parametrize("notes", ["no {0}", "not {0}", "without {0}", "{0} off", "{0} disabled", "{0}=0"])
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [("LoRA", "frozen"), ("token drop", "token_drop"), ("async TP", "overlaps_tp")],
+)
+def test_what_notes_deny(notes, word, field):
+    assert getattr(job(notes=notes.format(word)), field) is False
+    assert getattr(job(notes=f"full AC; {word}; compile"), field) is True
+
+
+@pytest.mark.parametrize("notes", ["no FSDP", "FSDP 0", "FSDP=0; DDP", "without FSDP, DDP"])
+def test_sharding_that_notes_deny(notes):
+    assert job(dp_or_fsdp="dp64", notes=notes).layout.sharding in (Sharding.ZERO1, Sharding.DDP)
+    assert job(notes="QLoRA").frozen
+
+
+@pytest.mark.parametrize(("column", "cell"), [("tp", "8.5"), ("seq", "1e300"), ("gpus", "64.5")])
+def test_counts_are_whole(column, cell):
+    assert "is not a whole number" in predicted(**{column: cell}).reason
+
+
+@pytest.mark.parametrize(("column", "cell"), [("gpus", "64 GPUs"), ("seq", "8192 tokens"), ("global_batch", "64 seqs")])
+def test_counts_with_their_unit(column, cell):
+    assert predicted(**{column: cell}) == predicted(**{column: cell.split()[0]})
+
+
+def test_a_figure_of_one_gpu_without_their_number_is_of_the_fewest_that_do():
+    found = predicted(model="Llama-3.1-70B", gpus="", dp_or_fsdp="fsdp", micro_batch="", notes="full AC")
+    assert found.reason is None
+    assert (
+        found.value
+        == predicted(model="Llama-3.1-70B", gpus=32, dp_or_fsdp="fsdp", micro_batch="", notes="full AC").value
+    )
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "tokens_per_s (node)",
+        "tokens_per_s (per node)",
+        "tokens_per_s (one GPU)",
+        "tokens_per_s (x1000)",
+        "step_time_s (forward only)",
+        "step_time_s (p99)",
+        "peak_mem_gb (all GPUs)",
+        "tokens_per_s (8 GPUs of 64)",
+    ],
+)
+def test_what_stands_in_parentheses_is_refused_unless_it_is_known(metric):
+    assert "is not predicted" in predicted(metric=metric).reason
+
+
+def test_known_words_in_parentheses():
+    assert predicted(metric="tokens_per_s (per GPU)").value == predicted(metric="tokens_per_s_per_gpu").value
+    assert predicted(metric="tokens_per_s (mean, all GPUs)").value == predicted(metric="tokens_per_s").value
+    service = {"kind": "infer", "seq": "1024/1024", "micro_batch": 16, "gpus": 1, "source_repo_or_doc": "vllm"}
+    outputs = [predicted(metric=each, **service).value for each in ("tokens_per_s (output)", "output_tokens_per_s")]
+    assert outputs[0] == outputs[1]
+    assert predicted(metric="tokens_per_s", **service).value == pytest.approx(2 * outputs[0])
+    prefill = [
+        predicted(metric=each, **service | {"micro_batch": 1}).value
+        for each in ("tokens_per_s (prefill)", "prefill_tokens_per_s")
+    ]
+    assert prefill[0] == prefill[1]
+    for metric in ("tokens_per_s (decode)", "latency_ms (p99)"):
+        assert "is not predicted" in predicted(metric=metric, **service).reason
