@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.recipes import Close, History
-from octavo.scaling import EMPTY, AmaxHistory
+from octavo.scaling import EMPTY, amax_history
 
 RECIPE = octavo.recipes.get("delayed", history_length=4)
 AMAXES = ((1.0, 8.0, 2.0), (4.0, 3.0, 5.0), (0.5, 0.25, 0.125))  # of the micro-batches of three steps
@@ -135,22 +135,21 @@ def test_the_closures_of_an_optimizers_first_step_are_one(line_search):
 
 
 def test_of_many_optimizers_of_one_model_the_first_computes_its_scales(monkeypatch):
-    model, statistic = _model(), AmaxHistory._statistic
-    computed: list[AmaxHistory] = []
+    model, statistic = _model(), amax_history._statistic
+    computed: list[list[int]] = []
 
-    def counted(history: AmaxHistory) -> Tensor:
-        computed.append(history)
-        return statistic(history)
+    def counted(window: Tensor, *others: Any) -> Tensor:
+        computed.append(list(window.shape))
+        return statistic(window, *others)
 
-    monkeypatch.setattr(AmaxHistory, "_statistic", counted)
+    monkeypatch.setattr(amax_history, "_statistic", counted)
     optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()]
     for amax in (2.0, 3.0):
         model(_batch(amax)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
     assert _window(model) == [3.0, 2.0, EMPTY, EMPTY]
-    histories = [model[0].amax_history, model[2].amax_history]
-    assert computed == histories * 2, "once a layer and step, of four optimizers'"
+    assert computed == [[2, 3, 4]] * 2, "of both layers together, once a step of four optimizers'"
 
 
 def _grown_inputs(model: nn.Module, update: Callable[[], None], *, steps: int = 4) -> list[float]:

@@ -11,7 +11,7 @@ from torch import distributed, nn
 from benchmarks.doctor_selftest.faults.fault import Fault
 from benchmarks.doctor_selftest.faults.workloads import larger, layer_at
 from octavo.nn import Linear
-from octavo.scaling import ROLES, WEIGHT
+from octavo.scaling import ROLES, WEIGHT, scale_updates
 from octavo.scaling.scale_updates import close_steps
 from octavo.training import loop
 from octavo.training.loop import Trainer
@@ -52,13 +52,13 @@ def _halved(trainer: Trainer, layer: int) -> Iterator[None]:
     if history is None or distributed.get_rank() == 0:
         yield
         return
-    genuine = history.close
+    genuine = scale_updates.close_steps
 
-    def close(**keywords: Any) -> None:
-        genuine(**keywords)
+    def close(*arguments: Any, **keywords: Any) -> None:
+        genuine(*arguments, **keywords)
         history.amax[WEIGHT] = history.window[WEIGHT].amax() / 2
 
-    with mock.patch.object(history, "close", close):
+    with mock.patch.object(scale_updates, "close_steps", close):
         yield
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.doctor_selftest.faults.fault import Fault, Injection
 from benchmarks.doctor_selftest.faults.workloads import alternating, growing, jumping, layer_at, padded
 from benchmarks.doctor_selftest.faults.wrong_casts import scaling_by
-from octavo.scaling import INPUT, ROLES, WEIGHT
+from octavo.scaling import INPUT, ROLES, WEIGHT, scale_updates
 from octavo.training.loop import Trainer
 
 __all__ = ["SCALE_FAULTS"]
@@ -26,15 +26,15 @@ def _frozen(trainer: Trainer, layer: int) -> Iterator[None]:
     if history is None:
         yield
         return
-    genuine = history.close
+    genuine = scale_updates.close_steps
 
-    def close(**keywords: Any) -> None:
+    def close(*arguments: Any, **keywords: Any) -> None:
         held = history.amax[INPUT].clone()
-        genuine(**keywords)
+        genuine(*arguments, **keywords)
         if trainer.step >= began + FROZEN_AFTER:
             history.amax[INPUT].copy_(held)
 
-    with mock.patch.object(history, "close", close):
+    with mock.patch.object(scale_updates, "close_steps", close):
         yield
 
 

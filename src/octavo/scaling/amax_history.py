@@ -234,8 +234,8 @@ class AmaxHistory(StatefulModule):
             self._close_by_kernel()
             return
         self.unclosed_backwards = 0
-        if condition is None and is_eager_cpu(self.pending) and self.pending.max().item() < 0:
-            return  # one of many optimizers has closed the step
+        if condition is None and _is_closed(self.pending):
+            return
         for old, new in zip(self.state, _closed(self.spec, self.state, condition), strict=True):
             old.copy_(new)
 
@@ -336,12 +336,19 @@ def close_histories(histories: Sequence[AmaxHistory], *, condition: Tensor | Non
 
 
 def _close_alike(histories: Sequence[AmaxHistory], condition: Tensor | None) -> None:
+    for history in histories:
+        history.unclosed_backwards = 0
     states = list(zip(*(history.state for history in histories), strict=True))
+    if condition is None and _is_closed(torch.stack(states[_STATE.index("pending")])):
+        return
     closed = _closed(histories[0].spec, map(torch.stack, states), condition)
     for old, new in zip(states, closed, strict=True):
         torch._foreach_copy_(old, new.unbind())
-    for history in histories:
-        history.unclosed_backwards = 0
+
+
+def _is_closed(pending: Tensor) -> bool:
+    """Return whether one of many optimizers has closed the step; no GPU is waited for."""
+    return is_eager_cpu(pending) and pending.max().item() < 0
 
 
 def _closed(spec: History, state: Iterable[Tensor], condition: Tensor | None) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from octavo.doctor import Captures, diagnose, series_of
 from octavo.doctor.capture_selection import capture_for
 from octavo.doctor.remedies import ranked
 from octavo.nn import Linear
-from octavo.scaling import AmaxHistory
+from octavo.scaling import scale_updates
 from octavo.training import loop
 from octavo.training.events import Event, Notice
 from octavo.training.loop import train
@@ -30,16 +30,16 @@ SETTING = {
 @pytest.fixture
 def frozen(monkeypatch):
     """From its third step on, the scales of one layer do not move, and are far too small."""
-    real = AmaxHistory.close
+    real = scale_updates.close_histories
 
-    def close(self, *, condition=None):
-        if self.path == DOWN and int(self.steps.max()) >= 2:
-            self.discard()
-            self.amax.fill_(1e-3)
-        else:
-            real(self, condition=condition)
+    def close(histories, *, condition=None):
+        stuck = [each for each in histories if each.path == DOWN and int(each.steps.max()) >= 2]
+        real([each for each in histories if each not in stuck], condition=condition)
+        for each in stuck:
+            each.discard()
+            each.amax.fill_(1e-3)
 
-    monkeypatch.setattr(AmaxHistory, "close", close)
+    monkeypatch.setattr(scale_updates, "close_histories", close)
 
 
 @pytest.fixture
