@@ -20,6 +20,8 @@ from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import GemmSpec
 
+pytestmark = pytest.mark.long
+
 RECIPES = tuple(octavo.recipes.names())
 FP8_RECIPES = [recipe for recipe in RECIPES if recipe != "bf16"]
 INPUT_SCALE = 2.0**-6  # of a static recipe: saturates at 7
@@ -102,7 +104,6 @@ def _steps(model: nn.Module, count: int) -> list[dict[str, Tensor]]:
     return recorded
 
 
-@pytest.mark.long
 def test_compiled_without_graph_breaks_it_computes_the_same_and_counts():
     """Bit-equal codes and scales; the GEMMs' epilogue may be fused, so outputs agree to float32 rounding.
 
@@ -141,7 +142,6 @@ def _products(recipe: str) -> list[GemmSpec]:
     return [gemm for gemm in (known.output, known.grad_input, known.grad_weight) if gemm.a is not None]
 
 
-@pytest.mark.long
 def test_compiled_steps_end_with_their_autocast_block():
     """Not with each backward pass in it, and without a graph for every block: its number is read at run time."""
     eager = Linear(32, 16, recipe="delayed_te")
@@ -168,7 +168,6 @@ def test_compiled_steps_end_with_their_autocast_block():
     assert all(torch.equal(state[key], same[key]) for key in state)
 
 
-@pytest.mark.long
 def test_a_block_inside_of_a_graph_is_one_too():
     layer = Linear(32, 16, recipe="delayed_te")
     twin = copy.deepcopy(layer)
@@ -319,7 +318,6 @@ def test_non_finite_elements_are_counted_once_a_call(recipe):
     assert octavo.nonfinite_counts(layer)["weight"] == 1
 
 
-@pytest.mark.long
 def test_compiled_with_dynamic_shapes_layers_may_share_a_recipe():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
     octavo.convert(model, "tensorwise")
@@ -329,7 +327,6 @@ def test_compiled_with_dynamic_shapes_layers_may_share_a_recipe():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_compiled_with_dynamic_shapes_a_layer_may_be_called_twice(recipe):
     layer = _linear(32, 32, recipe)
@@ -343,7 +340,6 @@ def test_compiled_with_dynamic_shapes_a_layer_may_be_called_twice(recipe):
         torch.testing.assert_close(compiled(x), twice(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", "delayed_te"])
 def test_compiled_with_dynamic_shapes_delayed_layers_train(recipe):
     eager = nn.Sequential(_linear(32, 16, recipe), _linear(16, 32, recipe))
@@ -394,7 +390,6 @@ def test_recorded_by_make_fx_it_takes_any_number_of_rows(recipe):
         assert all(map(torch.equal, recorded(*operands), step(*operands)))
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
 def test_exported_and_compiled_ahead_of_time_it_computes_the_same(tmp_path):
     """AOTInductor, all recipes in one package: it hands a scale a tensor's block, [], over as None."""
@@ -448,7 +443,6 @@ class NormThenTwoLinears(nn.Module):
         return self.second(nn.functional.silu(hidden) * hidden)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
 @inductor_config.patch(emulate_precision_casts=True)
 def test_compiled_under_bf16_autocast_with_roundings_kept_it_computes_the_same(recipe):
@@ -481,7 +475,6 @@ def _with_recipe(layer: Linear, recipe: str) -> Linear:
     return other
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_under_another_delayed_recipe_the_first_call_makes_the_history(fullgraph):
     """Without it a graph cannot be traced whole, which is said; a graph that may break makes it on the way."""
