@@ -11,7 +11,7 @@ from octavo.doctor import Captures, diagnose, series_of
 from octavo.doctor.capture_selection import capture_for
 from octavo.doctor.remedies import ranked
 from octavo.nn import Linear
-from octavo.scaling import scale_updates
+from octavo.scaling import amax_history, scale_updates
 from octavo.training import loop
 from octavo.training.events import Event, Notice
 from octavo.training.loop import train
@@ -30,7 +30,7 @@ SETTING = {
 @pytest.fixture
 def frozen(monkeypatch):
     """From its third step on, the scales of one layer do not move, and are far too small."""
-    real = scale_updates.close_histories
+    real = amax_history.close_histories
 
     def close(histories, *, condition=None):
         stuck = [each for each in histories if each.path == DOWN and int(each.steps.max()) >= 2]
