@@ -86,7 +86,7 @@ PASSES = (
     (r"\btotal\b", "total"),
     (r"\bdgrad\b|\bgrad input\b", "grad_input"),
     (r"\bwgrad\b|\bgrad weight\b", "grad_weight"),
-    (r"\bbwd\b|\bbackward\b", "backward"),
+    (r"\bbwd\b|\bbackward\b|\bgrads?\b(?! input| weight)", "backward"),
     (r"\bfprop\b|\bforward\b|\bfwd\b", "forward"),
 )
 

@@ -56,7 +56,8 @@ MEMORY_PARTS: dict[str, Callable[[Memory], float]] = {
 
 # Words in parentheses that do not change a metric; others count as words of it.
 ASIDE = re.compile(
-    r"(?:(?:mean|median|average|avg|as logged|header says \w+|all gpus|(?:higher|lower) is better)(?:[,; ]+|$))+"
+    r"(?:(?:mean|median|average|avg|as logged|header says \w+|all gpus|whole machine|measured|derived|rounded|"
+    r"bf16 peak|interactivity|(?:higher|lower) is better)(?:[,; ]+|$))+"
 )
 A_UNIT = r"(?<![a-z])(ns|us|µs|ms|s|secs?|seconds?|min)(?:[ _]per[ _]| ?/ ?)"
 SHORTER = (
@@ -81,7 +82,13 @@ def words_of(row: Row) -> frozenset[str]:
         (['%', 'mfu'], ['ms', 'step', 'time'])
     """
     text = row["metric"].lower()
-    text = re.sub(r"\(([^()]*)\)", lambda match: " " if ASIDE.fullmatch(match[1].strip()) else f" {match[1]} ", text)
+    everything = re.compile(rf"{re.escape(row['gpus'].strip()) or 'all'} gpus?")  # "(8 GPUs)" of a row that has eight
+    asides = (ASIDE, everything)
+    text = re.sub(
+        r"\(([^()]*)\)",
+        lambda match: " " if any(each.fullmatch(match[1].strip()) for each in asides) else f" {match[1]} ",
+        text,
+    )
     for pattern, replacement in SHORTER:
         text = re.sub(pattern, replacement, text)
     return _words(text)
@@ -114,7 +121,7 @@ def memory_measure(row: Row) -> Callable[[Memory], float] | None:
     if not words & {"mem", "memory"} and not (words & {"reserved", "allocated"} and words & set(BYTES)):
         return None
     units, parts = words & set(BYTES), words & set(MEMORY_PARTS)
-    of_all = "all gpus" in row["metric"].lower()
+    of_all = bool(re.search(r"(?:all|\d) gpus", row["metric"].lower())) and row.integer("gpus", 1) > 1
     if len(units) != 1 or len(parts) > 1 or words - units - parts - MEMORY or of_all:
         raise _refused(row, "the memory of a step", "peak, optimizer and activation memory of a GPU in GB or GiB")
     unit = BYTES[next(iter(units))]

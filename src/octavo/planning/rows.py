@@ -110,12 +110,19 @@ def read_rows(path: Path) -> list[Row]:
     return [Row(cells) for cells in rows]
 
 
+# Programs that notes name beside the one that ran: what it is compared with, and what gave it data.
+BESIDE = re.compile(
+    r"\b(?:vs\.?|versus|than|compared (?:with|to)) \w+|\b\w+(?: mode)? (?:baseline|tokenizer|datasets?|checkpoint)s?\b"
+)
+
+
 def framework_of(row: Row) -> Framework:
     """Return the program that ran a row, by its source and its notes."""
-    text = f"{row.source} {row['source_path_or_url']} {row.notes}".lower()
+    notes = BESIDE.sub("", row.notes)
+    text = f"{row.source} {row['source_path_or_url']} {notes}".lower()
     patterns = (
         (r"maxtext|paxml|\bjax\b", Framework.JAX),
-        (r"tensorrt-?llm", Framework.TRTLLM),
+        (r"tensorrt-?llm|\btrt-?llm", Framework.TRTLLM),
         (r"vllm|sglang", Framework.VLLM),
         (r"megatron|nemo|dgxc|primus", Framework.MEGATRON),
         (r"llm-foundry|composer|mosaic", Framework.COMPOSER),
@@ -161,7 +168,26 @@ def training_job(row: Row) -> TrainingJob:
         overlaps_tp=_overlaps_tp(row),
         bf16_states="automodel" in row.source.lower(),
     )
+    _refuse_what_does_not_divide(job, row.noted(EXPERT_RANKS))
     return job if micro else _with_micro_batch(job, has_global=bool(row["global_batch"]))
+
+
+EXPERT_RANKS = "ep|expert[ -]parallel(?:ism)?"
+
+
+def _refuse_what_does_not_divide(job: TrainingJob, expert_ranks: int) -> None:
+    """Refuse more ranks than there is to divide among them."""
+    model, layout = job.model, job.layout
+    most = {
+        "tensor-parallel ranks, heads": (layout.tp, model.heads if model.attention_count else layout.tp),
+        "pipeline stages, layers": (layout.pp, model.layers + model.mtp_layers),
+        "expert-parallel ranks, experts": (expert_ranks, model.experts or expert_ranks),
+        "data-parallel ranks, sequences in a batch": (layout.dp, job.global_batch),
+    }
+    for names, (ranks, parts) in most.items():
+        if ranks > parts:
+            divided, whole = names.split(", ")
+            raise ConfigError(f"{ranks:,} {divided} are more than the {parts:,} {whole}")
 
 
 def _micro_batch(row: Row, layout: Layout) -> int:
@@ -207,7 +233,7 @@ def _layout(row: Row) -> Layout:
     tp, pp, cp = (row.integer(name, 1) or 1 for name in ("tp", "pp", "cp"))
     if gpus % (tp * pp * cp):
         cp = 1
-    ep = row.noted("ep|expert[ -]parallel(?:ism)?")
+    ep = row.noted(EXPERT_RANKS)
     return Layout(
         gpus=gpus,
         tp=tp,

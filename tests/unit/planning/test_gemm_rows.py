@@ -60,7 +60,10 @@ def test_sizes_of_a_layer():
 
 @pytest.mark.parametrize(
     ("cells", "passes"),
-    [({"metric": each}, GemmPass.BACKWARD) for each in ("bwd_ms", "backward_ms", "time_us (bwd)", "dgrad_wgrad_us")]
+    [
+        ({"metric": each}, GemmPass.BACKWARD)
+        for each in ("bwd_ms", "backward_ms", "time_us (bwd)", "dgrad_wgrad_us", "grad_ms")
+    ]
     + [({"notes": "backward pass only"}, GemmPass.BACKWARD), ({"notes": "backward not timed"}, GemmPass.FORWARD)]
     + [({"notes": each}, GemmPass.ALL) for each in ("fwd and bwd", "forward-backward", "fprop+dgrad+wgrad")]
     + [({"metric": "fwd_bwd_ms"}, GemmPass.ALL), ({"metric": "fwd_ms"}, GemmPass.FORWARD), ({}, GemmPass.FORWARD)]

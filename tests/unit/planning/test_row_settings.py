@@ -6,7 +6,7 @@ import pytest
 
 from octavo.planning import fitted_constants, predict_row
 from octavo.planning.jobs import Sharding
-from octavo.planning.rows import Row, training_job
+from octavo.planning.rows import Row, framework_of, training_job
 
 CONSTANTS = fitted_constants()
 LLAMA = {"model": "Llama-3.1-8B", "gpus": 64, "seq": 8192, "micro_batch": 1, "precision": "float8 tensorwise"}
@@ -157,3 +157,38 @@ def test_known_words_in_parentheses():
     assert prefill[0] == prefill[1]
     for metric in ("tokens_per_s (decode)", "latency_ms (p99)"):
         assert "is not predicted" in predicted(metric=metric, **service).reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ({"tp": 64}, "64 tensor-parallel ranks are more than the 32 heads"),
+        ({"pp": 64}, "64 pipeline stages are more than the 32 layers"),
+        ({"global_batch": 1}, "64 data-parallel ranks are more than the 1 sequences"),
+        ({"model": "Qwen3-30B-A3B", "gpus": 256, "notes": "EP 256"}, "256 expert-parallel ranks are more than the 128"),
+    ],
+)
+def test_more_ranks_than_parts_are_refused(cells, words):
+    assert words in predicted(**cells).reason
+
+
+@pytest.mark.parametrize(
+    ("notes", "framework"),
+    [
+        ("torch.compile vs eager 1.2x", "torchtitan"),
+        ("eager mode baseline 900", "torchtitan"),
+        ("compared with megatron", "torchtitan"),
+        ("NeMo tokenizer", "torchtitan"),
+        ("huggingface datasets", "torchtitan"),
+        ("NeMo 25.11", "megatron"),
+        ("eager", "eager"),
+        ("TRT-LLM", "tensorrt-llm"),
+    ],
+)
+def test_the_program_that_ran(notes, framework):
+    assert str(framework_of(row(notes=notes))) == framework
+
+
+def test_all_gpus_of_a_row_in_parentheses():
+    assert predicted(gpus=8, metric="tokens_per_s (8 GPUs)").value == predicted(gpus=8, metric="tokens_per_s").value
+    assert "is not predicted" in predicted(gpus=8, metric="peak_mem_gb (8 GPUs)").reason
