@@ -62,18 +62,6 @@ def difference(one: list[Tensor], other: list[Tensor]) -> float:
     return max([0.0, *(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)])
 
 
-def empty_inputs(_rank: int, _: Path) -> Any:
-    """By recipe: shapes of the output and of the input's gradient of a batch without sequences."""
-    found = {}
-    for recipe in RECIPES:
-        x = torch.zeros(0, POSITIONS // distributed.get_world_size(), 2 * WIDTH, requires_grad=True)
-        y = feed(recipe, codes=True)(x * 1.5)
-        y.sum().backward()
-        assert x.grad is not None
-        found[recipe] = tuple(y.shape), tuple(x.grad.shape)
-    return found
-
-
 def gathered_inputs(_rank: int, _: Path) -> Any:
     """By recipe: differences from a gather of values, and bytes of codes that a rank sends in three steps."""
     found = {}

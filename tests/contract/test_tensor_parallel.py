@@ -139,12 +139,6 @@ def test_inputs_are_gathered_as_codes(found):
             assert not any(differences.values()), name
 
 
-def test_an_empty_batch_is_gathered(found):
-    for shapes in found("use", "empty_inputs"):
-        assert len(shapes) == 11
-        assert set(shapes.values()) == {((0, 128, 256), (0, 128, 256))}
-
-
 def test_transformer_engines_layers(found):
     """All operands, what no sum over ranks has touched, and sums within their rounding."""
     for differences in found("use", "engine_linear"):
