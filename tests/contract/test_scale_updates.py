@@ -217,6 +217,7 @@ def test_abandoned_optimizer_is_warned_about_and_ignored():
     assert idle.param_groups
 
 
+@pytest.mark.long
 def test_calls_of_one_backward_pass_count_once():
     """150 calls and one step, three times: no warning, which would be an error here."""
     model = _model()

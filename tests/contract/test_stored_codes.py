@@ -205,6 +205,7 @@ class _Reader(nn.Module):
         return self.out(_project(x, self.q))
 
 
+@pytest.mark.long
 def test_undetected_reader_gets_decoded_weights():
     torch.manual_seed(0)
     model, x = _Reader().requires_grad_(False).eval(), torch.randn(4, 48)
@@ -405,6 +406,7 @@ class TestLora:
             losses.append(loss.item())
         return losses, adapted
 
+    @pytest.mark.long
     def test_base_takes_one_byte_a_weight_and_the_loss_follows_the_unquantized_one(self):
         exact, _ = self._losses(stored=False)
         losses, model = self._losses(stored=True)

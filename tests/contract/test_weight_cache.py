@@ -257,6 +257,7 @@ def test_checkpointing_counts_a_weights_broken_elements_once(use_reentrant):
     assert octavo.nonfinite_counts(layer)["weight"] == 1
 
 
+@pytest.mark.long
 def test_a_compiled_model_does_not_use_it():
     layer = _layer("tensorwise", cached=True)
     compiled = torch.compile(layer, fullgraph=True)

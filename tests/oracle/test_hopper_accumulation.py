@@ -122,6 +122,7 @@ def test_fractions(how, given_operands):
     assert_fractions(a, b, fmt_a, fmt_b, how)
 
 
+@pytest.mark.long
 @every_way
 @settings(max_examples=100)
 @given(given_operands=operands(rows=5, max_k=700))

@@ -296,6 +296,7 @@ def test_codes_go_where_they_are_wanted(granularity):
             assert torch.equal(cast.output.scale, wanted.scale), level
 
 
+@pytest.mark.long
 def test_threads_change_nothing():
     x = numbers(300, 1001)
     before = torch.get_num_threads()

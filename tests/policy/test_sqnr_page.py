@@ -3,11 +3,14 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 import octavo
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_page_is_what_the_script_writes():
     script = runpy.run_path(str(ROOT / "scripts" / "sqnr_table.py"))
     page = (ROOT / "docs" / "reference" / "sqnr.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
 
 
+@pytest.mark.long
 @given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, scale_rounding=ROUNDING)
 def test_requantizing_at_the_same_scale_returns_the_same_codes(x, fmt, granularity, scale_rounding):
     q = quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding)
@@ -72,6 +74,7 @@ def test_per_row_is_per_tensor_of_each_row(x, fmt, scale_rounding):
         assert torch.equal(q.scale[index, 0], alone.scale)
 
 
+@pytest.mark.long
 @given(x=matrices(), fmt=FORMAT)
 def test_one_block_is_per_tensor_and_one_row_blocks_are_per_row(x, fmt):
     rows, columns = x.shape

@@ -132,6 +132,7 @@ def test_nonfinite_elements_are_counted_and_do_not_affect_the_scale(granularity,
         assert_codes(found.transposed.data, wanted_cast(x.t(), fmt, granularity, rule, nonfinite).data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounding", list(ScaleRounding))
 def test_every_rule_of_a_scale(rounding, device):
     ordinary = torch.randn(4, 40).bfloat16()
@@ -234,6 +235,7 @@ def test_saturated_and_underflowed_elements_are_counted_on_request(device):
     assert (int(found.saturated), int(found.underflowed), count(found)) == (2, 1, 2)
 
 
+@pytest.mark.long
 def test_a_row_that_does_not_fit_into_registers(device):
     x = torch.randn(2, 16400)
     assert_cast(

@@ -7,6 +7,7 @@ import pytest
 from octavo.bench.timing import interleaved, ratio, wall_clock
 
 
+@pytest.mark.long
 def test_every_round_runs_each_once_in_turn_after_the_warm_up():
     ran: list[str] = []
     clock = iter(range(1, 100))

@@ -51,6 +51,7 @@ def test_each_way_of_training_has_a_result_of_its_own():
     assert qat.variant(distilled) == "static_by_data_distilled"
 
 
+@pytest.mark.long
 def test_the_evaluation_text_is_not_trained_on(monkeypatch):
     seen: list[str] = []
 

@@ -191,6 +191,7 @@ def test_version_is_printed(octavo):
     assert (result.exit_code, result.stdout) == (0, f"octavo {version('octavo')}\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "module"),
     [(["-c", "from octavo_command.__main__ import main; main()"], "torch"), (["-m", "octavo"], "typer")],

@@ -14,6 +14,7 @@ from octavo.quantization import calibrate, coverage, load_calibration, text_wind
 from tests.unit.models import small_gguf
 
 
+@pytest.mark.long
 def test_scales_match_the_api(octavo, finished_run, text, tmp_path):
     out = tmp_path / "out"
     result = octavo(
@@ -201,6 +202,7 @@ def test_from_a_run_that_kept_no_amaxes(octavo, finished_run, tmp_path):
     assert "(tensorwise) has kept no amaxes" in result.stderr
 
 
+@pytest.mark.long
 def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     assert octavo("train", *setting, "--recipe", "delayed", "--out", tmp_path / "run").exit_code == 0
     arguments = ["calibrate", tmp_path / "run", "--from-run", tmp_path / "run", "--out", tmp_path / "out"]
@@ -233,6 +235,7 @@ def hugging_face(run, place):
     return folder
 
 
+@pytest.mark.long
 def test_no_command_takes_the_scales_of_another_run(octavo, setting, finished_run, text, tmp_path):
     scales, other = tmp_path / "scales", tmp_path / "other"
     arguments = ["--data", text, "--samples", 2, "--context", 16, "--kv-cache", "--out", scales]

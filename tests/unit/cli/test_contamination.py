@@ -18,6 +18,7 @@ def copied(text, tmp_path):
     return copy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["--compare", "bf16", *FEW]], ids=["alone", "compared"])
 def test_overlap_with_a_runs_training_text(octavo, finished_run, text, copied, more):
     """The text is compared, not its name."""
@@ -44,6 +45,7 @@ def test_missing_training_text_gives_a_warning(octavo, setting, copied, tmp_path
     assert record["read_before"] == {"the run's training": None}
 
 
+@pytest.mark.long
 def test_overlap_with_tuning_and_calibration_text(octavo, finished_run, text, copied, tmp_path):
     """Each of them: on the test split of their text if that is named, and with a warning if it is a copy."""
     options = ["--steps", 2, "--batch-size", 1, "--context", 16, "--eval-windows", 2, "--data", copied]
@@ -65,6 +67,7 @@ def test_overlap_with_tuning_and_calibration_text(octavo, finished_run, text, co
     assert "is text of the tuning for FP8" in octavo("eval", tmp_path / "tuned", *FEW, "--data", again).stdout
 
 
+@pytest.mark.long
 def test_other_models_have_no_known_training_text(tmp_path):
     assert readers_of("model.gguf") == {}
     made_now = readers_of("model.gguf", calibrates=True)

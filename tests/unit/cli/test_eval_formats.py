@@ -81,6 +81,7 @@ def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
     assert [len(row) for row in rows] == [9, 5, 5], shown  # "±" and "%" are words of the first; a cache has no layers
 
 
+@pytest.mark.long
 def test_speed_table_has_latencies_and_notes_emulation(octavo, gguf):
     shown = octavo("eval", gguf, "--compare", "bf16,fp8-dynamic", "--speed", *FEW).stdout
     assert "ms at 1 " in shown
@@ -110,6 +111,7 @@ def test_other_text_for_a_run(octavo, finished_run, tmp_path):
     assert record["split"] == "all"
 
 
+@pytest.mark.long
 def test_static_is_calibrated_now_or_from_a_folder(octavo, gguf, tmp_path, monkeypatch):
     """On text that the evaluation does not have; both are the contestant of those scales."""
     (sources := tmp_path / "sources").mkdir()
@@ -236,6 +238,7 @@ def tuned_run(tmp_path_factory, finished_run, text):
     return folder
 
 
+@pytest.mark.long
 def test_tuned_folder_is_a_model_and_a_format(octavo, finished_run, tuned_run):
     """It holds a metrics.jsonl, as a run's folder does."""
     for arguments in ((), ("--compare", "fp8-dynamic")):

@@ -41,6 +41,7 @@ def studied(tmp_path_factory, finished_run, small):
     return out, result, arguments
 
 
+@pytest.mark.long
 def test_prints_worst_layers_and_mixes(studied):
     _, result, _ = studied
     assert "What layers cost alone" in result.stdout
@@ -170,6 +171,7 @@ def test_result_is_saved_elsewhere_if_the_disk_is_full(octavo, studied, tmp_path
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_result_is_printed_if_no_folder_is_writable(octavo, studied, tmp_path, monkeypatch, home):
     fill_disk(monkeypatch, lambda path: True)
     result = octavo(*studied[2], "--out", tmp_path / "mix")

@@ -143,6 +143,7 @@ def test_force_refuses_a_users_file_among_checkpoints_before_it_removes_anything
     refused(copy, "--force", "--vocab-size", "290", words="is not a checkpoint's; move it")
 
 
+@pytest.mark.long
 def test_other_text_under_the_same_name_is_refused_before_the_tokens_change(octavo, refused, text, tiny, tmp_path):
     shutil.copy(text, tmp_path / "own.txt")
     setting = ["--config", tiny, "--data", tmp_path / "own.txt"]
@@ -177,6 +178,7 @@ def test_other_files_are_kept(octavo, setting, tmp_path, name, force):
     assert (tmp_path / name).read_text() == "mine = 1"
 
 
+@pytest.mark.long
 def test_force_keeps_the_users_files_inside_a_studys_folders(octavo, setting, tmp_path):
     arguments = ["study", *setting, "--out", tmp_path, "--recipes", "fp32"]
     assert octavo(*arguments).exit_code == 0

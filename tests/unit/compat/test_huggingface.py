@@ -36,6 +36,7 @@ def losses_of(trainer):
     return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("restore", [False, True], ids=["of the deprecated callback", "restored by the Trainer"])
 def test_training_resumes_bit_for_bit_from_wherever_the_checkpoint_lies(tmp_path, restore):
     with nullcontext() if restore else pytest.warns(DeprecationWarning, match=r"FP8Callback\(None, interval=0\) saves"):
@@ -91,6 +92,7 @@ def test_callback_reused_by_another_trainer_starts_fresh(tmp_path):
     assert losses_of(again) == losses_of(first)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_resume_matches_uninterrupted_run_with_one_callback(tmp_path, recipe):
     through = trainer_of(tmp_path / "through", FP8Callback(recipe, interval=2), convert=False)

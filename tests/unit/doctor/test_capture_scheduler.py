@@ -98,6 +98,7 @@ def test_capture_holds_the_operands_and_amax_history_the_layer_used(tmp_path):
     assert (capture.window[:, 1:] == -1).all()
 
 
+@pytest.mark.long
 def test_a_large_layer_is_sampled_with_its_largest_elements(tmp_path):
     x, gradient = torch.randn(3 * MAX_TOKENS, 8), torch.randn(3 * MAX_TOKENS, 2 * MAX_OUTPUTS)
     x[777, 3], gradient[778, 4001] = 100.0, -200.0

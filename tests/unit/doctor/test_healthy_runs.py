@@ -25,11 +25,13 @@ def watched(recipe, **training):
     return tiny_config(recipe=recipe, steps=STEPS, statistics_interval=1, lr=1e-3, **training)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_healthy_run_raises_no_alarm(recipe, data):
     assert alarming(watched(recipe), data) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -44,6 +46,7 @@ def test_delayed_scaling_in_other_precisions_raises_no_alarm(changes, data):
     assert alarming(watched("delayed", **changes), data) == []
 
 
+@pytest.mark.long
 def test_run_at_three_times_the_learning_rate_raises_no_alarm(data):
     config = watched("tensorwise", seed=6)
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, lr=3e-3))

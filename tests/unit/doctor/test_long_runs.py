@@ -41,6 +41,7 @@ def findings(steps):
     return diagnose(series, reference=series)
 
 
+@pytest.mark.long
 def test_memory_grows_with_the_steps_and_no_faster():
     short, found = peak_of(lambda: findings(SHORT))
     long, also_found = peak_of(lambda: findings(3 * SHORT))
@@ -49,6 +50,7 @@ def test_memory_grows_with_the_steps_and_no_faster():
     assert long < 600 * 3 * SHORT, "bytes a step"
 
 
+@pytest.mark.long
 def test_lines_of_a_file_are_not_held(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines(SHORT)))

@@ -283,6 +283,7 @@ class Outer(torch.nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.long
 def test_a_compiled_model_is_sampled_eagerly_and_stays_compiled():
     plain, model = Outer(mlp()), Outer(mlp())
     seen = []

@@ -107,6 +107,7 @@ def test_a_second_call_trains_nothing_and_says_the_same(finished, data, config):
     assert phases == []
 
 
+@pytest.mark.long
 def test_finished_runs_are_skipped_when_only_the_end_is_missing(finished, data, config):
     folder, study = finished
     (folder / "study.json").unlink()
@@ -161,6 +162,7 @@ def test_a_context_longer_than_the_test_text_stops_before_training(data, config,
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 def test_study_runs_a_delayed_recipe(data, config, tmp_path):
     study = run_study(config.with_training(steps=2), tmp_path, data=data, recipes=("fp32", "delayed"))
     assert math.isfinite(study.gap("delayed", "fp32").nats)

@@ -256,6 +256,7 @@ def error_of_one_digit(model, tokens):
     return relative_error(moved(tokens), model(tokens))
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_free_running_a_model_in_fp8_leaves_itself_after_one_digit():
     """Why two programs are compared in lockstep, or with the same codes. Not every model has a value beside a tie."""

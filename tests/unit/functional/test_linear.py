@@ -300,6 +300,7 @@ def test_operands_that_a_recipe_does_not_multiply_are_refused():
         fp8_linear(x, weight, None, rowwise, input_operands=InputOperands(rows))
 
 
+@pytest.mark.long
 def test_operands_made_beforehand_in_a_compiled_graph():
     def step(x, weight, hp):
         return fp8_linear(x, weight, None, TENSORWISE, input_operands=_made_beforehand(hp, TENSORWISE))

@@ -189,6 +189,7 @@ def test_tied_embeddings_are_one_parameter():
     assert "lm_head.weight" not in dict(model.named_parameters())
 
 
+@pytest.mark.long
 def test_traces_into_one_graph():
     model = Llama(config())
     tokens = torch.randint(0, 50, (2, 8))

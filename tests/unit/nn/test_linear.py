@@ -148,6 +148,7 @@ def test_finished_codes_are_held_untouched():
         store_codes(octavo.nn.Linear(8, 16), codes)
 
 
+@pytest.mark.long
 def test_guards_of_a_compiled_layer_do_not_ask_for_fields_of_dataclasses():
     """Every call of a compiled layer checks its guards; torch 2.11 reads such fields by Python."""
     torch.compiler.reset()

@@ -191,6 +191,7 @@ def test_exported_cache_continues_a_sequence(decoder):
     assert relative_error(torch.cat(pieces, 1), source.logits(tokens)) < 0.15  # attention is FP8 too
 
 
+@pytest.mark.long
 def test_sixteen_bits_without_an_engine(tmp_path):
     """bfloat16 runs in ONNX's reference alone."""
     model = nn.Sequential(nn.Linear(K, N))
@@ -241,6 +242,7 @@ def two_static_layers():
     return model
 
 
+@pytest.mark.long
 def test_swapped_encode_scales_are_detected(tmp_path, monkeypatch):
     def swap(loaded):
         first, second = (each for each in loaded.graph.initializer if each.name.endswith("encode_scale"))
@@ -251,6 +253,7 @@ def test_swapped_encode_scales_are_detected(tmp_path, monkeypatch):
         export_onnx(two_static_layers(), tmp_path / "a", inputs=(torch.randn(2, K),))
 
 
+@pytest.mark.long
 def test_missing_cast_is_detected(tmp_path, monkeypatch):
     def drop(loaded):
         nodes = loaded.graph.node
@@ -425,6 +428,7 @@ def test_a_module_in_sixteen_bits_is_compared_by_what_it_computes_in(tmp_path, i
     assert report.fp8_layers == 2
 
 
+@pytest.mark.long
 def test_fp32_module_is_compared_with_fp32_tolerance(exported, tmp_path):
     assert exported[1].compared_in == "float32"
     model = nn.Sequential(nn.Linear(64, 8))

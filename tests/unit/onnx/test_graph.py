@@ -34,6 +34,7 @@ class Chooses(nn.Module):
         return y
 
 
+@pytest.mark.long
 def test_a_choice_by_numbers_is_refused_in_one_sentence_and_nothing_is_printed(tmp_path, capfd):
     model = Chooses()
     octavo.convert(model, "tensorwise")

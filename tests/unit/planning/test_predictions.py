@@ -122,6 +122,7 @@ def test_a_large_model_gains_and_the_interval_holds_the_value():
     assert advise(made, CONSTANTS, tolerance=0.1).use_fp8 is False
 
 
+@pytest.mark.long
 def test_more_gpus_are_never_slower_in_all():
     totals = [plan(gpus=gpus, global_batch=1024).bf16.tokens_per_s_per_gpu * gpus for gpus in (16, 64, 256, 1024)]
     assert totals == sorted(totals)

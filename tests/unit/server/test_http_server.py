@@ -65,6 +65,7 @@ def test_openai_client_works_unmodified(start):
         openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="another", max_retries=0).models.list()
 
 
+@pytest.mark.long
 def test_concurrent_answers_match_answers_alone(start):
     _, _, port, _ = start()
     with client_of(port) as client:

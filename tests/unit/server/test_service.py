@@ -13,6 +13,7 @@ from octavo.server.error_responses import ResponseError
 from tests.unit.server.conftest import PLACE
 
 
+@pytest.mark.long
 def test_requests_continue_while_a_long_prompt_is_tokenized(service, byte_tokenizer):
     """With a token of 10,000 bytes the text is no longer than 320 tokens may be, so its tokens have to be counted."""
     letters = byte_tokenizer.get_vocab()

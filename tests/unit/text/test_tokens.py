@@ -52,6 +52,7 @@ def test_a_batch_depends_on_seed_and_step_alone(data):
     assert tokens(7, 1) != first
 
 
+@pytest.mark.long
 def test_batches_reach_every_start(data):
     count = len(data.splits[Split.VALIDATION]) - 16
     firsts = data.splits[Split.VALIDATION][:-16]

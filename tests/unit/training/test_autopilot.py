@@ -257,6 +257,7 @@ def test_broken_step_writes_no_trial_and_its_repetition_writes_one(begin):
     assert not run.pilot.shadows
 
 
+@pytest.mark.long
 def test_no_layer_flips_more_often_than_allowed(begin):
     run = begin(config_of(autopilot_flips=3))
     lines = []

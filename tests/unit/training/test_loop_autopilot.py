@@ -103,6 +103,7 @@ def test_frozen_scale_is_fixed_and_a_wrong_trial_is_not_repeated(tmp_path, data,
     assert layer.recipe.name == "tensorwise"
 
 
+@pytest.mark.long
 def test_remedy_is_reverted_when_it_is_no_longer_needed(tmp_path, data, loud):
     config = tiny_config(**{**SETTING, "recipe": "tensorwise", "recipe_options": {}}, steps=40, autopilot=True)
     train(config, tmp_path / "run", data=data)
@@ -119,6 +120,7 @@ def test_remedy_is_reverted_when_it_is_no_longer_needed(tmp_path, data, loud):
     assert watched == ["tensorwise", "rowwise_hp_grad_weight", "tensorwise"]
 
 
+@pytest.mark.long
 def test_layer_is_captured_before_its_recipe_changes(tmp_path, data, loud, monkeypatch):
     """The remedies of what was found are replayed on the recipe that it was found under; no digit depends on it."""
     config = tiny_config(**{**SETTING, "recipe": "tensorwise", "recipe_options": {}}, steps=16, autopilot=True)

@@ -26,6 +26,7 @@ def unscaled(run):
     return [{key: value for key, value in line.items() if key != "loss_scale"} for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["fp32", "tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_power_of_two_loss_scale_changes_no_bit(tmp_path, data, recipe):
     for scale in ("auto", 2.0**-7, 2.0**12, "dynamic"):
@@ -36,6 +37,7 @@ def test_power_of_two_loss_scale_changes_no_bit(tmp_path, data, recipe):
     assert {line.get("loss_scale") for line in read_metrics(tmp_path / "dynamic")} == {None, 2.0**16}
 
 
+@pytest.mark.long
 def test_fp16_surroundings_learn_and_stay_near_fp32(tmp_path, data):
     curves = {}
     for precision in Precision:

@@ -29,6 +29,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
 def test_single_phase_matches_a_run_without_phases(tmp_path, data, precision):
     plain = trained(tmp_path / "plain", data, recipe=str(precision))

@@ -162,6 +162,7 @@ def test_memory_bar_uses_the_smallest_variant_and_needs_a_measurement():
     assert judged_by_memory(bar, {"base": 1}, ["a"], "base", ()).reason == "a: it was not timed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["layer", "training"])
 def test_memory_that_cannot_be_measured_of_one_is_of_the_others(name, session, monkeypatch):
     """Times stay, and the other variants' memory."""

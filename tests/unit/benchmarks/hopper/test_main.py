@@ -52,6 +52,7 @@ def test_a_rehearsal_of_a_part_prints_its_tables_and_writes_nothing(hopper, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_building_ahead_times_nothing_and_writes_nothing(hopper, on_gpu, tmp_path, monkeypatch, session):
     monkeypatch.chdir(tmp_path)
     result = hopper("--prebuild", "0/2", "--only", "casts")

@@ -184,6 +184,7 @@ def test_fastest_variant_is_selected_among_those_that_ran():
     assert faster(found, "c", "d") == "c"
 
 
+@pytest.mark.long
 def test_training_memory_is_judged_against_bf16_compiled(session, monkeypatch):
     peaks = iter([100, 80, 70, 1, 1, 1])
     monkeypatch.setattr(type(session), "peak_above", lambda *_: next(peaks))

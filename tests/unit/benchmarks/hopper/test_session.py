@@ -131,6 +131,7 @@ def test_timed_run_is_freed_with_its_timings():
     assert held() is None
 
 
+@pytest.mark.long
 def test_look_at_each_continues_after_a_failure(session):
     found, failures = session.look_at_each({"a": 0, "b": 2}, lambda n: 4 // n)
     assert found == {"b": 2}

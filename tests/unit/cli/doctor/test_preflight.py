@@ -32,6 +32,7 @@ def test_json_holds_every_check(octavo, config):
     assert all(check["findings"] == [] for check in checks if check["name"] != "shapes")
 
 
+@pytest.mark.long
 def test_a_run_s_checkpoint_is_tried_and_a_damaged_one_fails(octavo, finished_run, tmp_path):
     run = shutil.copytree(finished_run, tmp_path / "run")
     assert "step 4 loads" in octavo("doctor", "preflight", run, *QUICK).stdout

@@ -29,6 +29,7 @@ def rounded(x):
     return float(math.floor(value / step + Fraction(1, 2)) * step)
 
 
+@pytest.mark.long
 @given(st.lists(FLOATS, min_size=1, max_size=40))
 @settings(max_examples=200)
 def test_every_magnitude_is_counted_at_six_bits(values):

@@ -98,6 +98,7 @@ def test_only_the_same_tensor_in_every_call_makes_a_group(how, grouped):
     assert same == (how != "written")
 
 
+@pytest.mark.long
 def test_no_activation_outlives_its_call():
     model, alive = nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), []
     layers = {"1": model[1], "3": model[3]}

@@ -41,6 +41,7 @@ def result() -> QATResult:
     return ran(settings_of(baseline=True))
 
 
+@pytest.mark.long
 def test_qat_run_does_not_change_the_callers_model():
     model = tiny_language_model()
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
@@ -49,6 +50,7 @@ def test_qat_run_does_not_change_the_callers_model():
     assert not any(isinstance(module, octavo.nn.Linear) for module in model.model.modules())
 
 
+@pytest.mark.long
 def test_all_perplexities_are_measured_in_the_same_surrounding_precision(result):
     """Perplexities by hand: BF16 as it came, its FP8 with a maximum over the training windows, the one that is left."""
     assert list(result.windows) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"]
@@ -141,6 +143,7 @@ def test_the_seed_says_what_dropout_drops_and_leaves_the_callers_generator_alone
     assert losses[0]["fp8-qat"][:2] == losses[0]["bf16-tuned"][:2]
 
 
+@pytest.mark.long
 def test_a_layer_that_no_window_reaches_is_not_measured_as_fp8():
     model = tiny_language_model()
     layer: Any = model.model.get_submodule("model.layers.0")
@@ -157,6 +160,7 @@ def test_other_ways_to_find_scales(scales):
     assert all(scale > 0 for scale in octavo.scaling_state(found.language_model.model).values())
 
 
+@pytest.mark.long
 def test_high_precision_steps_match_the_baseline():
     """To the last digit, with static scales that nobody has found yet; then the casts begin."""
     tuning = replace(TUNING, high_precision_share=0.5, distill=0.5)
@@ -179,6 +183,7 @@ def test_weights_rounded_by_data_are_nearer_to_the_tuned_model():
     assert abs(found.gap("fp8-by-data").nats) < abs(found.gap("fp8-of-tuned").nats)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_data", [False, True])
 def test_training_ends_with_weights_rounded_by_data_if_it_is_to(by_data):
     """The losses in training are those without, and the weights are moved afterwards: as by hand."""
@@ -218,6 +223,7 @@ def test_the_teacher_is_the_model_that_was_there_when_the_casts_began():
     assert [step.loss for step in found.steps["fp8-qat"]] == [step.loss for step in again]
 
 
+@pytest.mark.long
 def test_distillation_reaches_the_loop():
     plain, distilled = (ran(settings_of(tuning=replace(TUNING, distill=weight))) for weight in (0.0, 0.5))
     assert plain.steps["fp8-qat"][0].loss > 1.9 * distilled.steps["fp8-qat"][0].loss  # teacher and student agree
@@ -273,6 +279,7 @@ def test_transformers_reads_the_folder(tmp_path, tie):
         torch.testing.assert_close(theirs.logits(HELD_OUT), ours.logits(HELD_OUT), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_is_tuned_and_saved(tmp_path):
     save_qat(tmp_path / "first", ran(settings_of("tensorwise")))
     theirs = load_language_model(tmp_path / "first")

@@ -62,6 +62,7 @@ def test_the_loss_falls_and_the_model_is_left_in_evaluation():
     assert not model.training
 
 
+@pytest.mark.long
 def test_a_prepared_model_learns_as_a_plain_one_does():
     settings = TuneSettings(steps=30, batch_size=4, context=16, learning_rate=1e-2)
     _, plain = tuned(settings)
@@ -92,6 +93,7 @@ def test_scales_stay_for_the_last_share_of_the_steps(share, moves):
     assert all(layer.scales == (ScaleUpdate.LEARNED if share == 0 else ScaleUpdate.FROZEN) for layer in layers)
 
 
+@pytest.mark.long
 def test_distillation_pulls_towards_the_teacher():
     """The student's weights are noisy; with the teacher alone it comes back to its logits, whatever the text."""
     teacher = tiny_language_model().model

@@ -46,6 +46,7 @@ def test_a_converted_model_is_refused():
         pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
 def test_from_a_block_on_gives_the_whole_pass_to_the_bit(tied, monkeypatch):
