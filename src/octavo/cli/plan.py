@@ -4,7 +4,7 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.planning import (
     Constants,
     Hardware,
+    Option,
     Plan,
     PlanRequest,
     advise,
@@ -32,6 +33,19 @@ from octavo.planning.this_cpu import measure_cpu
 __all__ = ["advise_on_model", "plan"]
 
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+OF_BOTH = frozenset({"model", "hardware", "gpus"})
+USED = {  # options by what is asked for
+    "rows": frozenset({"rows"}),
+    "compare": frozenset({"compare"}),
+    "inference": OF_BOTH | {"prompt", "answer", "load"},
+    "training": OF_BOTH | {"seq", "global_batch", "tokens", "price", "framework", "calibrate", "report"},
+}
+WITHOUT_EFFECT = {
+    "rows": "has no effect with --rows, whose file has every setting",
+    "compare": "has no effect with --compare, whose files have every setting",
+    "inference": "is of a training, and has no effect with --answer, which plans inference",
+    "training": "is of inference, and has no effect without --answer",
+}
 UNTRIED = (
     "Predicted from published measurements of other programs. Octavo's own compiled training step of 1.04 B parameters "
     "ran at 0.82 of BF16's speed on one H100."
@@ -50,6 +64,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def plan(
     *,
+    context: typer.Context,
     model: Model = None,
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
@@ -59,7 +74,9 @@ def plan(
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
     framework: Program = Framework.TITAN,
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt, for inference.")] = 1024,
-    answer: Annotated[int, typer.Option("--answer", help="Tokens generated; plans inference.")] = 0,
+    answer: Annotated[
+        int | None, typer.Option("--answer", help="Tokens generated; plans inference instead of a training.")
+    ] = None,
     load: Annotated[float, typer.Option("--load", help="Tokens a second to generate, for inference.")] = 0.0,
     rows: Annotated[Path | None, typer.Option("--rows", help="Predict the rows of a CSV file of measurements.")] = None,
     compare: Annotated[
@@ -74,19 +91,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout."""
-    if rows is not None and compare is not None:
-        raise ConfigError("--rows and --compare are two commands; give one of them")
-    if (rows is not None or compare is not None or answer) and (report is not None or calibrate is not None):
-        raise ConfigError(
-            "--report and --calibrate are of a training; leave them out with --rows, --compare and --answer"
-        )
+    _refuse_without_effect(context, rows=rows, compare=compare, answer=answer)
     if rows is not None:
         _predict_rows(rows, as_json=as_json)
     elif compare is not None:
         _show_comparison(*compare, as_json=as_json)
     elif model is None:
         raise ConfigError("name a model with --model, a file of measurements with --rows, or two plans with --compare")
-    elif answer:
+    elif answer is not None:
         service = ServingRequest(
             model=load_shape(model),
             hardware=_accelerator(hardware),
@@ -104,13 +116,26 @@ def plan(
             seq=seq,
             global_batch=global_batch,
             tokens=_amount(tokens),
-            price=_amount(price.removesuffix("/h")),
+            price=_price(price),
             framework=framework,
         )
         constants = fitted_constants()
         if calibrate is not None:
             constants = calibrated(constants, read_calibration(calibrate), request.hardware)
         _show_plan(request, constants, report, as_json=as_json)
+
+
+def _refuse_without_effect(
+    context: typer.Context, *, rows: Path | None, compare: tuple[Path, Path] | None, answer: int | None
+) -> None:
+    """Raise ConfigError for an option that what is asked for does not use."""
+    of_a_model = "training" if answer is None else "inference"
+    task = "rows" if rows is not None else "compare" if compare is not None else of_a_model
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and name not in USED[task] | {"as_json"}:
+            raise ConfigError(f"--{name.replace('_', '-')} {WITHOUT_EFFECT[task]}; leave it out")
 
 
 def advise_on_model(
@@ -154,6 +179,12 @@ def _amount(text: str) -> float:
     return float(match.group(1)) * SUFFIXES[match.group(2)]
 
 
+def _price(text: str) -> float:
+    """A price of a GPU and an hour, such as 2.5, $2.5/h or "2.5 per GPU-hour"."""
+    amount = re.sub(r"(?:/| per )\s*(?:gpu[ -]?)?h(?:(?:ou)?rs?)?$", "", text.strip().lower())
+    return _amount(amount.strip(" $€£"))
+
+
 def _predict_rows(path: Path, *, as_json: bool) -> None:
     constants = fitted_constants()
     predictions = [predict_row(row, constants) for row in read_rows(path)]
@@ -182,7 +213,9 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     title = (
         f"{request.model.name}, {request.gpus:,} × {request.hardware.name}, {request.seq:,} tokens × {request.batch:,}"
     )
-    print_table(title, COLUMNS, [_cells(made, index) for index in range(len(made.options))], left=2)
+    columns = [name for name in COLUMNS if request.price or name != "cost"]
+    cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
+    print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
     _show_shares(made)
     for option in made.options:
         if option.reason is not None:
@@ -190,33 +223,29 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     print_lines(f"Searched in {seconds:.1f} s, as {request.framework} would train. {UNTRIED}")
 
 
-COLUMNS = ("recipe", "layout", "step (80 %)", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
+TIMES = ("step (80 %)", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
+COLUMNS = ("recipe", "layout", "recompute", *TIMES)
 
 
-def _cells(made: Plan, index: int) -> tuple[str, ...]:
-    option = made.options[index]
-    candidate = option.candidate
-    if candidate is None:
-        return (option.name, *("–" for _ in COLUMNS[1:]))
-    record = made.record()["options"][index]
-    times = " ".join(
-        (
-            number(record["step_time_s"], 3),
-            f"({number(record['step_time_low_s'], 3)}–",
-        )
-    )
-    return (
-        option.name,
-        f"{record['layout']} mb{record['micro_batch']}",
-        f"{times}{number(record['step_time_high_s'], 3)}) s",
-        number(round(record["tokens_per_s_per_gpu"])),
-        f"{record['mfu']:.0%}",
-        f"{record['memory_gb']:.0f} GB",
-        number(record["days"], 3),
-        number(record["cost"] and round(record["cost"])),
-        number(record["megawatt_hours"], 3),
-        "1" if option.speedup is None else f"{option.speedup[0]:.2f} ({option.speedup[1]:.2f}–{option.speedup[2]:.2f})",
-    )
+def _cells(option: Option, record: dict[str, Any]) -> dict[str, str]:
+    """Cells by column; an option that is refused has its name alone."""
+    if option.candidate is None:
+        return {"recipe": option.name}
+    step, low, high = (number(record[name], 3) for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
+    gain = "1" if option.speedup is None else "{:.2f} ({:.2f}–{:.2f})".format(*option.speedup)
+    return {
+        "recipe": option.name,
+        "layout": f"{record['layout']} mb{record['micro_batch']}",
+        "recompute": option.candidate.recomputed,
+        "step (80 %)": f"{step} ({low}–{high}) s",
+        "tokens/s/GPU": number(round(record["tokens_per_s_per_gpu"])),
+        "MFU": f"{record['mfu']:.0%}",
+        "memory": f"{record['memory_gb']:.0f} GB",
+        "days": number(record["days"], 3),
+        "cost": number(record["cost"] and round(record["cost"])),
+        "MWh": number(record["megawatt_hours"], 3),
+        "× BF16": gain,
+    }
 
 
 def _show_shares(made: Plan) -> None:

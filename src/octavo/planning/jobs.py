@@ -196,14 +196,14 @@ class GemmJob:
 
     Attributes:
         shapes: (M, N, K) of each; M of one group.
-        groups: of a grouped GEMM.
+        groups: of a grouped or a batched GEMM.
         passes: see :class:`GemmPass`.
         hardware: of the GPU.
         precision: of the GEMMs.
         attention: (tokens, heads, head_dim, sequence) of a whole transformer layer; None for linear layers alone.
         ranks: tensor-parallel ranks of a layer.
         weight_cached: whether the weight was quantized before.
-        is_grouped: whether a grouped kernel is used, also for one group.
+        is_grouped: whether a grouped kernel is used, which one group may have, and a batch of equal products has not.
     """
 
     shapes: tuple[tuple[int, int, int], ...]

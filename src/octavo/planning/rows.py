@@ -231,8 +231,6 @@ def _layout(row: Row) -> Layout:
     text = row.notes
     gpus = row.integer("gpus", 1) or 1
     tp, pp, cp = (row.integer(name, 1) or 1 for name in ("tp", "pp", "cp"))
-    if gpus % (tp * pp * cp):
-        cp = 1
     ep = row.noted(EXPERT_RANKS)
     return Layout(
         gpus=gpus,

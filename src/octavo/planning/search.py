@@ -38,6 +38,14 @@ class Candidate:
     recompute: tuple[Recompute, float]
 
     @property
+    def recomputed(self) -> str:
+        """What backward computes again, in words: a policy, and the share of blocks that are computed again whole."""
+        policy, share = self.recompute
+        if share >= 1:
+            return str(Recompute.FULL)
+        return f"{policy} + {share:.0%} full" if share else str(policy)
+
+    @property
     def tokens_per_s_per_gpu(self) -> float:
         """Tokens a second and a GPU."""
         return self.job.global_batch * self.job.seq / self.seconds["total"] / self.job.layout.gpus

@@ -119,7 +119,7 @@ def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
     prompts = prompt_seconds(serving_parts(replace(job, requests=1)), constants.values) * job.answer
     positions = job.prompt + job.answer
     rate = 1.0 / seconds["total"]
-    factor = math.exp(constants.width("infer", guess=job.model.guess))
+    factor = math.exp(constants.width("infer", job))
     return ServingPoint(
         precision=job.precision.name,
         prompt=job.prompt,

@@ -1,9 +1,11 @@
 """octavo plan and octavo advise, as a shell would see them."""
 
+import inspect
 import json
 
 import pytest
 
+from octavo.cli.plan import USED, plan
 from octavo.planning import find_hardware, find_model
 from octavo.planning.search import layouts
 
@@ -37,6 +39,54 @@ def test_plan_as_json_and_compared(octavo, tmp_path):
     assert "times as fast" in table
     before, after = found[0]["step_time_s"]
     assert f"{before / after:.2f}" in next(line for line in table.splitlines() if " bf16 " in f" {line} ")
+
+
+@pytest.mark.parametrize(
+    "text", ["2.5", "2.5/h", "2.5/hour", "$2.5/hr", "2.50 $/h", "2.5 per GPU-hour", "2.5/GPU hour", "2.5 per hour"]
+)
+def test_a_price_is_of_an_hour(octavo, text):
+    small = ("plan", "--model", "smollm2-135m", "--gpus", 1, "--seq", 512)
+    assert json.loads(octavo(*small, "--price", text, "--json").stdout)["price"] == 2.5
+
+
+TRAINING = {"--seq": 4096, "--global-batch": 64, "--tokens": "2T", "--price": 2, "--framework": "megatron"}
+TRAINING |= {"--report": "a.html", "--calibrate": "a.json"}
+INFERENCE = {"--prompt": 512, "--load": 1000}
+OF_MODELS = {"--model": "llama-3-8b", "--hardware": "b200", "--gpus": 16}
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        (("--rows", "rows.csv"), OF_MODELS | TRAINING | INFERENCE | {"--answer": 8}),
+        (("--compare", "a.json", "b.json"), OF_MODELS | TRAINING | INFERENCE | {"--answer": 8, "--rows": "r.csv"}),
+        (("--model", "llama-3-8b", "--answer", 64), TRAINING),
+        (("--model", "llama-3-8b"), INFERENCE),
+    ],
+)
+def test_an_option_without_effect_is_refused(octavo, task, options):
+    for name, value in options.items():
+        result = octavo("plan", *task, name, value)
+        assert result.exit_code == 2, name
+        assert (name in result.stderr) or "has no effect with --rows" in result.stderr
+        assert "has no effect" in result.stderr
+        assert result.stderr.count("error:") == 1
+
+
+def test_every_option_is_of_some_task():
+    options = set(inspect.signature(plan).parameters) - {"context", "as_json"}
+    assert set.union(*map(set, USED.values())) == options
+
+
+def test_the_table_shows_recomputation_and_the_cost_of_a_price(octavo):
+    shown = octavo(*PLAN, "--price", 2).stdout
+    record = json.loads(octavo(*PLAN, "--price", 2, "--json").stdout)["options"][0]
+    line = next(line for line in shown.splitlines() if line.lstrip().startswith("bf16 "))
+    share = f"{record['recomputed_blocks']:.0%}"
+    assert record["recompute"] in line
+    assert share in shown
+    assert f"{record['cost']:,.0f}" in shown
+    assert "cost" not in octavo(*PLAN).stdout.split("Where the time goes")[0]
 
 
 def test_tokens_have_units(octavo):
@@ -115,10 +165,10 @@ def test_advice(octavo):
         (("plan", "--model", "llama-3-405b", "--gpus", 8), "use more GPUs"),
         (("plan", "--model", "llama-3-8b", "--gpus", 0), "1 or more"),
         (("plan", "--rows", "nowhere.csv"), "nowhere.csv"),
-        (("plan", "--rows", "a.csv", "--compare", "b.json", "c.json"), "two commands"),
-        (("plan", "--rows", "a.csv", "--report", "a.html"), "are of a training"),
-        (("plan", "--model", "llama-3-8b", "--answer", 8, "--calibrate", "a.json"), "are of a training"),
-        (("plan", "--compare", "b.json", "c.json", "--report", "a.html"), "are of a training"),
+        (("plan", "--rows", "a.csv", "--compare", "b.json", "c.json"), "--compare has no effect with --rows"),
+        (("plan", "--model", ""), "the model's name is empty"),
+        ((*PLAN, "--answer", 0), "answer must be 1 or more"),
+        ((*PLAN, "--price", "cheap"), "is not a number"),
         ((*PLAN, "--report", "nowhere/plan.html"), "nowhere/plan.html"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "nan"), "load between"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "inf"), "load between"),

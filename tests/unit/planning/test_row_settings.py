@@ -112,6 +112,18 @@ def test_counts_are_whole(column, cell):
     assert "is not a whole number" in predicted(**{column: cell}).reason
 
 
+@pytest.mark.parametrize(("cell", "gpus"), [("64,128", 128), ("1,024", 1024), ("16,384", 16384), ("64, 256", 256)])
+def test_a_list_of_gpus_is_not_one_number(cell, gpus):
+    """Of several sizes of one run the last counts, as of "64/128"; 1,024 is one size."""
+    assert row(gpus=cell).integer("gpus") == gpus
+
+
+@pytest.mark.parametrize(("gpus", "tp", "pp", "cp"), [(8, 8, 1, 2), (8, 1, 1, 16), (48, 8, 4, 1), (64, 3, 1, 1)])
+def test_a_layout_that_does_not_divide_the_gpus_is_refused(gpus, tp, pp, cp):
+    reason = predicted(gpus=gpus, tp=tp, pp=pp, cp=cp).reason
+    assert reason == f"{gpus} GPUs are not a multiple of TP {tp} × PP {pp} × CP {cp}"
+
+
 @pytest.mark.parametrize(("column", "cell"), [("gpus", "64 GPUs"), ("seq", "8192 tokens"), ("global_batch", "64 seqs")])
 def test_counts_with_their_unit(column, cell):
     assert predicted(**{column: cell}) == predicted(**{column: cell.split()[0]})

@@ -112,6 +112,12 @@ def test_cells_whose_number_cannot_be_told_are_refused(column, cell):
         "1,024/8,192",
         "in1024/out8192",
         "1024 / 8192",
+        "in 1024 out 8192",
+        "1024 in 8192 out",
+        "ISL=1024 OSL=8192",
+        "input 1024, output 8192",
+        "OSL 8192, ISL 1024",
+        "8192 out / 1024 in",
         "1024/8192 (fixed)",
     ],
 )
