@@ -33,12 +33,12 @@ from octavo.planning.this_cpu import measure_cpu
 __all__ = ["advise_on_model", "plan"]
 
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-OF_BOTH = frozenset({"model", "hardware", "gpus"})
+OF_BOTH = frozenset({"model", "hardware", "gpus", "framework"})
 USED = {  # options by what is asked for
     "rows": frozenset({"rows"}),
     "compare": frozenset({"compare"}),
     "inference": OF_BOTH | {"prompt", "answer", "load"},
-    "training": OF_BOTH | {"seq", "global_batch", "tokens", "price", "framework", "calibrate", "report"},
+    "training": OF_BOTH | {"seq", "global_batch", "tokens", "price", "calibrate", "report"},
 }
 WITHOUT_EFFECT = {
     "rows": "has no effect with --rows, whose file has every setting",
@@ -56,9 +56,7 @@ Accelerator = Annotated[
 ]
 Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
-Program = Annotated[
-    Framework, typer.Option("--framework", help="Program that trains; tensorrt-llm and vllm only serve.")
-]
+PROGRAMS = "Program that trains; vllm and tensorrt-llm serve, with --answer. [default: torchtitan, or vllm]"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -72,7 +70,7 @@ def plan(
     global_batch: Annotated[int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens.")] = 0,
     tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
-    framework: Program = Framework.TITAN,
+    framework: Annotated[Framework | None, typer.Option("--framework", help=PROGRAMS)] = None,
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt, for inference.")] = 1024,
     answer: Annotated[
         int | None, typer.Option("--answer", help="Tokens generated; plans inference instead of a training.")
@@ -106,6 +104,7 @@ def plan(
             prompt=prompt,
             answer=answer,
             load=load,
+            framework=framework or Framework.VLLM,
         )
         _show_service(service, as_json=as_json)
     else:
@@ -117,7 +116,7 @@ def plan(
             global_batch=global_batch,
             tokens=_amount(tokens),
             price=_price(price),
-            framework=framework,
+            framework=framework or Framework.TITAN,
         )
         constants = fitted_constants()
         if calibrate is not None:
@@ -144,7 +143,7 @@ def advise_on_model(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
-    framework: Program = Framework.TITAN,
+    framework: Annotated[Framework, typer.Option("--framework", help="Program that trains.")] = Framework.TITAN,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="Per cent of perplexity that may be lost.")
     ] = None,
@@ -223,27 +222,32 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     print_lines(f"Searched in {seconds:.1f} s, as {request.framework} would train. {UNTRIED}")
 
 
-TIMES = ("step (80 %)", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
+TIMES = ("step, s (80 %)", "tokens/s a GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
 COLUMNS = ("recipe", "layout", "recompute", *TIMES)
+
+
+def _short(value: float | None) -> str:
+    """Three digits, or all of a larger whole part: "8.67", "1,042"."""
+    return number(value, 3) if value is None or abs(value) < 1000 else number(round(value))
 
 
 def _cells(option: Option, record: dict[str, Any]) -> dict[str, str]:
     """Cells by column; an option that is refused has its name alone."""
     if option.candidate is None:
         return {"recipe": option.name}
-    step, low, high = (number(record[name], 3) for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
+    step, low, high = (_short(record[name]) for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
     gain = "1" if option.speedup is None else "{:.2f} ({:.2f}–{:.2f})".format(*option.speedup)
     return {
         "recipe": option.name,
         "layout": f"{record['layout']} mb{record['micro_batch']}",
         "recompute": option.candidate.recomputed,
-        "step (80 %)": f"{step} ({low}–{high}) s",
-        "tokens/s/GPU": number(round(record["tokens_per_s_per_gpu"])),
+        "step, s (80 %)": f"{step} ({low}–{high})",
+        "tokens/s a GPU": number(round(record["tokens_per_s_per_gpu"])),
         "MFU": f"{record['mfu']:.0%}",
         "memory": f"{record['memory_gb']:.0f} GB",
-        "days": number(record["days"], 3),
+        "days": _short(record["days"]),
         "cost": number(record["cost"] and round(record["cost"])),
-        "MWh": number(record["megawatt_hours"], 3),
+        "MWh": _short(record["megawatt_hours"]),
         "× BF16": gain,
     }
 
@@ -261,22 +265,23 @@ def _show_shares(made: Plan) -> None:
         (each.name, f"{each.share:.0%}", f"{each.speedup:.2f}", "" if each.speedup >= 1 else "keep in BF16")
         for each in made.layers
     ]
-    if layers:
-        print_table("Layers in FP8", ("layer", "share of FLOPs", "× BF16", ""), layers)
+    if layers and made.best_fp8 is not None:
+        print_table(f"Layers in FP8, with {made.best_fp8.name}", ("layer", "share of FLOPs", "× BF16", ""), layers)
 
 
 def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     points, refused = serving_points(service, fitted_constants())
     if as_json:
-        print_json({"points": [point.record() for point in points], "refused": refused})
+        record = {"framework": service.framework, "points": [point.record() for point in points]}
+        print_json(record | {"refused": refused})
         return
     cells = [
         (
             point.precision,
             number(point.prompt),
             number(point.requests),
-            number(point.token_ms, 3),
-            number(point.first_token_ms, 3),
+            _short(point.token_ms),
+            _short(point.first_token_ms),
             f"{number(round(point.tokens_per_s))} ({number(round(point.low))} to {number(round(point.high))})",
             f"{point.weights_gb:.0f} GB",
             f"{point.kv_gb:.1f} GB",
@@ -297,21 +302,37 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     )
     title = f"{service.model.name}, {service.gpus} × {service.hardware.name}, {service.prompt}/{service.answer} tokens"
     print_table(title, columns, cells)
-    print_lines(*(f"{name}: {reason}" for name, reason in refused.items()), UNTRIED)
+    print_lines(
+        *(f"{name}: {reason}" for name, reason in refused.items()),
+        f"As {service.framework} would serve. Predicted from published measurements of TensorRT-LLM and vLLM; octavo's "
+        "own server was not among them.",
+    )
 
 
 def _show_comparison(first: Path, second: Path, *, as_json: bool) -> None:
-    differences = compare_plans(read_plan(first), read_plan(second))
+    plans = {path: read_plan(path) for path in (first, second)}
+    differences = compare_plans(plans[first], plans[second])
     if as_json:
         print_json([asdict(each) for each in differences])
         return
     cells = [
         (
             each.recipe,
-            *(f"{number(pair[0], 3)} → {number(pair[1], 3)}" for pair in (each.step_time_s, each.days, each.memory_gb)),
-            f"{each.step_time_s[0] / each.step_time_s[1]:.2f}",
+            *(f"{_short(pair[0])} → {_short(pair[1])}" for pair in (each.step_time_s, each.days, each.memory_gb)),
+            f"{each.times_as_fast:.2f}",
         )
         for each in differences
     ]
-    title = f"{first.name} → {second.name}"
+    title = " → ".join(_named(path, record) for path, record in plans.items())
     print_table(title, ("recipe", "step, s", "days", "memory, GB", "times as fast"), cells)
+    compared = {each.recipe for each in differences}
+    for path, record in plans.items():
+        alone = [option["recipe"] for option in record["options"] if option.get("reason") is None]
+        alone = [name for name in alone if name not in compared]
+        if alone:
+            print_lines(f"In {path.name} alone: {', '.join(alone)}")
+
+
+def _named(path: Path, record: dict[str, Any]) -> str:
+    """A plan's file, and of what it is."""
+    return f"{path.name} ({record.get('model')}, {record['gpus']:,} × {record.get('hardware')})"

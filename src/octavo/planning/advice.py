@@ -89,7 +89,9 @@ def _gain(plan: Plan) -> Check:
     words = f"{best.name} is predicted {gain:.2f} times as fast as BF16, at least {low:.2f} in 90 % of cases"
     if gain < WORTH:
         words += f"; less than {WORTH:g} does not pay for the further steps that FP8 may take"
-    return Check(name="gain", holds=gain >= WORTH, sentence=words)
+    elif low < 1:
+        words += ", where it would be slower; measure before deciding"
+    return Check(name="gain", holds=gain >= WORTH and low >= 1, sentence=words)
 
 
 def _layers(plan: Plan) -> Check:

@@ -8,7 +8,17 @@ from octavo.planning.hardware import Hardware
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import Precision
 
-__all__ = ["Framework", "GemmJob", "GemmPass", "Layout", "Recompute", "ServingJob", "Sharding", "TrainingJob"]
+__all__ = [
+    "SERVERS",
+    "Framework",
+    "GemmJob",
+    "GemmPass",
+    "Layout",
+    "Recompute",
+    "ServingJob",
+    "Sharding",
+    "TrainingJob",
+]
 
 
 class Sharding(StrEnum):
@@ -38,6 +48,9 @@ class Framework(StrEnum):
     EAGER = "eager"  # PyTorch or transformers without compilation
     TRTLLM = "tensorrt-llm"
     VLLM = "vllm"
+
+
+SERVERS = (Framework.VLLM, Framework.TRTLLM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

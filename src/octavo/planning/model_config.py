@@ -58,6 +58,10 @@ def load_shape(model: str) -> ModelShape:
     if path.is_dir():
         path /= "config.json"
     if path.suffix != ".json":
+        if model.startswith((".", "/", "~")):
+            raise ConfigError(
+                f"there is no folder {model!r}; give a model's name, its config.json, or a folder that has one"
+            )
         return find_model(model)
     try:
         config = read_object(path, allow_nan=True)

@@ -8,7 +8,7 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import Framework, Layout, Recompute, TrainingJob
+from octavo.planning.jobs import SERVERS, Framework, Layout, Recompute, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
 from octavo.planning.precision import BF16, precision_of_recipe
 from octavo.planning.search import Candidate, best_layout, layouts
@@ -51,13 +51,13 @@ class PlanRequest:
             raise ConfigError("gpus and seq must be 1 or more, and global-batch 0 or more")
         if not 0 < self.tokens < 1e18 or not 0 <= self.price < 1e6:
             raise ConfigError("tokens must be above 0 and below 1e18, and price between 0 and 1e6")
-        if self.framework in (Framework.TRTLLM, Framework.VLLM):
+        if self.framework in SERVERS:
             raise ConfigError(f"{self.framework} serves and does not train; plan with torchtitan, megatron or jax")
 
     @property
     def batch(self) -> int:
-        """Sequences a step, a multiple of the GPUs where none was given."""
-        return self.global_batch or self.gpus * max(1, round(4e6 / self.seq / self.gpus))
+        """Sequences a step; where none was given, a power of two of them a GPU, which every micro-batch divides."""
+        return self.global_batch or self.gpus << max(0, round(math.log2(4e6 / self.seq / self.gpus)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ COLOURS = dict(
         strict=True,
     )
 )
-COLUMNS = ("recipe", "layout", "step", "80 %", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
+COLUMNS = ("recipe", "× BF16", "step", "80 %", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "layout")
 
 
 def plan_page(plan: Plan) -> str:
@@ -44,8 +44,9 @@ def plan_page(plan: Plan) -> str:
         "parameters": f"{request.model.parameters / 1e9:,.1f} billion",
         "sequence": f"{request.seq:,} tokens",
         "batch": f"{request.batch:,} sequences",
-        "training": f"{request.tokens:,.3g} tokens",
+        "training": f"{request.tokens / 1e9:,.10g} billion tokens",
         **({"price": f"{request.price:,g} per GPU-hour"} if request.price else {}),
+        "program": str(request.framework),
         "hardware": request.hardware.source,
     }
     columns = [name for name in COLUMNS if request.price or name != "cost"]
@@ -68,6 +69,7 @@ def plan_page(plan: Plan) -> str:
         memory=_memory(plan),
         activations=_activations(plan),
         layers=layers,
+        fastest=plan.best_fp8.name if plan.best_fp8 else "",
     )
 
 
@@ -77,7 +79,7 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
     recomputed = option.candidate.recomputed if option.candidate else ""
     return {
         "recipe": option.name,
-        "layout": f"{record['layout']}, micro-batch {record['micro_batch']}, recompute {recomputed}",
+        "× BF16": "1" if option.speedup is None else f"{option.speedup[0]:.2f}",
         "step": f"{record['step_time_s']:.3g} s",
         "80 %": f"{record['step_time_low_s']:.3g}–{record['step_time_high_s']:.3g} s",
         "tokens/s/GPU": f"{record['tokens_per_s_per_gpu']:,.0f}",
@@ -86,7 +88,7 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
         "days": f"{record['days']:.3g}",
         "cost": f"{record['cost'] or 0:,.0f}",
         "MWh": f"{record['megawatt_hours']:,.3g}" if record["megawatt_hours"] else "–",
-        "× BF16": "1" if option.speedup is None else f"{option.speedup[0]:.2f}",
+        "layout": f"{record['layout']}, micro-batch {record['micro_batch']}, recompute {recomputed}",
     }
 
 

@@ -18,11 +18,13 @@ def made() -> Any:
     return make_plan(request, CONSTANTS)
 
 
-def with_times(plan: Any, *, gain: float = 1.5, gemm: float = 0.8, layers: tuple[LayerGain, ...] = ()) -> Any:
+def with_times(
+    plan: Any, *, gain: float = 1.5, low: float = 1.0, gemm: float = 0.8, layers: tuple[LayerGain, ...] = ()
+) -> Any:
     """A plan whose step takes 1 s in BF16, ``gemm`` of it in linear layers, and whose recipes all gain the same."""
     options = []
     for option in plan.options:
-        speedup = None if option.speedup is None else (gain, 0.9 * gain, 1.1 * gain)
+        speedup = None if option.speedup is None else (gain, low, 2 * gain - low)
         total = 1.0 if speedup is None else 1.0 / gain
         seconds = {"gemm": gemm * total, "attention": (1 - gemm) * total, "total": total}
         candidate = option.candidate and replace(option.candidate, seconds=seconds)
@@ -40,6 +42,13 @@ def test_fp8_is_used_where_it_is_faster_with_the_further_steps_that_it_takes(mad
     assert advice.use_fp8 == (STEPS_OF_FP8 / gain < 100)
     assert check(advice, "gain").holds == advice.use_fp8
     assert ("further steps" in advice.sentence) != advice.use_fp8
+
+
+@pytest.mark.parametrize("low", [0.9, 0.99, 1.0, 1.2])
+def test_a_gain_that_may_be_a_loss_is_to_be_measured_first(made, low):
+    advice = advise(with_times(made, gain=1.3, low=low), CONSTANTS)
+    assert advice.use_fp8 == (low >= 1)
+    assert ("measure before deciding" in advice.sentence) != advice.use_fp8
 
 
 @pytest.mark.parametrize("gemm", [0.02, 0.08, 0.11, 0.5, 1.0])

@@ -275,8 +275,8 @@ def test_memory_of_attention_is_what_torch_saves_in_bf16_and_fp8():
         x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         weights = {each.untyped_storage().data_ptr() for each in block.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            parts = block[0](x).view(1, tokens, 3 * heads, width).transpose(1, 2).chunk(3, 1)
-            attended = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+            queries, keys, values = block[0](x).view(1, tokens, 3 * heads, width).transpose(1, 2).chunk(3, 1)
+            attended = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
             result = block[1](attended.transpose(1, 2).reshape(1, tokens, hidden))
         measured = sum(size for place, size in saved.items() if place not in weights)
         model = ModelShape(name="toy", layers=1, hidden=hidden, heads=heads, vocab=1, mlp_layers=0)
@@ -353,3 +353,5 @@ def test_long_sequences_are_divided_among_context_parallel_ranks():
 def test_a_search_tries_micro_batches():
     found = best_layout(job(seq=2048, global_batch=1024), fitted_constants(), [Layout(gpus=64)])
     assert {candidate.job.micro_batch for candidate in found} == {1, 2, 4, 8, 16}
+    short = best_layout(job(seq=256, global_batch=64 * 512), fitted_constants(), [Layout(gpus=64)])
+    assert max(candidate.job.micro_batch for candidate in short) > 16, "4,096 tokens do not fill a GPU"

@@ -72,10 +72,13 @@ def test_the_gain_of_mpt_1b_vanishes_as_its_context_grows():
 def test_nanochat_d12_loses_and_d32_gains():
     assert speedup(model="nanochat d12", precision="float8 rowwise", micro_batch=32, seq=2048) < 1
     assert speedup(model="nanochat d32", micro_batch=32, seq=2048) > 1.15
-    small = plan("nanochat d12", gpus=8, seq=2048)
-    by_name = {option.name: option.speedup for option in small.options}
-    assert by_name["tensorwise"][0] < 1
-    assert advise(small, CONSTANTS).use_fp8 is False
+    for batch in (8 * 244, 0):  # micro-batches of four sequences, and of 32 as nanochat's
+        small = plan("nanochat d12", gpus=8, seq=2048, global_batch=batch)
+        by_name = {option.name: option.speedup for option in small.options}
+        assert by_name["rowwise"][0] < 1
+        assert advise(small, CONSTANTS).use_fp8 is False
+        if batch:
+            assert by_name["tensorwise"][0] < 1
 
 
 def test_a_speedup_is_a_metric_too():

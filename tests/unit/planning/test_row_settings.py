@@ -65,6 +65,16 @@ def test_how_weights_are_sharded(cell, notes, ranks, sharding):
     assert (layout.shard_ranks, layout.sharding) == (ranks, sharding)
 
 
+def test_states_are_divided_if_they_would_not_fit_and_the_row_does_not_say():
+    """2 + 2 bytes of 70 billion weights and gradients on each GPU are more than 80 GB, whatever its optimizer does."""
+    large = {"model": "Llama-3.1-70B", "gpus": 128, "notes": "full AC"}
+    assert job(**large).layout.sharding == Sharding.FSDP
+    assert job(**large, dp_or_fsdp="dp128").layout.sharding == Sharding.ZERO1
+    assert "would need" in predicted(**large, dp_or_fsdp="dp128").reason
+    assert job(**large | {"notes": "full AC, ZeRO-1"}).layout.sharding == Sharding.ZERO1
+    assert job(notes="full AC").layout.sharding == Sharding.ZERO1
+
+
 def test_a_two_of_two_ranks_is_a_number():
     assert job(gpus=2, dp_or_fsdp="fsdp2").layout.shard_ranks == 2
 

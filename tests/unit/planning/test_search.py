@@ -44,5 +44,5 @@ def test_what_is_recomputed_in_words():
     large = best_layout(job, CONSTANTS, [job.layout])[0]
     share = large.recompute[1]
     assert 0 < share < 1
-    assert large.recomputed == f"selective + {share:.0%} full"
+    assert large.recomputed == f"{share:.0%} full"
     assert replace(large, recompute=(Recompute.SELECTIVE, 1.0)).recomputed == "full"
