@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def recomputed(self) -> str:
-        """What backward computes again: a policy, or the share of blocks that it computes again whole."""
+        """Policy of recomputation in words, or the share of blocks that backward computes again as a whole."""
         policy, share = self.recompute
         if share >= 1:
             return str(Recompute.FULL)
