@@ -75,7 +75,7 @@ def test_mx_formats_are_multiplied_where_they_are():
 
 def test_the_bandwidth_of_this_cpu_is_what_a_copy_reaches():
     """Bytes that NumPy reads and writes in a second; beside other programs both vary."""
-    source = np.zeros(1 << 24, dtype=np.float32)
+    source = np.ones(1 << 24, dtype=np.float32)
     target = np.empty_like(source)
     rates = []
     for _ in range(5):
@@ -83,7 +83,8 @@ def test_the_bandwidth_of_this_cpu_is_what_a_copy_reaches():
         started = time.perf_counter()
         np.copyto(target, source)
         rates.append(2 * source.nbytes / (time.perf_counter() - started) / 1e9)
-    assert max(rates) / 5 < measure_cpu().bandwidth < 5 * max(rates)
+    found = max(measure_cpu().bandwidth for _ in range(4))
+    assert max(rates) / 5 < found < 2.5 * max(rates)
 
 
 @pytest.mark.parametrize(
