@@ -293,7 +293,8 @@ READERS: dict[str, Reader] = {
     "plan": Reader(
         functions=(read_plan,),
         write=lambda folder: (folder / "plan.json").write_text(
-            '{"options": [{"recipe": "bf16", "step_time_s": 2.0, "days": 3.5, "memory_gb": 60.0},'
+            '{"gpus": 8, "options": [{"recipe": "bf16", "step_time_s": 2.0, "days": 3.5, "memory_gb": 60.0,'
+            ' "tokens_per_s_per_gpu": 900.0},'
             ' {"recipe": "mxfp8", "reason": "no MX scales"}]}'
         ),
         read=lambda folder: compare_plans(read_plan(folder / "plan.json"), read_plan(folder / "plan.json")),

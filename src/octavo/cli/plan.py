@@ -4,7 +4,7 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.planning import (
     Constants,
     Hardware,
+    Option,
     Plan,
     PlanRequest,
     advise,
@@ -32,6 +33,19 @@ from octavo.planning.this_cpu import measure_cpu
 __all__ = ["advise_on_model", "plan"]
 
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+OF_BOTH = frozenset({"model", "hardware", "gpus", "framework"})
+USED = {  # options by what is asked for
+    "rows": frozenset({"rows"}),
+    "compare": frozenset({"compare"}),
+    "inference": OF_BOTH | {"prompt", "answer", "load"},
+    "training": OF_BOTH | {"seq", "global_batch", "tokens", "price", "calibrate", "report"},
+}
+WITHOUT_EFFECT = {
+    "rows": "has no effect with --rows, whose file has every setting",
+    "compare": "has no effect with --compare, whose files have every setting",
+    "inference": "is of a training, and has no effect with --answer, which plans inference",
+    "training": "is of inference, and has no effect without --answer",
+}
 UNTRIED = (
     "Predicted from published measurements of other programs. Octavo's own compiled training step of 1.04 B parameters "
     "ran at 0.82 of BF16's speed on one H100."
@@ -42,14 +56,13 @@ Accelerator = Annotated[
 ]
 Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
-Program = Annotated[
-    Framework, typer.Option("--framework", help="Program that trains; tensorrt-llm and vllm only serve.")
-]
+PROGRAMS = "Program that trains; vllm and tensorrt-llm serve, with --answer. [default: torchtitan, or vllm]"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def plan(
     *,
+    context: typer.Context,
     model: Model = None,
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
@@ -57,9 +70,11 @@ def plan(
     global_batch: Annotated[int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens.")] = 0,
     tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
-    framework: Program = Framework.TITAN,
+    framework: Annotated[Framework | None, typer.Option("--framework", help=PROGRAMS)] = None,
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt, for inference.")] = 1024,
-    answer: Annotated[int, typer.Option("--answer", help="Tokens generated; plans inference.")] = 0,
+    answer: Annotated[
+        int | None, typer.Option("--answer", help="Tokens generated; plans inference instead of a training.")
+    ] = None,
     load: Annotated[float, typer.Option("--load", help="Tokens a second to generate, for inference.")] = 0.0,
     rows: Annotated[Path | None, typer.Option("--rows", help="Predict the rows of a CSV file of measurements.")] = None,
     compare: Annotated[
@@ -74,19 +89,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout."""
-    if rows is not None and compare is not None:
-        raise ConfigError("--rows and --compare are two commands; give one of them")
-    if (rows is not None or compare is not None or answer) and (report is not None or calibrate is not None):
-        raise ConfigError(
-            "--report and --calibrate are of a training; leave them out with --rows, --compare and --answer"
-        )
+    _refuse_without_effect(context, rows=rows, compare=compare, answer=answer)
     if rows is not None:
         _predict_rows(rows, as_json=as_json)
     elif compare is not None:
         _show_comparison(*compare, as_json=as_json)
     elif model is None:
         raise ConfigError("name a model with --model, a file of measurements with --rows, or two plans with --compare")
-    elif answer:
+    elif answer is not None:
         service = ServingRequest(
             model=load_shape(model),
             hardware=_accelerator(hardware),
@@ -94,6 +104,7 @@ def plan(
             prompt=prompt,
             answer=answer,
             load=load,
+            framework=framework or Framework.VLLM,
         )
         _show_service(service, as_json=as_json)
     else:
@@ -104,13 +115,26 @@ def plan(
             seq=seq,
             global_batch=global_batch,
             tokens=_amount(tokens),
-            price=_amount(price.removesuffix("/h")),
-            framework=framework,
+            price=_price(price),
+            framework=framework or Framework.TITAN,
         )
         constants = fitted_constants()
         if calibrate is not None:
             constants = calibrated(constants, read_calibration(calibrate), request.hardware)
         _show_plan(request, constants, report, as_json=as_json)
+
+
+def _refuse_without_effect(
+    context: typer.Context, *, rows: Path | None, compare: tuple[Path, Path] | None, answer: int | None
+) -> None:
+    """Raise ConfigError for an option that what is asked for does not use."""
+    of_a_model = "training" if answer is None else "inference"
+    task = "rows" if rows is not None else "compare" if compare is not None else of_a_model
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and name not in USED[task] | {"as_json"}:
+            raise ConfigError(f"--{name.replace('_', '-')} {WITHOUT_EFFECT[task]}; leave it out")
 
 
 def advise_on_model(
@@ -119,7 +143,7 @@ def advise_on_model(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
-    framework: Program = Framework.TITAN,
+    framework: Annotated[Framework, typer.Option("--framework", help="Program that trains.")] = Framework.TITAN,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="Per cent of perplexity that may be lost.")
     ] = None,
@@ -154,6 +178,12 @@ def _amount(text: str) -> float:
     return float(match.group(1)) * SUFFIXES[match.group(2)]
 
 
+def _price(text: str) -> float:
+    """A price of a GPU and an hour, such as 2.5, $2.5/h or "2.5 per GPU-hour"."""
+    amount = re.sub(r"(?:/| per )\s*(?:gpu[ -]?)?h(?:(?:ou)?rs?)?$", "", text.strip().lower())
+    return _amount(amount.strip(" $€£"))
+
+
 def _predict_rows(path: Path, *, as_json: bool) -> None:
     constants = fitted_constants()
     predictions = [predict_row(row, constants) for row in read_rows(path)]
@@ -182,7 +212,9 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     title = (
         f"{request.model.name}, {request.gpus:,} × {request.hardware.name}, {request.seq:,} tokens × {request.batch:,}"
     )
-    print_table(title, COLUMNS, [_cells(made, index) for index in range(len(made.options))], left=2)
+    columns = [name for name in COLUMNS if request.price or name != "cost"]
+    cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
+    print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
     _show_shares(made)
     for option in made.options:
         if option.reason is not None:
@@ -190,33 +222,34 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     print_lines(f"Searched in {seconds:.1f} s, as {request.framework} would train. {UNTRIED}")
 
 
-COLUMNS = ("recipe", "layout", "step (80 %)", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
+TIMES = ("step, s (80 %)", "tokens/s a GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
+COLUMNS = ("recipe", "layout", "recompute", *TIMES)
 
 
-def _cells(made: Plan, index: int) -> tuple[str, ...]:
-    option = made.options[index]
-    candidate = option.candidate
-    if candidate is None:
-        return (option.name, *("–" for _ in COLUMNS[1:]))
-    record = made.record()["options"][index]
-    times = " ".join(
-        (
-            number(record["step_time_s"], 3),
-            f"({number(record['step_time_low_s'], 3)}–",
-        )
-    )
-    return (
-        option.name,
-        f"{record['layout']} mb{record['micro_batch']}",
-        f"{times}{number(record['step_time_high_s'], 3)}) s",
-        number(round(record["tokens_per_s_per_gpu"])),
-        f"{record['mfu']:.0%}",
-        f"{record['memory_gb']:.0f} GB",
-        number(record["days"], 3),
-        number(record["cost"] and round(record["cost"])),
-        number(record["megawatt_hours"], 3),
-        "1" if option.speedup is None else f"{option.speedup[0]:.2f} ({option.speedup[1]:.2f}–{option.speedup[2]:.2f})",
-    )
+def _short(value: float | None) -> str:
+    """Three digits, or all of a larger whole part: "8.67", "1,042"."""
+    return number(value, 3) if value is None or abs(value) < 1000 else number(round(value))
+
+
+def _cells(option: Option, record: dict[str, Any]) -> dict[str, str]:
+    """Cells by column; an option that is refused has its name alone."""
+    if option.candidate is None:
+        return {"recipe": option.name}
+    step, low, high = (_short(record[name]) for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
+    gain = "1" if option.speedup is None else "{:.2f} ({:.2f}–{:.2f})".format(*option.speedup)
+    return {
+        "recipe": option.name,
+        "layout": f"{record['layout']} mb{record['micro_batch']}",
+        "recompute": option.candidate.recomputed,
+        "step, s (80 %)": f"{step} ({low}–{high})",
+        "tokens/s a GPU": number(round(record["tokens_per_s_per_gpu"])),
+        "MFU": f"{record['mfu']:.0%}",
+        "memory": f"{record['memory_gb']:.0f} GB",
+        "days": _short(record["days"]),
+        "cost": number(record["cost"] and round(record["cost"])),
+        "MWh": _short(record["megawatt_hours"]),
+        "× BF16": gain,
+    }
 
 
 def _show_shares(made: Plan) -> None:
@@ -232,22 +265,23 @@ def _show_shares(made: Plan) -> None:
         (each.name, f"{each.share:.0%}", f"{each.speedup:.2f}", "" if each.speedup >= 1 else "keep in BF16")
         for each in made.layers
     ]
-    if layers:
-        print_table("Layers in FP8", ("layer", "share of FLOPs", "× BF16", ""), layers)
+    if layers and made.best_fp8 is not None:
+        print_table(f"Layers in FP8, with {made.best_fp8.name}", ("layer", "share of FLOPs", "× BF16", ""), layers)
 
 
 def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     points, refused = serving_points(service, fitted_constants())
     if as_json:
-        print_json({"points": [point.record() for point in points], "refused": refused})
+        record = {"framework": service.framework, "points": [point.record() for point in points]}
+        print_json(record | {"refused": refused})
         return
     cells = [
         (
             point.precision,
             number(point.prompt),
             number(point.requests),
-            number(point.token_ms, 3),
-            number(point.first_token_ms, 3),
+            _short(point.token_ms),
+            _short(point.first_token_ms),
             f"{number(round(point.tokens_per_s))} ({number(round(point.low))} to {number(round(point.high))})",
             f"{point.weights_gb:.0f} GB",
             f"{point.kv_gb:.1f} GB",
@@ -268,21 +302,37 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     )
     title = f"{service.model.name}, {service.gpus} × {service.hardware.name}, {service.prompt}/{service.answer} tokens"
     print_table(title, columns, cells)
-    print_lines(*(f"{name}: {reason}" for name, reason in refused.items()), UNTRIED)
+    print_lines(
+        *(f"{name}: {reason}" for name, reason in refused.items()),
+        f"As {service.framework} would serve. Predicted from published measurements of TensorRT-LLM and vLLM; octavo's "
+        "own server was not among them.",
+    )
 
 
 def _show_comparison(first: Path, second: Path, *, as_json: bool) -> None:
-    differences = compare_plans(read_plan(first), read_plan(second))
+    plans = {path: read_plan(path) for path in (first, second)}
+    differences = compare_plans(plans[first], plans[second])
     if as_json:
         print_json([asdict(each) for each in differences])
         return
     cells = [
         (
             each.recipe,
-            *(f"{number(pair[0], 3)} → {number(pair[1], 3)}" for pair in (each.step_time_s, each.days, each.memory_gb)),
-            f"{each.step_time_s[0] / each.step_time_s[1]:.2f}",
+            *(f"{_short(pair[0])} → {_short(pair[1])}" for pair in (each.step_time_s, each.days, each.memory_gb)),
+            f"{each.times_as_fast:.2f}",
         )
         for each in differences
     ]
-    title = f"{first.name} → {second.name}"
+    title = " → ".join(_named(path, record) for path, record in plans.items())
     print_table(title, ("recipe", "step, s", "days", "memory, GB", "times as fast"), cells)
+    compared = {each.recipe for each in differences}
+    for path, record in plans.items():
+        alone = [option["recipe"] for option in record["options"] if option.get("reason") is None]
+        alone = [name for name in alone if name not in compared]
+        if alone:
+            print_lines(f"In {path.name} alone: {', '.join(alone)}")
+
+
+def _named(path: Path, record: dict[str, Any]) -> str:
+    """A plan's file, and of what it is."""
+    return f"{path.name} ({record.get('model')}, {record['gpus']:,} × {record.get('hardware')})"

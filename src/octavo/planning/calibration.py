@@ -19,7 +19,7 @@ from octavo.planning.constants import Constants, gemm_seconds
 from octavo.planning.gemm_costs import gemm_parts, kernel_part
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import GemmJob
-from octavo.planning.precision import precision_of_recipe
+from octavo.planning.precision import Kernel, precision_of_recipe
 
 __all__ = ["calibrated", "read_calibration"]
 
@@ -99,4 +99,6 @@ def calibrated(constants: Constants, timings: list[Timing], hardware: Hardware) 
         others = gemm_seconds({name: value for name, value in parts.items() if name != kernel}, values)["total"]
         if parts[kernel] > 0 and seconds > 1.05 * float(others):
             values[kernel] = math.log((seconds - float(others)) / parts[kernel])
+    if "bf16" in largest:  # the generation is measured now
+        values.setdefault(f"gemm_bf16_{hardware.generation}", values[kernel_part(Kernel.BF16, hardware)])
     return replace(constants, values=values)

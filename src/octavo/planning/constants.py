@@ -17,11 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from statistics import stdev
 from typing import Any
 
 import numpy as np
 
 from octavo.parsing import parse_json
+from octavo.planning.gemm_costs import kernel_part
+from octavo.planning.jobs import GemmJob, ServingJob, TrainingJob
 
 __all__ = [
     "Constants",
@@ -40,6 +43,8 @@ GUESSED = {
     "dense": {"train": 0.14, "infer": 0.75},
     "mixture": {"train": 0.26, "infer": 0.57},
 }
+# Student's t of two degrees of freedom: 80 % of a fourth value are within it, times the deviation of three others.
+OF_THREE = 1.886 * (4 / 3) ** 0.5
 INSIDE = ("tp", "tp_overlapped", "cp", "ep", "ep_network", "etp", "pp")
 
 
@@ -57,12 +62,33 @@ class Constants:
     deviations: dict[str, float] = field(default_factory=dict)
     intervals: dict[str, float] = field(default_factory=dict)
 
-    def width(self, kind: str, *, guess: str = "") -> float:
-        """Return the logarithm of an 80 % interval's factor; a guessed shape's error is added as if independent.
+    def width(self, kind: str, job: TrainingJob | ServingJob | GemmJob) -> float:
+        """Return the logarithm of the factor of a prediction's 80 % interval.
 
-        ``guess`` is "dense" or "mixture", as :attr:`octavo.planning.model_shapes.ModelShape.guess` says.
+        What a guessed shape, and a kernel that no measurement is of, may be off by is added as if independent.
         """
-        return math.hypot(self.intervals.get(kind, 0.3), GUESSED[guess].get(kind, 0.0) if guess else 0.0)
+        guess = "" if isinstance(job, GemmJob) else job.model.guess
+        of_guess = GUESSED[guess].get(kind, 0.0) if guess else 0.0
+        of_kernel = 0.0 if kind == "memory" else self._unmeasured(kind, job)
+        return math.hypot(self.intervals.get(kind, 0.3), of_guess, of_kernel)
+
+    def _unmeasured(self, kind: str, job: TrainingJob | ServingJob | GemmJob) -> float:
+        """Error of a kernel that was not measured on a generation, from what the measured generations differ.
+
+        Times on a new generation are off by what BF16's constants differ. Speed-ups there, and kernels that were
+        measured on others alone, are off by what the distance of FP8's constant from BF16's differs.
+        """
+        prefix = "gemm_bf16_"
+        bf16 = {name.removeprefix(prefix): value for name, value in self.values.items() if name.startswith(prefix)}
+        is_new = job.hardware.generation not in bf16
+        if is_new and kind != "speedup":
+            return OF_THREE * stdev(bf16.values())
+        precision = job.precision
+        is_known = kernel_part(precision.kernel, job.hardware) in self.values
+        if is_known and not (is_new or precision.integer or precision.weight_bits):
+            return 0.0
+        fp8 = {each: self.values.get(f"gemm_tensor_{each}") for each in bf16}
+        return OF_THREE * stdev(value - bf16[each] for each, value in fp8.items() if value is not None)
 
 
 @cache

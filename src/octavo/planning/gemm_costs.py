@@ -21,6 +21,7 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128))  # rows and columns; the
 FLOPS_A_BYTE = {tile: math.prod(tile) / sum(tile) for tile in TILES}
 GRADIENTS = (GemmPass.GRAD_INPUT, GemmPass.GRAD_WEIGHT)
 PASSES = {GemmPass.BACKWARD: GRADIENTS} | dict.fromkeys((GemmPass.ALL, GemmPass.SUM), (GemmPass.FORWARD, *GRADIENTS))
+MMA_COLUMNS = 8  # of the narrowest MMA, to which the few rows of a decoding step are transposed
 EPILOGUE_BITS = 4000.0  # bits of K whose products take as long as a tile's prologue and epilogue
 
 
@@ -64,7 +65,7 @@ def add_gemm(
     *,
     groups: int = 1,
     times: float = 1.0,
-    is_grouped: bool = False,
+    is_grouped: bool | None = None,
 ) -> None:
     """Add the seconds of ``times`` GEMMs of one shape to ``parts``.
 
@@ -75,23 +76,36 @@ def add_gemm(
         hardware: that multiplies.
         groups: of a grouped GEMM.
         times: how many.
-        is_grouped: whether a grouped kernel is used even for one group.
+        is_grouped: whether a grouped kernel multiplies; None for whenever there are several groups.
     """
     m, n, k = shape
     if min(shape) < 1 or times <= 0:
         return
     bits, kernel = precision.bits, precision.kernel
-    peak = hardware.int8 * 1e12 if precision.integer else hardware.peak(bits)
     efficiency = wave_efficiency(shape, hardware.processors, groups=groups, bits=bits)
-    computing = 2.0 * m * n * k * groups / (peak * efficiency)
+    computing = 2.0 * m * n * k * groups / (hardware.peak(bits) * efficiency)
+    if precision.integer:
+        computing = _integer_seconds(shape, hardware, efficiency) * groups
     reading = groups * ((m * k * bits + n * k * precision.stored_bits) / 8 + 2.0 * m * n) / (hardware.bandwidth * 1e9)
     # A power mean: a product near both limits is slower than either.
     seconds = (computing**4 + reading**4) ** 0.25
     limited = computing**4 / (computing**4 + reading**4)  # by FLOPs; the rest waits for memory
-    grouped = is_grouped or groups > 1
+    grouped = groups > 1 if is_grouped is None else is_grouped
     parts[kernel_part(kernel, hardware, is_grouped=grouped and kernel != Kernel.DEEPGEMM)] += times * seconds * limited
     parts["reading"] += times * seconds * (1 - limited)
     parts["launches"] += times
+
+
+def _integer_seconds(shape: tuple[int, int, int], hardware: Hardware, efficiency: float) -> float:
+    """Seconds of one INT8 product's FLOPs.
+
+    Units that are slower than FP8's (B300's, 30 times) keep up with any tile: they are busy with the rows of whole
+    MMAs, while waves and tiles cost what they cost in FP8.
+    """
+    m, n, k = shape
+    fed = 2.0 * m * n * k / (max(hardware.int8, hardware.fp8) * 1e12 * efficiency)
+    busy = 2.0 * MMA_COLUMNS * math.ceil(m / MMA_COLUMNS) * n * k / (hardware.int8 * 1e12)
+    return max(fed, busy)
 
 
 def gemm_parts(job: GemmJob) -> Parts:

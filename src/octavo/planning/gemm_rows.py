@@ -22,6 +22,9 @@ def gemm_job(row: Row) -> GemmJob:
     precision = find_precision(row["precision"], has_mx=hardware.has_mx)
     groups = next((size for name in ("G", "E", "groups", "experts") if (size := _size(text, name))), 1)
     shapes, attention = _shapes(text, groups), None
+    is_batched = bool(BATCHED.search(text))
+    if is_batched:  # M is that of each product
+        groups = next((size for name in ("B", "batch(?: size)?") if (size := _size(text, name))), groups)
     if "TransformerLayer" in text:
         hidden, ffn, heads = (_size(text, name) or 0 for name in ("h", "ffn", "heads"))
         seq = _size(text, "seq") or 2048
@@ -46,8 +49,11 @@ def gemm_job(row: Row) -> GemmJob:
         attention=attention,
         ranks=ranks,
         weight_cached="inference" in row["source_path_or_url"],
-        is_grouped="grouped" in text.lower(),
+        is_grouped="grouped" in text.lower() or (groups > 1 and not is_batched),
     )
+
+
+BATCHED = re.compile(r"\b(?:batched|strided|bmm)\b", re.IGNORECASE)
 
 
 def _size(text: str, name: str) -> int | None:

@@ -66,6 +66,10 @@ class Hardware:
         fastest = self.fp8 if bits == 8 or not self.has_mx else _fp4(self)
         return (fastest or self.bf16) * 1e12
 
+    def rate(self, ranks: int) -> float:
+        """Bytes a second of a collective among ``ranks`` GPUs; beyond the domain the network is the limit."""
+        return (self.link if ranks <= self.domain else self.network) * 1e9
+
     def capped(self, watts: float) -> "Hardware":
         """This accelerator under a power limit: its clock follows the cube root of the power."""
         share = min(1.0, (watts / self.watts) ** (1 / 3))

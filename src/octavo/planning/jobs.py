@@ -8,7 +8,17 @@ from octavo.planning.hardware import Hardware
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import Precision
 
-__all__ = ["Framework", "GemmJob", "GemmPass", "Layout", "Recompute", "ServingJob", "Sharding", "TrainingJob"]
+__all__ = [
+    "SERVERS",
+    "Framework",
+    "GemmJob",
+    "GemmPass",
+    "Layout",
+    "Recompute",
+    "ServingJob",
+    "Sharding",
+    "TrainingJob",
+]
 
 
 class Sharding(StrEnum):
@@ -38,6 +48,9 @@ class Framework(StrEnum):
     EAGER = "eager"  # PyTorch or transformers without compilation
     TRTLLM = "tensorrt-llm"
     VLLM = "vllm"
+
+
+SERVERS = (Framework.VLLM, Framework.TRTLLM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,14 +209,14 @@ class GemmJob:
 
     Attributes:
         shapes: (M, N, K) of each; M of one group.
-        groups: of a grouped GEMM.
+        groups: of a grouped or a batched GEMM.
         passes: see :class:`GemmPass`.
         hardware: of the GPU.
         precision: of the GEMMs.
         attention: (tokens, heads, head_dim, sequence) of a whole transformer layer; None for linear layers alone.
         ranks: tensor-parallel ranks of a layer.
         weight_cached: whether the weight was quantized before.
-        is_grouped: whether a grouped kernel is used, also for one group.
+        is_grouped: whether a grouped kernel is used, which one group may have, and a batch of equal products has not.
     """
 
     shapes: tuple[tuple[int, int, int], ...]

@@ -31,7 +31,8 @@ GPUS = frozenset({"gpu", "gpus", "device", "chip"})
 AVERAGES = frozenset({"mean", "median", "average", "avg"})
 TOKENS = frozenset({"tokens", "token", "tok", "toks"})
 SAMPLES = frozenset({"samples", "sample", "sequences", "sequence"})
-PER = frozenset({"per", "throughput"}) | SECONDS | GPUS | AVERAGES
+RATES = {"min": 60.0, "minute": 60.0, "h": 3600.0, "hr": 3600.0, "hour": 3600.0} | dict.fromkeys(SECONDS, 1.0)
+PER = frozenset({"per", "throughput"}) | RATES.keys() | GPUS | AVERAGES
 STEPS = frozenset({"step", "iter", "iteration", "train", "training"})
 TIME = frozenset({"time", "latency", "duration", "elapsed"}) | AVERAGES
 PASSES = frozenset(
@@ -64,7 +65,7 @@ SHORTER = (
     (A_UNIT + r"(?:step|iter(?:ation)?|it)\b", r"step time \1"),
     (A_UNIT + r"(?:output[ _])?token\b", r"tpot \1"),
     (r"(?<![a-z])(?:steps?|iter(?:ation)?s?|it)(?:[ _]per[ _]| ?/ ?)(?:s|sec|second)\b", "step rate"),
-    (r"(?<![a-z])tps(?![a-z])", "tokens s"),
+    (r"(?<![a-z])[tw]ps(?![a-z])", "tokens s"),
     (r"(?<![a-z])tgs(?![a-z])", "tokens s gpu"),
     (r"time[ _]to[ _]first[ _]token", "ttft"),
 )
@@ -109,6 +110,12 @@ def _time_unit(words: frozenset[str], known: Set[str]) -> float | None:
     """Units in a second, if the words are a time of something known and name one unit."""
     units = words & set(UNITS)
     return UNITS[next(iter(units))] if len(units) == 1 and words - units <= known else None
+
+
+def _seconds_of_rate(words: frozenset[str]) -> float | None:
+    """Seconds that a rate is of, such as 60 of "req/min"; None if the words name no unit of time, or several."""
+    units = words & RATES.keys()
+    return RATES[next(iter(units))] if len(units) == 1 else None
 
 
 def memory_measure(row: Row) -> Callable[[Memory], float] | None:
@@ -158,14 +165,15 @@ def step_measure(row: Row, job: TrainingJob) -> Measure:
 
 def _rate_of_step(words: frozenset[str], row: Row, job: TrainingJob, tokens: int) -> float | None:
     """Tokens or samples of a step, of one GPU where the row says so; None if the metric is no such rate."""
-    if not words & SECONDS:
+    each = _seconds_of_rate(words)
+    if each is None:
         return None
     share = job.layout.gpus if words & GPUS else 1
     if words & TOKENS and words <= TOKENS | PER:
         # torchtitan logs tokens of one GPU
-        return tokens / (job.layout.gpus if "as logged" in row["metric"].lower() else share)
+        return tokens * each / (job.layout.gpus if "as logged" in row["metric"].lower() else share)
     if words & SAMPLES and words <= SAMPLES | PER:
-        return tokens / job.seq / share
+        return tokens * each / job.seq / share
     return None
 
 
@@ -176,22 +184,23 @@ def service_measure(row: Row, job: ServingJob) -> Measure:
         ConfigError: its metric is not one that is predicted.
     """
     words = words_of(row)
-    rate = 1.0 / job.gpus if words & GPUS else float(job.replicas)  # of a GPU, or of all replicas
-    if words & SECONDS and words & TOKENS and words <= TOKENS | PER | {"output", "total", "generated"}:
+    each = _seconds_of_rate(words) or 0.0
+    rate = each * (1.0 / job.gpus if words & GPUS else job.replicas)  # of a GPU, or of all replicas
+    if rate and words & TOKENS and words <= TOKENS | PER | {"output", "total", "generated"}:
         # vLLM counts prompts; ROCm's page gives generated tokens of it
         text = f"{row.source} {row['source_path_or_url']} {row.notes}".lower()
         of_vllm = not words & {"output", "generated"} and "vllm" in text and "rocm" not in text
         counted = (job.prompt + job.answer) / job.answer if of_vllm or "total" in words else 1.0
         return lambda seconds: counted * rate / seconds
-    if words & SECONDS and words & REQUESTS and words <= REQUESTS | PER:
+    if rate and words & REQUESTS and words <= REQUESTS | PER:
         return lambda seconds: rate / job.answer / seconds
     requests = requests_in_flight(job)
     if not job.requests:
         known = "tokens and requests a second"
         more = ", and with the number of requests (micro_batch) times between tokens and of a request"
         raise _refused(row, "inference of an unstated number of requests", known + more)
-    if words & SECONDS and words & TOKENS and "user" in words and words <= TOKENS | {"per", "s", "user", "output"}:
-        return lambda seconds: 1.0 / requests / seconds
+    if each and words & TOKENS and "user" in words and words <= TOKENS | RATES.keys() | {"per", "user", "output"}:
+        return lambda seconds: each / requests / seconds
     of_token = _time_unit(words, TIME | TOKEN_TIME)
     if of_token is not None and words & {"tpot", "itl", "token"}:
         return lambda seconds: seconds * requests * of_token
@@ -213,8 +222,9 @@ def prompt_measure(row: Row, job: ServingJob) -> Measure:
         ConfigError: its metric is not one that is predicted, or prompts wait for one another.
     """
     words = words_of(row) - {"prefill", "input", "prompt"}
-    if "ttft" not in words and words & SECONDS and words & TOKENS and words <= TOKENS | PER:
-        rate = 1.0 / job.gpus if words & GPUS else float(job.replicas)
+    each = _seconds_of_rate(words)
+    if each and "ttft" not in words and words & TOKENS and words <= TOKENS | PER:
+        rate = each * (1.0 / job.gpus if words & GPUS else job.replicas)
         return lambda seconds: rate * job.prompt / seconds
     unit = _time_unit(words, TIME | {"ttft"})
     if unit is None or not words & {"ttft", "time", "latency"}:
@@ -235,8 +245,9 @@ def product_measure(row: Row, job: GemmJob) -> Measure:
         passes = len(PASSES_MULTIPLIED.get(job.passes, (job.passes,)))
         flops = passes * sum(2.0 * m * n * k for m, n, k in job.shapes) * job.groups / 1e12
         return lambda seconds: flops / seconds
-    if words & TOKENS and words & SECONDS and words <= TOKENS | PER | PASSES:
-        return lambda seconds: job.shapes[0][0] * job.groups / seconds
+    each = _seconds_of_rate(words)
+    if each and words & TOKENS and words <= TOKENS | PER | PASSES:
+        return lambda seconds: each * job.shapes[0][0] * job.groups / seconds
     unit = _time_unit(words, TIME | PASSES | {"layer"})
     if unit is None:
         raise _refused(row, "matrix products", "times, TFLOP/s and tokens a second")

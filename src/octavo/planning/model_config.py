@@ -48,14 +48,20 @@ def load_shape(model: str) -> ModelShape:
     """Return the shape of a model: a name, a ``config.json``, or a folder that has one.
 
     Raises:
-        ConfigError: the name is unknown, or the configuration lacks a number.
+        ConfigError: the name is empty or unknown, or the configuration lacks a number.
         DataError: the file is damaged.
         OSError: it cannot be opened.
     """
+    if not model.strip():
+        raise ConfigError("the model's name is empty; give a name, a config.json, or a folder that has one")
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
     if path.suffix != ".json":
+        if model.startswith((".", "/", "~")):
+            raise ConfigError(
+                f"there is no folder {model!r}; give a model's name, its config.json, or a folder that has one"
+            )
         return find_model(model)
     try:
         config = read_object(path, allow_nan=True)

@@ -22,12 +22,12 @@ __all__ = ["find_model", "model_names"]
 SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"distill-?llama-?(?:3(?:\.\d)?-?)?(\d+b)", "llama-3-{0}"),
     (r"distill-?qwen-?(?:2(?:\.5)?-?)?(\d+(?:\.\d+)?b)", "qwen-2-{0}"),
-    (r"llama-?3(?:\.\d)?-?nemotron-?(\d+b)", "llama-3-{0}"),
+    (r"llama-?3(?:\.?\d)?-?nemotron-?(\d+b)", "llama-3-{0}"),
     (r"mixtral-?(8x\d+b)", "mixtral-{0}"),
     (r"llama-?4.*(?:maverick|128e)", "llama-4-maverick"),
     (r"llama-?4(?!.*behemoth)", "llama-4-scout"),
     (r"nemotron-?nano-?v?2?-?(9|12)b", "nemotron-nano-{0}b"),
-    (r"llama-?3(?:\.\d)?-(?:arch-)?(\d+(?:\.\d+)?b)", "llama-3-{0}"),
+    (r"llama-?3(?:\.?\d)?-(?:arch-)?(\d+(?:\.\d+)?b)", "llama-3-{0}"),
     (r"llama-?2-?(?:chat)?-?(70b)", "llama-2-{0}"),
     (r"llama-?[12]?-?(\d+b)", "llama-{0}"),
     (r"llama-?(\d+b)", "llama-3-{0}"),
@@ -84,6 +84,7 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"vit-?(b|l|h)", "vit-{0}"),
     (r"dit-?xl", "dit-xl"),
 )
+VERSION = re.compile(r"([a-z]-?\d)[-p](\d)(?=-|$)")  # "a3-1" of llama3-1-405b, "n2p5" of qwen2p5-7b
 SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(b|m)\d?(?![a-z\d])(?:-a(\d+(?:\.\d+)?)b)?")
 ANY_SIZE = re.compile(r"(?<![x\d.])(?<!-a)(\d+(?:\.\d+)?)([bm])\d?(?![a-z\d])")  # not 7b of 8x7b, not 3b of a3b
 LAYERS = re.compile(r"(?:cut|reduced) to (\d+) layers?|\b(\d+)[- ]layers?\b")
@@ -108,7 +109,10 @@ def find_model(text: str) -> ModelShape:
     lower = text.lower()
     key = re.sub(r"[\s_]+", "-", re.sub(r"\([^)]*\)", "", lower).strip())
     key = re.sub(r"^.*/(?=[a-z])", "", key)  # an organisation's name; "ViT-L/16" has a size of patches
-    shape = _table().get(key) or _by_spelling(key) or _nanochat(key) or _by_size(key)
+    shape = _table().get(key)
+    if shape is None:
+        key = VERSION.sub(r"\1.\2", key)
+        shape = _by_spelling(key) or _nanochat(key) or _by_size(key)
     if shape is None:
         near = ", ".join(get_close_matches(key, _table(), n=3, cutoff=0.0))
         raise ConfigError(f"no shape is known for model {text[:80]!r}; give a config.json, or a name such as {near}")

@@ -8,9 +8,9 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import Framework, Layout, Recompute, TrainingJob
+from octavo.planning.jobs import SERVERS, Framework, Layout, Recompute, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
-from octavo.planning.precision import BF16, precision_of_recipe, unsupported_reason
+from octavo.planning.precision import BF16, precision_of_recipe
 from octavo.planning.search import Candidate, best_layout, layouts
 from octavo.planning.training_costs import job_marks, linear_parts, linear_precision
 from octavo.planning.training_memory import activation_bytes, recomputed_share
@@ -51,13 +51,13 @@ class PlanRequest:
             raise ConfigError("gpus and seq must be 1 or more, and global-batch 0 or more")
         if not 0 < self.tokens < 1e18 or not 0 <= self.price < 1e6:
             raise ConfigError("tokens must be above 0 and below 1e18, and price between 0 and 1e6")
-        if self.framework in (Framework.TRTLLM, Framework.VLLM):
+        if self.framework in SERVERS:
             raise ConfigError(f"{self.framework} serves and does not train; plan with torchtitan, megatron or jax")
 
     @property
     def batch(self) -> int:
-        """Sequences a step, a multiple of the GPUs where none was given."""
-        return self.global_batch or self.gpus * max(1, round(4e6 / self.seq / self.gpus))
+        """Sequences a step; where none was given, a power of two of them a GPU, which every micro-batch divides."""
+        return self.global_batch or self.gpus << max(0, round(math.log2(4e6 / self.seq / self.gpus)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +69,14 @@ class Option:
         candidate: its best layout.
         reason: why there is none.
         speedup: over BF16's best layout, with the ends of its 80 % interval.
+        width: logarithm of the factor of the 80 % interval of a step's time.
     """
 
     name: str
     candidate: Candidate | None
     reason: str | None = None
     speedup: tuple[float, float, float] | None = None
+    width: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +102,12 @@ class Plan:
         request: what was asked.
         options: BF16, then every FP8 recipe.
         layers: gains of the layers by the fastest FP8 recipe.
-        width: logarithm of the factor of the 80 % interval of a step's time.
         by_layer: of BF16 and of the fastest FP8 recipe, as of :func:`seconds_by_layer`.
     """
 
     request: PlanRequest
     options: tuple[Option, ...]
     layers: tuple[LayerGain, ...]
-    width: float
     by_layer: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     @property
@@ -140,7 +140,7 @@ class Plan:
         return self.days(candidate) * 24 * self.request.gpus * self.request.price
 
     def megawatt_hours(self, candidate: Candidate) -> float:
-        """Energy at board power, without cooling and hosts."""
+        """Energy at board power, without cooling and hosts; 0 where the power is not known."""
         return self.days(candidate) * 24 * self.request.gpus * self.request.hardware.watts / 1e6
 
     def record(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Plan:
         candidate = option.candidate
         if candidate is None:
             return {"recipe": option.name, "reason": option.reason}
-        factor = math.exp(self.width)
+        factor = math.exp(option.width)
         step = candidate.seconds["total"]
         return {
             "recipe": option.name,
@@ -187,7 +187,7 @@ class Plan:
             },
             "days": self.days(candidate),
             "cost": self.cost(candidate) if self.request.price else None,
-            "megawatt_hours": self.megawatt_hours(candidate),
+            "megawatt_hours": self.megawatt_hours(candidate) or None,
             "speedup": option.speedup,
             "seconds": candidate.seconds,
         }
@@ -213,10 +213,10 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     every = list(layouts(request.model, request.hardware, request.gpus, seq=request.seq))
     in_bf16 = best_layout(job, constants, every)
     good = list(dict.fromkeys(candidate.job.layout for candidate in in_bf16))[:BEST_OF_BF16]
-    options = [Option(name="bf16", candidate=in_bf16[0])]
-    options += [_option(name, job, constants, good, in_bf16[0]) for name in TRIED if name != "bf16"]
-    width = constants.width("train", guess=request.model.guess)
-    plan = Plan(request=request, options=tuple(options), layers=(), width=width)
+    options = [Option(name="bf16", candidate=in_bf16[0], width=constants.width("train", job))]
+    recipes_of_fp8 = {name: job.at(precision_of_recipe(name)) for name in TRIED if name != "bf16"}
+    options += [_option(name, each, constants, good, in_bf16[0]) for name, each in recipes_of_fp8.items()]
+    plan = Plan(request=request, options=tuple(options), layers=())
     best = plan.best_fp8
     gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()
     shown = [option for option in (plan.options[0], best) if option is not None and option.candidate is not None]
@@ -225,17 +225,13 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
 
 
 def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout], bf16: Candidate) -> Option:
-    precision = precision_of_recipe(name)
-    reason = unsupported_reason(precision, job.hardware)
-    if reason is not None:
-        return Option(name=name, candidate=None, reason=reason)
     try:
-        best = best_layout(job.at(precision), constants, good)[0]
+        best = best_layout(job, constants, good)[0]
     except ConfigError as error:
         return Option(name=name, candidate=None, reason=str(error))
-    speedup = bf16.seconds["total"] / best.seconds["total"]
-    factor = math.exp(constants.width("speedup"))
-    return Option(name=name, candidate=best, speedup=(speedup, speedup / factor, speedup * factor))
+    gain, factor = bf16.seconds["total"] / best.seconds["total"], math.exp(constants.width("speedup", job))
+    speedup = (gain, gain / factor, gain * factor)
+    return Option(name=name, candidate=best, speedup=speedup, width=constants.width("train", job))
 
 
 def layer_gains(job: TrainingJob, constants: Constants) -> tuple[LayerGain, ...]:

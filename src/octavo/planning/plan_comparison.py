@@ -9,15 +9,21 @@ from octavo.parsing import read_object
 
 __all__ = ["PlanDifference", "compare_plans", "read_plan"]
 
+PAIRS, RATE = ("step_time_s", "days", "memory_gb"), "tokens_per_s_per_gpu"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDifference:
-    """One recipe in two plans: step times in seconds, days and memory in GB, first plan before second."""
+    """One recipe in two plans: step times in seconds, days and memory in GB, first plan before second.
+
+    ``times_as_fast`` is the ratio of tokens a second, since steps may have other batches.
+    """
 
     recipe: str
     step_time_s: tuple[float, float]
     days: tuple[float, float]
     memory_gb: tuple[float, float]
+    times_as_fast: float
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -35,12 +41,14 @@ def read_plan(path: Path) -> dict[str, Any]:
     options = record.get("options")
     if not isinstance(options, list) or not all(isinstance(option, dict) for option in options):
         raise DataError(f"{str(path)!r} is not a plan: it has no list of options; {advice}")
+    if not _is_positive(record.get("gpus")):
+        raise DataError(f"{str(path)!r} is not a plan: it has no number of gpus above 0; {advice}")
     for option in options:
-        numbers = [option.get(name) for name in ("step_time_s", "days", "memory_gb")]
+        numbers = [option.get(name) for name in (*PAIRS, RATE)]
         if not isinstance(option.get("recipe"), str):
             raise DataError(f"{str(path)!r} is not a plan: an option has no recipe; {advice}")
         if option.get("reason") is None and not all(_is_positive(number) for number in numbers):
-            raise DataError(f"{str(path)!r} is not a plan: {option['recipe']} has no times above 0; {advice}")
+            raise DataError(f"{str(path)!r} is not a plan: {option['recipe']} has no numbers above 0; {advice}")
     return record
 
 
@@ -56,6 +64,7 @@ def compare_plans(first: dict[str, Any], second: dict[str, Any]) -> list[PlanDif
         other = others.get(option["recipe"])
         if other is None or option.get("reason") is not None:
             continue
-        pairs = {name: (option[name], other[name]) for name in ("step_time_s", "days", "memory_gb")}
-        found.append(PlanDifference(recipe=option["recipe"], **pairs))
+        pairs = {name: (option[name], other[name]) for name in PAIRS}
+        ratio = other[RATE] * second["gpus"] / (option[RATE] * first["gpus"])
+        found.append(PlanDifference(recipe=option["recipe"], times_as_fast=ratio, **pairs))
     return found

@@ -24,6 +24,7 @@ __all__ = [
     "find_precision",
     "precision_of_recipe",
     "unsupported_reason",
+    "weight_copies",
 ]
 
 
@@ -285,6 +286,26 @@ def cast_kernels(precision: Precision) -> float:
     if isinstance(spec.granularity, PerTensor):
         return 4.0 if spec.scaling == Scaling.DYNAMIC else 2.0  # two for the amax, one for the scale, the cast
     return 1.0 if _fuses(spec) else 2.0
+
+
+def weight_copies(precision: Precision, hardware: Hardware) -> int:
+    """Return the copies of a weight's codes that two GEMMs need: one where both can read it as it is stored.
+
+    Hopper's and Ada's FP8 units read K along memory alone, so that the gradient of the input needs a transposed copy.
+    Scales of rows and of 1x32 blocks run along K, which is another dimension of the weight in each GEMM.
+
+    Example:
+        >>> from octavo.planning.hardware import find_hardware
+        >>> [weight_copies(precision_of_recipe("tensorwise"), find_hardware(name)) for name in ("h100", "b200")]
+        [2, 1]
+        >>> weight_copies(precision_of_recipe("mxfp8"), find_hardware("b200"))
+        2
+    """
+    spec, transposed = precision.recipe.output.b, precision.recipe.grad_input.b
+    granularity = spec.granularity if spec is not None else None
+    is_square = isinstance(granularity, PerBlock) and granularity.rows == granularity.columns
+    is_alike = spec == transposed and (is_square or isinstance(granularity, PerTensor))
+    return 1 if is_alike and hardware.generation in ("blackwell", "cdna") else 2
 
 
 def _both_ways(spec: CastSpec | None, transposed: CastSpec | None, share: float) -> float:

@@ -37,6 +37,7 @@ __all__ = ["Prediction", "Problem", "predict_row", "problem_of"]
 
 GB = 1e9
 NEEDED = {"batch": ("global_batch", "micro_batch"), "sequence length": ("seq",)}
+NOT_FINITE = "the prediction is not a finite number above 0; check the row's sizes"
 MOST_OF_MEMORY = 1.3  # share of a GPU's memory beyond which a step is refused
 
 
@@ -85,13 +86,15 @@ class Problem:
         """Name of the interval that holds for it."""
         if self.memory is not None:
             return "memory"
+        if self.measure is None:
+            return "speedup"
         if isinstance(self.job, ServingJob):
             return "infer"
         return "train" if isinstance(self.job, TrainingJob) else "gemm"
 
     def width(self, constants: Constants) -> float:
         """Logarithm of the factor of its 80 % interval."""
-        return constants.width(self.kind, guess="" if isinstance(self.job, GemmJob) else self.job.model.guess)
+        return constants.width(self.kind, self.job)
 
     def seconds(self, values: Mapping[str, float], *, bf16: bool = False) -> float:
         """Seconds of a step, of a token, of a prompt or of the products."""
@@ -218,8 +221,10 @@ def _predicted(row: Row, constants: Constants) -> Prediction:
         bf16 = None
         if problem.bf16 is not None and problem.bf16_measure is not None:
             bf16 = problem.bf16_measure(problem.seconds(constants.values, bf16=True))
-    except (OctavoError, ValueError, ArithmeticError) as error:
+    except OctavoError as error:
         return Prediction(id=row["id"], reason=str(error))
+    except (ValueError, ArithmeticError):  # of numbers that floats cannot hold
+        return Prediction(id=row["id"], reason=NOT_FINITE)
     return _with_interval(row["id"], value, bf16, problem.width(constants))
 
 
@@ -228,25 +233,35 @@ def _of_ratio(row: Row, problem: Problem, constants: Constants) -> Prediction:
     if problem.bf16 is None:
         return Prediction(id=row["id"], reason="BF16 does not fit there, so there is no speed-up over it")
     gain = problem.seconds(constants.values, bf16=True) / problem.seconds(constants.values)
-    return _with_interval(row["id"], gain, 1.0, constants.width("speedup"))
+    return _with_interval(row["id"], gain, 1.0, problem.width(constants))
 
 
 def _of_memory(row: Row, problem: Problem, constants: Constants) -> Prediction:
-    """Prediction of memory; a row that does not say what is recomputed may have anything from all to nothing."""
+    """Prediction of memory, with an interval of everything that the row leaves open.
+
+    Without a word on recomputation that is anything from all to nothing; of activations in FP8, anything from codes of
+    all to codes of linear layers' inputs alone.
+    """
     measure, job = problem.memory, problem.job
     assert measure is not None
     assert isinstance(job, TrainingJob)
     bf16 = measure(planned_memory(problem.bf16)) if isinstance(problem.bf16, TrainingJob) else None
-    found = _with_interval(row["id"], measure(planned_memory(job)), bf16, problem.width(constants))
-    if job.recompute is not None or found.low is None or found.high is None:
+    planned = planned_memory(job)
+    found = _with_interval(row["id"], measure(planned), bf16, problem.width(constants))
+    if found.low is None or found.high is None:
         return found
-    least, most = (measure(training_memory(job, policy)) for policy in (Recompute.FULL, Recompute.NONE))
-    return replace(found, low=min(found.low, least), high=max(found.high, most))
+    open_ends = []
+    if job.recompute is None:
+        open_ends += [measure(training_memory(job, policy)) for policy in (Recompute.FULL, Recompute.NONE)]
+    if job.precision.stores_codes:
+        plain = planned_memory(job.at(replace(job.precision, stores_codes=False)))
+        open_ends.append(measure(replace(planned, activations=plain.activations)))
+    return replace(found, low=min(found.low, *open_ends), high=max(found.high, *open_ends)) if open_ends else found
 
 
 def _with_interval(name: str, value: float, bf16: float | None, width: float) -> Prediction:
     if not math.isfinite(value) or value <= 0:
-        return Prediction(id=name, reason="the prediction is not a finite number above 0; check the row's sizes")
+        return Prediction(id=name, reason=NOT_FINITE)
     factor = math.exp(width)
     return Prediction(id=name, value=value, low=value / factor, high=value * factor, bf16_value=bf16)
 

@@ -12,22 +12,38 @@ NO_BEFORE = re.compile(r"(?:\b(?:no|not|non|without|w/o|never))[ -]+$")
 NO_AFTER = re.compile(r"[ =:(]*(?:off|disabled|false|none|not (?:used|timed|included)|0(?![\d.]))\b")
 
 
+DIRECTION = r"(?:in|out|isl|osl)(?:put)?"
+
+
 def numbers_of(column: str, text: str) -> list[float]:
-    """Return the numbers of a cell: "8192", "8,192", "8k" (of 1,024), "128/256", "1024 in / 128 out", "64 GPUs".
+    """Return the numbers of a cell: "8192", "8,192", "8k" (of 1,024), "128/256", "in 1024 out 128", "64 GPUs".
+
+    Lengths that are named are returned in the order of input and output. "64,128" is two numbers, since the second is
+    the first one doubled.
 
     Raises:
         ConfigError: a part is not a number.
 
     Example:
-        >>> numbers_of("seq", "1k/8,192"), numbers_of("gpus", "16 (2 nodes)")
-        ([1024.0, 8192.0], [16.0])
+        >>> numbers_of("seq", "1k/8,192"), numbers_of("gpus", "16 (2 nodes)"), numbers_of("gpus", "64,128")
+        ([1024.0, 8192.0], [16.0], [64.0, 128.0])
+        >>> numbers_of("seq", "OSL 128, ISL 1024")
+        [1024.0, 128.0]
     """
-    cells = re.split(r"/|\+|,(?= )", re.sub(r"\([^)]*\)", "", text.lower()))
-    word = r"(?:in|out|isl|osl)?"
-    matches = [re.fullmatch(rf"\s*{word}[ =:]*({NUMBER}) ?(k?){UNIT} *{word}\s*", cell) for cell in cells]
-    if not all(matches):
+    plain = re.sub(r"\([^)]*\)", "", text.lower())
+    plain = re.sub(r"(?<![\d,.])(\d{1,3}),(\d{3})(?![\d,])", _as_list, plain)
+    cells = re.split(rf"/|\+|,(?= )|(?<=[\dk]) +(?={DIRECTION}[ =:]*\d)", plain)
+    pattern = rf"\s*({DIRECTION})?[ =:]*({NUMBER}) ?(k?){UNIT} *({DIRECTION})?\s*"
+    matches = [match for cell in cells if (match := re.fullmatch(pattern, cell))]
+    if len(matches) < len(cells):
         raise ConfigError(f"{column} {text.strip()[:40]!r} is not a number such as 8192, 8,192, 8k, or 128/256")
-    return [float(match[1].replace(",", "")) * (1024 if match[2] else 1) for match in matches if match]
+    matches.sort(key=lambda match: (match[1] or match[4] or "").startswith("o"))
+    return [float(match[2].replace(",", "")) * (1024 if match[3] else 1) for match in matches]
+
+
+def _as_list(match: re.Match[str]) -> str:
+    first, second = int(match[1]), int(match[2])
+    return f"{first}/{second}" if second in (2 * first, 4 * first) else match[0]
 
 
 def as_plain_numbers(text: str) -> str:

@@ -169,6 +169,8 @@ def training_job(row: Row) -> TrainingJob:
         bf16_states="automodel" in row.source.lower(),
     )
     _refuse_what_does_not_divide(job, row.noted(EXPERT_RANKS))
+    if not _names_sharding(row) and training_memory(job, Recompute.FULL).total > 1e9 * hardware.memory:
+        job = replace(job, layout=replace(layout, sharding=Sharding.FSDP))  # what ran must have fitted
     return job if micro else _with_micro_batch(job, has_global=bool(row["global_batch"]))
 
 
@@ -231,8 +233,6 @@ def _layout(row: Row) -> Layout:
     text = row.notes
     gpus = row.integer("gpus", 1) or 1
     tp, pp, cp = (row.integer(name, 1) or 1 for name in ("tp", "pp", "cp"))
-    if gpus % (tp * pp * cp):
-        cp = 1
     ep = row.noted(EXPERT_RANKS)
     return Layout(
         gpus=gpus,
@@ -247,15 +247,22 @@ def _layout(row: Row) -> Layout:
     )
 
 
+SHARDINGS = (
+    (r"shard_grad_op|zero[- ]?(?:stage[- ]?)?2\b", Sharding.ZERO2),
+    (r"[fh]sdp(?:[12]\b)?|full_shard|zero[- ]?(?:stage[- ]?)?3\b", Sharding.FSDP),
+    (r"zero[- ]?(?:stage[- ]?)?1\b", Sharding.ZERO1),
+    (r"\bddp\b", Sharding.DDP),
+)
+
+
 def _sharding(text: str) -> Sharding:
     """Division of states among data-parallel ranks; Megatron's distributed optimizer if nothing is said."""
-    patterns = (
-        (r"shard_grad_op|zero[- ]?(?:stage[- ]?)?2\b", Sharding.ZERO2),
-        (r"[fh]sdp(?:[12]\b)?|full_shard|zero[- ]?(?:stage[- ]?)?3\b", Sharding.FSDP),
-        (r"zero[- ]?(?:stage[- ]?)?1\b", Sharding.ZERO1),
-        (r"\bddp\b", Sharding.DDP),
-    )
-    return next((sharding for pattern, sharding in patterns if says(text, pattern)), Sharding.ZERO1)
+    return next((sharding for pattern, sharding in SHARDINGS if says(text, pattern)), Sharding.ZERO1)
+
+
+def _names_sharding(row: Row) -> bool:
+    """Whether a row says how states are divided, if only by denying a way, or by its number of replicas."""
+    return bool(row["dp_or_fsdp"]) or any(says(row.notes, pattern) is not None for pattern, _ in SHARDINGS)
 
 
 def _shard(row: Row, *, dp: int) -> int:

@@ -18,6 +18,8 @@ from octavo.planning.training_memory import Memory, planned_memory, recomputed_s
 
 __all__ = ["Candidate", "best_layout", "layouts"]
 
+MICRO_BATCHES = tuple(1 << doublings for doublings in range(9))
+MOST_TOKENS = 65536  # of a micro-batch on one GPU
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -38,6 +40,14 @@ class Candidate:
     recompute: tuple[Recompute, float]
 
     @property
+    def recomputed(self) -> str:
+        """Policy of recomputation in words, or the share of blocks that backward computes again as a whole."""
+        policy, share = self.recompute
+        if share >= 1:
+            return str(Recompute.FULL)
+        return f"{share:.0%} full" if share else str(policy)
+
+    @property
     def tokens_per_s_per_gpu(self) -> float:
         """Tokens a second and a GPU."""
         return self.job.global_batch * self.job.seq / self.seconds["total"] / self.job.layout.gpus
@@ -52,7 +62,7 @@ class Candidate:
 def layouts(model: ModelShape, hardware: Hardware, gpus: int, *, seq: int) -> Iterator[Layout]:
     """Return the layouts that are worth predicting."""
     for tp in POWERS:
-        if tp > min(8, hardware.domain, model.heads) or gpus % tp:
+        if tp > min(8, hardware.domain) or model.heads % tp or gpus % tp:
             continue
         for pp in POWERS:
             if pp > 16 or gpus % (tp * pp) or model.layers < 2 * pp:
@@ -128,9 +138,9 @@ def _batches(job: TrainingJob, layout: Layout, constants: Constants) -> Iterator
     """Predictions of a layout with micro-batches that divide the batch and fit."""
     if job.global_batch % layout.dp:
         return
-    for micro in (1, 2, 4, 8, 16):
-        if (job.global_batch // layout.dp) % micro or micro * job.seq // layout.cp > 65536:
-            continue
+    for micro in MICRO_BATCHES:
+        if (job.global_batch // layout.dp) % micro or micro * job.seq // layout.cp > MOST_TOKENS:
+            return
         each = replace(job, layout=layout, micro_batch=micro)
         if not _fits(each):
             return

@@ -113,7 +113,7 @@ def _add_pass(parts: Parts, job: ServingJob, *, tokens: int, share: float, prefi
         width = (
             2.0 * model.hidden * tokens * (2.0 * min(model.top_k or 1, 4) / job.gpus if job.divides_experts else 2.0)
         )
-        parts[f"{prefix}_exchange"] += blocks * width * (job.gpus - 1) / job.gpus / (job.hardware.link * 1e9)
+        parts[f"{prefix}_exchange"] += blocks * width * (job.gpus - 1) / job.gpus / job.hardware.rate(job.gpus)
         parts["exchanges"] += blocks
 
 

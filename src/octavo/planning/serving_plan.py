@@ -8,7 +8,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, prompt_seconds, serving_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import ServingJob
+from octavo.planning.jobs import SERVERS, Framework, ServingJob
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, precision_of_recipe, unsupported_reason
 from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
@@ -29,6 +29,7 @@ class ServingRequest:
         gpus: of one replica.
         prompt: tokens of a prompt; ``answer``: of what is generated.
         load: tokens a second that all replicas together must generate; 0 leaves the number of GPUs out.
+        framework: that serves.
     """
 
     model: ModelShape
@@ -37,10 +38,19 @@ class ServingRequest:
     prompt: int
     answer: int
     load: float = 0.0
+    framework: Framework = Framework.VLLM
 
     def __post_init__(self) -> None:
         if min(self.gpus, self.prompt, self.answer) < 1 or not 0 <= self.load < 1e15:
             raise ConfigError("gpus, prompt and answer must be 1 or more, and load between 0 and 1e15")
+        if self.framework not in SERVERS:
+            raise ConfigError(f"{self.framework} trains and does not serve; plan with {' or '.join(SERVERS)}")
+        model, heads = self.model, self.model.heads
+        if model.attention_count and heads % self.gpus and not model.is_latent_mixture:
+            most = max(each for each in range(1, self.gpus) if heads % each == 0)
+            raise ConfigError(
+                f"the {heads} heads of {model.name} do not divide among {self.gpus} GPUs; give a replica {most}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +86,11 @@ class ServingPoint:
 
 
 def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[ServingPoint], dict[str, str]]:
-    """Return all points, and why a precision has none, by its name."""
+    """Return all points, and why a precision has none, by its name.
+
+    Raises:
+        ConfigError: none fits.
+    """
     found, refused = [], {}
     fp8 = precision_of_recipe("tensorwise")
     tried = (BF16, replace(fp8, name="int8", integer=True, kernel=Kernel.TENSOR), replace(fp8, name="fp8"))
@@ -90,6 +104,7 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
             prompt=request.prompt,
             answer=request.answer,
             precision=precision,
+            framework=request.framework,
             divides_experts=request.gpus > 1 and request.model.is_latent_mixture,
         )
         try:
@@ -101,6 +116,8 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
             continue
         jobs = [replace(job, requests=size) for size in sorted({size for size in BATCHES if size < most} | {most})]
         found += [_point(each, request.load, constants) for each in (*jobs, *_longer(job))]
+    if not found:
+        raise ConfigError(next(reason for reason in reversed(refused.values()) if "does not fit" in reason))
     return found, refused
 
 
@@ -119,7 +136,7 @@ def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
     prompts = prompt_seconds(serving_parts(replace(job, requests=1)), constants.values) * job.answer
     positions = job.prompt + job.answer
     rate = 1.0 / seconds["total"]
-    factor = math.exp(constants.width("infer", guess=job.model.guess))
+    factor = math.exp(constants.width("infer", job))
     return ServingPoint(
         precision=job.precision.name,
         prompt=job.prompt,

@@ -9,7 +9,6 @@ import math
 
 from octavo.numerics import PerTensor
 from octavo.planning.gemm_costs import Parts, add_gemm
-from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, Part, Split
 from octavo.planning.precision import BF16, Precision, bytes_cast, cast_kernels
@@ -137,12 +136,12 @@ def _add_communication(parts: Parts, job: TrainingJob, again: float) -> None:
     if layout.tp > 1:
         sent = passes * stream * (layout.tp - 1) / layout.tp * blocks
         parts["collectives"] += passes * blocks
-        parts["tp_overlapped" if job.overlaps_tp else "tp"] += sent / _rate(hardware, layout.tp)
+        parts["tp_overlapped" if job.overlaps_tp else "tp"] += sent / hardware.rate(layout.tp)
     parts["collectives"] += _amax_collectives(job)
     if layout.cp > 1:
         keys = job.tokens * model.key_heads * (model.query_dim + model.value_head_dim) * 2.0 / layout.tp
         sent = 3.0 * keys * (layout.cp - 1) * model.attention_count / layout.pp
-        parts["cp"] += sent / _rate(hardware, layout.tp * layout.cp)
+        parts["cp"] += sent / hardware.rate(layout.tp * layout.cp)
     if model.experts and layout.ep * layout.etp > 1:
         _add_expert_exchange(parts, job, passes)
     if layout.pp > 1:
@@ -185,11 +184,6 @@ def _add_expert_exchange(parts: Parts, job: TrainingJob, passes: float) -> None:
     parts["ep"] += sent * inside / (hardware.link * 1e9)
     parts["ep_network"] += sent * outside / (hardware.network * 1e9)
     parts["etp"] += sent * model.top_k * (layout.etp - 1) / (hardware.link * 1e9)
-
-
-def _rate(hardware: Hardware, ranks: int) -> float:
-    """Bytes a second of a group's collective; beyond the domain the network is the limit."""
-    return (hardware.link if ranks <= hardware.domain else hardware.network) * 1e9
 
 
 def _data_rate(job: TrainingJob, ranks: int) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from octavo.planning.jobs import Framework, Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, Part
+from octavo.planning.precision import weight_copies
 
 __all__ = ["Memory", "activation_bytes", "planned_memory", "recomputed_share", "training_memory"]
 
@@ -61,7 +62,7 @@ def training_memory(job: TrainingJob, recompute: Recompute) -> Memory:
     moments = moment_bytes * (local if layout.sharding == Sharding.DDP else sharded) * trained
     if job.bf16_states:
         weights, gradients, moments = (each / 2 for each in (weights, gradients, moments))
-    codes = 0.0 if precision.is_bf16 or gathers else 1.0 * local
+    codes = 0.0 if precision.is_bf16 or gathers else weight_copies(precision, job.hardware) * precision.bits / 8 * local
     return Memory(
         weights=weights,
         codes=codes,
@@ -176,6 +177,8 @@ def _layer_bytes(job: TrainingJob, linear: Linear, recompute: Recompute) -> floa
     if linear.name.endswith("up"):
         times = 1.5 if job.model.gated and not (_is_fused(job) or codes) else 1.0  # silu's output beside gate and up
         return kept + linear.n * (1.0 if codes else 2.0) * times
+    if linear.name in ("out", "o_a") and not job.precision.is_bf16:
+        return kept + linear.k * 2.0  # attention's own copy of its output, which BF16 shares with the linear layer
     if linear.name in ("out", "o_a", "o_b", "expert_down", "shared_down", "down", "mamba_out"):
         return kept
     return kept + linear.n * 2.0

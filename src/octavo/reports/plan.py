@@ -28,7 +28,7 @@ COLOURS = dict(
         strict=True,
     )
 )
-COLUMNS = ("recipe", "layout", "step", "80 %", "tokens/s/GPU", "MFU", "memory", "days", "× BF16")
+COLUMNS = ("recipe", "× BF16", "step", "80 %", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "layout")
 
 
 def plan_page(plan: Plan) -> str:
@@ -44,9 +44,12 @@ def plan_page(plan: Plan) -> str:
         "parameters": f"{request.model.parameters / 1e9:,.1f} billion",
         "sequence": f"{request.seq:,} tokens",
         "batch": f"{request.batch:,} sequences",
-        "training": f"{request.tokens:,.3g} tokens",
+        "training": f"{request.tokens / 1e9:,.10g} billion tokens",
+        **({"price": f"{request.price:,g} per GPU-hour"} if request.price else {}),
+        "program": str(request.framework),
         "hardware": request.hardware.source,
     }
+    columns = [name for name in COLUMNS if request.price or name != "cost"]
     layers = [
         (layer.name, f"{layer.share:.0%}", f"{layer.speedup:.2f}", "gains" if layer.speedup >= 1 else "keep in BF16")
         for layer in plan.layers
@@ -55,8 +58,8 @@ def plan_page(plan: Plan) -> str:
         "plan",
         heading=heading,
         facts=facts,
-        columns=COLUMNS,
-        rows=[_cells(plan, option) for option in plan.options if option.candidate is not None],
+        columns=columns,
+        rows=[[_cells(plan, option)[name] for name in columns] for option in plan.options if option.candidate],
         refused=[(option.name, option.reason) for option in plan.options if option.candidate is None],
         legend=[(name.replace("_", " "), colour) for name, colour in COLOURS.items()],
         figure=_figure(plan),
@@ -66,22 +69,27 @@ def plan_page(plan: Plan) -> str:
         memory=_memory(plan),
         activations=_activations(plan),
         layers=layers,
+        fastest=plan.best_fp8.name if plan.best_fp8 else "",
     )
 
 
-def _cells(plan: Plan, option: Option) -> tuple[str, ...]:
+def _cells(plan: Plan, option: Option) -> dict[str, str]:
+    """Cells of a recipe by column."""
     record = next(each for each in plan.record()["options"] if each["recipe"] == option.name)
-    return (
-        option.name,
-        f"{record['layout']}, micro-batch {record['micro_batch']}, recompute {record['recompute']}",
-        f"{record['step_time_s']:.3g} s",
-        f"{record['step_time_low_s']:.3g}–{record['step_time_high_s']:.3g} s",
-        f"{record['tokens_per_s_per_gpu']:,.0f}",
-        f"{record['mfu']:.0%}",
-        f"{record['memory_gb']:.0f} GB",
-        f"{record['days']:.3g}",
-        "1" if option.speedup is None else f"{option.speedup[0]:.2f}",
-    )
+    recomputed = option.candidate.recomputed if option.candidate else ""
+    return {
+        "recipe": option.name,
+        "× BF16": "1" if option.speedup is None else f"{option.speedup[0]:.2f}",
+        "step": f"{record['step_time_s']:.3g} s",
+        "80 %": f"{record['step_time_low_s']:.3g}–{record['step_time_high_s']:.3g} s",
+        "tokens/s/GPU": f"{record['tokens_per_s_per_gpu']:,.0f}",
+        "MFU": f"{record['mfu']:.0%}",
+        "memory": f"{record['memory_gb']:.0f} GB",
+        "days": f"{record['days']:.3g}",
+        "cost": f"{record['cost'] or 0:,.0f}",
+        "MWh": f"{record['megawatt_hours']:,.3g}" if record["megawatt_hours"] else "–",
+        "layout": f"{record['layout']}, micro-batch {record['micro_batch']}, recompute {recomputed}",
+    }
 
 
 def _figure(plan: Plan) -> Any:

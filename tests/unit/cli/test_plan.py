@@ -1,9 +1,11 @@
 """octavo plan and octavo advise, as a shell would see them."""
 
+import inspect
 import json
 
 import pytest
 
+from octavo.cli.plan import USED, plan
 from octavo.planning import find_hardware, find_model
 from octavo.planning.search import layouts
 
@@ -35,8 +37,79 @@ def test_plan_as_json_and_compared(octavo, tmp_path):
     assert all(each["step_time_s"][1] < each["step_time_s"][0] for each in found)
     table = octavo("plan", "--compare", *paths).stdout
     assert "times as fast" in table
+    assert "llama-3-8b, 64 × h100" in table
+    rates = [64 * options[0]["tokens_per_s_per_gpu"] for options in records]
+    assert found[0]["times_as_fast"] == pytest.approx(rates[1] / rates[0])
     before, after = found[0]["step_time_s"]
     assert f"{before / after:.2f}" in next(line for line in table.splitlines() if " bf16 " in f" {line} ")
+
+
+def test_plans_with_other_batches_are_compared_by_their_tokens(octavo, tmp_path):
+    """Half the batch takes about half the time, and is not twice as fast."""
+    small = ("plan", "--model", "smollm2-135m", "--gpus", 1, "--seq", 2048)
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, batch in zip(paths, (256, 128), strict=True):
+        path.write_text(octavo(*small, "--global-batch", batch, "--json").stdout)
+    found = json.loads(octavo("plan", "--compare", *paths, "--json").stdout)[0]
+    assert found["step_time_s"][0] > 1.8 * found["step_time_s"][1]
+    assert found["times_as_fast"] == pytest.approx(1, abs=0.1)
+
+
+def test_recipes_of_one_plan_alone_are_named(octavo, tmp_path):
+    small = ("plan", "--model", "smollm2-135m", "--gpus", 1, "--seq", 512)
+    paths = [tmp_path / "h100.json", tmp_path / "a100.json"]
+    for path in paths:
+        path.write_text(octavo(*small, "--hardware", path.stem, "--json").stdout)
+    shown = octavo("plan", "--compare", *paths).stdout
+    assert "In h100.json alone: tensorwise, delayed" in shown
+    assert "In a100.json" not in shown
+
+
+@pytest.mark.parametrize(
+    "text", ["2.5", "2.5/h", "2.5/hour", "$2.5/hr", "2.50 $/h", "2.5 per GPU-hour", "2.5/GPU hour", "2.5 per hour"]
+)
+def test_a_price_is_of_an_hour(octavo, text):
+    small = ("plan", "--model", "smollm2-135m", "--gpus", 1, "--seq", 512)
+    assert json.loads(octavo(*small, "--price", text, "--json").stdout)["price"] == 2.5
+
+
+TRAINING = {"--seq": 4096, "--global-batch": 64, "--tokens": "2T", "--price": 2}
+TRAINING |= {"--report": "a.html", "--calibrate": "a.json"}
+INFERENCE = {"--prompt": 512, "--load": 1000}
+OF_MODELS = {"--model": "llama-3-8b", "--hardware": "b200", "--gpus": 16, "--framework": "megatron"}
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        (("--rows", "rows.csv"), OF_MODELS | TRAINING | INFERENCE | {"--answer": 8}),
+        (("--compare", "a.json", "b.json"), OF_MODELS | TRAINING | INFERENCE | {"--answer": 8, "--rows": "r.csv"}),
+        (("--model", "llama-3-8b", "--answer", 64), TRAINING),
+        (("--model", "llama-3-8b"), INFERENCE),
+    ],
+)
+def test_an_option_without_effect_is_refused(octavo, task, options):
+    for name, value in options.items():
+        result = octavo("plan", *task, name, value)
+        assert result.exit_code == 2, name
+        assert (name in result.stderr) or "has no effect with --rows" in result.stderr
+        assert "has no effect" in result.stderr
+        assert result.stderr.count("error:") == 1
+
+
+def test_every_option_is_of_some_task():
+    options = set(inspect.signature(plan).parameters) - {"context", "as_json"}
+    assert set.union(*map(set, USED.values())) == options
+
+
+def test_the_table_shows_recomputation_and_the_cost_of_a_price(octavo):
+    shown = octavo(*PLAN, "--price", 2).stdout
+    record = json.loads(octavo(*PLAN, "--price", 2, "--json").stdout)["options"][0]
+    line = next(line for line in shown.splitlines() if line.lstrip().startswith("bf16 "))
+    share = f"{record['recomputed_blocks']:.0%}"
+    assert (share if record["recomputed_blocks"] else record["recompute"]) in line
+    assert f"{record['cost']:,.0f}" in shown
+    assert "cost" not in octavo(*PLAN).stdout.split("Where the time goes")[0]
 
 
 def test_tokens_have_units(octavo):
@@ -53,7 +126,9 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     assert "published measurements" in shown.stdout
     html = page.read_text()
     assert html.count('<div data-figure="') == 3
-    assert all(f"<h2>{part}</h2>" in html for part in ("Layers in FP8", "Memory of a GPU", "What backward keeps"))
+    assert all(
+        f"<h2>{part}" in html for part in ("Layers in FP8, with delayed", "Memory of a GPU", "What backward keeps")
+    )
     assert 'src="http' not in html
 
 
@@ -115,14 +190,19 @@ def test_advice(octavo):
         (("plan", "--model", "llama-3-405b", "--gpus", 8), "use more GPUs"),
         (("plan", "--model", "llama-3-8b", "--gpus", 0), "1 or more"),
         (("plan", "--rows", "nowhere.csv"), "nowhere.csv"),
-        (("plan", "--rows", "a.csv", "--compare", "b.json", "c.json"), "two commands"),
-        (("plan", "--rows", "a.csv", "--report", "a.html"), "are of a training"),
-        (("plan", "--model", "llama-3-8b", "--answer", 8, "--calibrate", "a.json"), "are of a training"),
-        (("plan", "--compare", "b.json", "c.json", "--report", "a.html"), "are of a training"),
+        (("plan", "--rows", "a.csv", "--compare", "b.json", "c.json"), "--compare has no effect with --rows"),
+        (("plan", "--model", ""), "the model's name is empty"),
+        (("plan", "--model", "./nowhere"), "there is no folder './nowhere'"),
+        (("plan", "--model", "llama-3-70b", "--gpus", 1, "--answer", 8), "fp8, FP8 cache does not fit into 1 × 80 GB"),
+        (("plan", "--model", "llama-3-70b", "--gpus", 1, "--answer", 8, "--hardware", "a100"), "int8 does not fit"),
+        ((*PLAN, "--answer", 0), "answer must be 1 or more"),
+        ((*PLAN, "--price", "cheap"), "is not a number"),
         ((*PLAN, "--report", "nowhere/plan.html"), "nowhere/plan.html"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "nan"), "load between"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "inf"), "load between"),
         (("plan", "--model", "llama-3-8b", "--framework", "vllm"), "does not train"),
+        (("plan", "--model", "llama-3-8b", "--answer", 64, "--framework", "jax"), "trains and does not serve"),
+        (("plan", "--model", "llama-3-8b", "--answer", 64, "--gpus", 3), "do not divide among 3 GPUs"),
         (("advise", "llama-3-8b", "--tolerance", "nan"), "tolerance must be"),
         (("advise", "llama-3-8b", "--tolerance", -1), "tolerance must be"),
     ],

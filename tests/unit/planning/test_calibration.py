@@ -31,6 +31,33 @@ def test_the_timed_layer_is_predicted_as_it_was_timed(tmp_path):
         assert gemm_seconds(gemm_parts(job), constants.values)["total"] == pytest.approx(value, rel=0.01)
 
 
+def test_the_largest_layer_that_was_timed_counts(tmp_path):
+    """Small layers are slower by launches, which the planner counts apart: 4096³ here by a tenth of a second."""
+    sizes = {side: 3 * 2 * side**3 / 500e12 for side in (4096, 16384, 8192)}
+    slow = {4096: 0.1, 16384: 0.0, 8192: 0.1}
+    sections = [
+        {
+            "title": f"Linear, CUDA graph, forward and backward, {side}³",
+            "raw": {"seconds": {"bf16, CUDA graph": [seconds + slow[side]]}},
+        }
+        for side, seconds in sizes.items()
+    ]
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"parts": [{"sections": sections}]}))
+    constants = calibrated(fitted_constants(), read_calibration(path), find_hardware("h100"))
+    job = GemmJob(shapes=((16384,) * 3,), hardware=find_hardware("h100"), precision=precision_of_recipe("bf16"))
+    assert gemm_seconds(gemm_parts(job), constants.values)["total"] == pytest.approx(sizes[16384], rel=0.01)
+
+
+def test_a_timed_generation_is_no_longer_unmeasured(tmp_path):
+    hardware = find_hardware("l40s")
+    job = GemmJob(shapes=((8192,) * 3,), hardware=hardware, precision=precision_of_recipe("bf16"))
+    timings = read_calibration(result(tmp_path / "result.json", {"bf16, CUDA graph": [0.1]}))
+    constants = calibrated(fitted_constants(), timings, hardware)
+    assert constants.width("gemm", job) == fitted_constants().intervals["gemm"]
+    assert fitted_constants().width("gemm", job) > 1.5 * fitted_constants().intervals["gemm"]
+
+
 def test_a_result_without_linear_layers_is_refused(tmp_path):
     path = result(tmp_path / "result.json", {}, title="quantize")
     with pytest.raises(DataError, match="--only linears"):

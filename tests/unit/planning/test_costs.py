@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import octavo
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.planning.constants import fitted_constants
@@ -47,6 +48,24 @@ def test_a_large_product_takes_its_flops_at_the_peak():
 def test_a_product_of_one_row_takes_the_time_to_read_its_weight():
     parts = gemm_parts(GemmJob(shapes=((1, 8192, 8192),), hardware=H100, precision=BF16, passes=GemmPass.FORWARD))
     assert parts["reading"] == pytest.approx(2 * 8192**2 / 3350e9, rel=0.05)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_integer_units_of_b300_keep_up_with_a_decoding_step(rows):
+    """150 TOP/s multiply 8 rows, the fewest of an MMA, in 0.8 of the time in which 7.7 TB/s read a byte a weight."""
+    b300, int8 = find_hardware("b300"), find_precision("int8 W8A8")
+    fp8 = precision_of_recipe("tensorwise")
+    seconds = []
+    for precision in (fp8, int8):
+        parts = gemm_parts(
+            GemmJob(shapes=((rows, 8192, 8192),), hardware=b300, precision=precision, passes=GemmPass.FORWARD)
+        )
+        seconds.append(sum(value for name, value in parts.items() if name.startswith("gemm") or name == "reading"))
+    read, multiply = 8192**2 / 7.7e12, 2 * 8 * 8192**2 / 150e12
+    assert seconds[0] == pytest.approx(read, rel=0.15)
+    assert seconds[1] == pytest.approx((read**4 + multiply**4) ** 0.25, rel=0.02)
+    large = GemmJob(shapes=((8192,) * 3,), hardware=b300, precision=int8, passes=GemmPass.FORWARD)
+    assert gemm_parts(large)["gemm_tensor_blackwell"] == pytest.approx(2 * 8192**3 / 150e12, rel=0.01)
 
 
 def test_waves_that_are_partly_empty_cost_efficiency():
@@ -237,6 +256,40 @@ def test_memory_of_a_toy_layer_without_a_gate_is_what_torch_saves():
     assert out.shape == (tokens, hidden)
 
 
+def test_memory_of_attention_is_what_torch_saves_in_bf16_and_fp8():
+    """Queries, keys, values and the output; in FP8 the next layer keeps codes, and attention still its output."""
+    heads, width, tokens = 4, 64, 128
+    hidden = heads * width
+    for recipe in ("bf16", "tensorwise"):
+        torch.manual_seed(0)
+        qkv, out = (nn.Linear(hidden, n, bias=False).bfloat16() for n in (3 * hidden, hidden))
+        block = nn.ModuleList([qkv, out])
+        if recipe != "bf16":
+            octavo.convert(block, recipe)
+        saved: dict[int, int] = {}
+
+        def keep(tensor, saved=saved):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        weights = {each.untyped_storage().data_ptr() for each in block.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            queries, keys, values = block[0](x).view(1, tokens, 3 * heads, width).transpose(1, 2).chunk(3, 1)
+            attended = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            result = block[1](attended.transpose(1, 2).reshape(1, tokens, hidden))
+        measured = sum(size for place, size in saved.items() if place not in weights)
+        model = ModelShape(name="toy", layers=1, hidden=hidden, heads=heads, vocab=1, mlp_layers=0)
+        step = job(
+            model=model, layout=Layout(gpus=1), seq=tokens, global_batch=1, precision=precision_of_recipe(recipe)
+        )
+        kept = activation_bytes(step, Recompute.NONE)
+        assert kept["qkv"] + kept["out"] == pytest.approx(measured, rel=0.03), (
+            recipe
+        )  # scales, and sums of exponentials
+        assert result.shape == x.shape
+
+
 def test_states_of_a_step_take_sixteen_bytes_a_parameter():
     memory = training_memory(job(layout=Layout(gpus=8), global_batch=8), Recompute.FULL)
     parameters = find_model("llama-3-8b").parameters
@@ -300,3 +353,5 @@ def test_long_sequences_are_divided_among_context_parallel_ranks():
 def test_a_search_tries_micro_batches():
     found = best_layout(job(seq=2048, global_batch=1024), fitted_constants(), [Layout(gpus=64)])
     assert {candidate.job.micro_batch for candidate in found} == {1, 2, 4, 8, 16}
+    short = best_layout(job(seq=256, global_batch=64 * 512), fitted_constants(), [Layout(gpus=64)])
+    assert max(candidate.job.micro_batch for candidate in short) > 16, "4,096 tokens do not fill a GPU"

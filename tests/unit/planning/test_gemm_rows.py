@@ -50,6 +50,29 @@ def test_groups(name):
     assert (of_group.groups, of_group.shapes) == (4, ((8192, 4096, 7168),))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batched GEMM B=16 M=1024 N=4096 K=4096",
+        "bmm, batch 16, M 1024 N 4096 K 4096",
+        "strided batched b16 1024x4096x4096",
+    ],
+)
+def test_a_batch_of_products_is_as_many_of_them(name):
+    """Sixteen products take as long as one of sixteen times the rows, while both are limited by FLOPs."""
+    job = gemm_job(row(name, precision="bf16"))
+    assert (job.groups, job.shapes, job.is_grouped) == (16, ((1024, 4096, 4096),), False)
+    long = predicted("M=16384 N=4096 K=4096", precision="bf16").value
+    assert predicted(name, precision="bf16").value == pytest.approx(long, rel=0.05)
+    grouped = predicted("grouped GEMM G=16 M=16384 N=4096 K=4096", precision="bf16").value
+    assert grouped > 1.3 * long
+
+
+def test_a_size_beyond_floats_is_refused_in_a_sentence():
+    reason = predicted(f"M={'9' * 400} N=4096 K=4096").reason
+    assert reason == "the prediction is not a finite number above 0; check the row's sizes"
+
+
 def test_sizes_of_a_layer():
     plain, short = (
         f"TransformerLayer h=4096 ffn={ffn} heads=32 seq={seq} batch=8"

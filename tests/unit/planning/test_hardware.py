@@ -1,9 +1,13 @@
-"""Accelerators by their published names."""
+"""Accelerators by their published names, and their figures against what they are made of."""
 
+import time
+
+import numpy as np
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.planning.hardware import find_hardware
+from octavo.planning.hardware import find_hardware, hardware_names
+from octavo.planning.this_cpu import measure_cpu
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,49 @@ def test_figures_of_datasheets():
     for name, wanted in figures.items():
         found = find_hardware(name)
         assert (found.bf16, found.fp8, found.memory, found.bandwidth) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "links", "rate"),
+    [
+        ("v100", 6, 25),  # NVLink 2: 25 GB/s a link and direction
+        ("a100", 12, 25),
+        ("h800", 8, 25),
+        ("h100", 18, 25),
+        ("h200", 18, 25),
+        ("b200", 18, 50),  # NVLink 5
+        ("gb200", 18, 50),
+        ("b300", 18, 50),
+        ("mi300x", 7, 64),  # Infinity Fabric: one link to each of seven others, 32 Gb/s on 16 lanes
+        ("mi325x", 7, 64),
+        ("mi350x", 7, 76.8),  # 38.4 Gb/s
+        ("mi355x", 7, 76.8),
+        ("l40s", 1, 32),  # PCIe 4 of 16 lanes
+        ("h100-pcie", 1, 64),  # PCIe 5
+    ],
+)
+def test_links_are_as_many_as_there_are_times_their_rate(name, links, rate):
+    assert find_hardware(name).link == pytest.approx(links * rate, abs=1)
+
+
+def test_mx_formats_are_multiplied_where_they_are():
+    """Blackwell's tcgen05 and CDNA4's MFMA have block scales; Hopper's, Ada's and CDNA3's have none."""
+    having = {name for name in hardware_names() if find_hardware(name).has_mx}
+    assert having == {"b100", "b200", "gb200", "b300", "gb300", "mi350x", "mi355x"}
+
+
+def test_the_bandwidth_of_this_cpu_is_what_a_copy_reaches():
+    """Bytes that NumPy reads and writes in a second; beside other programs both vary."""
+    source = np.ones(1 << 24, dtype=np.float32)
+    target = np.empty_like(source)
+    rates = []
+    for _ in range(5):
+        np.copyto(target, source)
+        started = time.perf_counter()
+        np.copyto(target, source)
+        rates.append(2 * source.nbytes / (time.perf_counter() - started) / 1e9)
+    found = max(measure_cpu().bandwidth for _ in range(4))
+    assert max(rates) / 5 < found < 2.5 * max(rates)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,17 @@ def test_peaks_of_coat(row):
     assert bytes_of(problem.bf16) / 1e9 == pytest.approx(row.number("bf16_value"), rel=0.15)
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if "mem_gb" in row["metric"]], ids=lambda row: row["id"])
+def test_memory_of_coat_is_inside_its_interval(row):
+    """Activations in FP8 are predicted a third too low: which of them stay in BF16 is not known."""
+    found = predict_row(row, fitted_constants())
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= row.number("value") <= found.high
+    if "activation" in row["metric"] and "COAT" not in row["precision"]:
+        assert found.high < 1.2 * row.number("value")
+
+
 FOUNDRY = [row for row in ROWS.values() if row.source == "mosaicml/llm-foundry"]
 
 
@@ -71,6 +82,21 @@ def test_a_training_that_cannot_fit_is_refused(model, gpus):
     assert reason is not None
     assert "would need" in reason
     assert predict_row(Row(cells | {"gpus": "512", "dp_or_fsdp": "fsdp512"}), fitted_constants()).reason is None
+
+
+def test_published_trainings_are_not_refused_for_their_memory():
+    """They ran: what the planner says of their memory may be wrong by as much as its worst error, and no step more."""
+    reasons = {row["id"]: predict_row(row, fitted_constants()).reason or "" for row in ROWS.values()}
+    assert [name for name, reason in reasons.items() if "would need" in reason] == []
+
+
+@pytest.mark.parametrize(("gpus", "runs"), [(1, False), (2, True), (4, True)])
+def test_states_that_exceed_the_memory_are_refused(gpus, runs):
+    """16 bytes of each of 8.03 billion parameters are 128 GB: 1.6 times what one H100 has, 0.8 times what two have."""
+    cells = {"id": "row", "kind": "train", "model": "Llama-3-8B", "hardware": "H100", "metric": "tokens_per_s"}
+    cells |= {"seq": "1024", "micro_batch": "1", "gpus": str(gpus), "dp_or_fsdp": f"fsdp{gpus}"}
+    reason = predict_row(Row(cells), fitted_constants()).reason
+    assert ("would need" in (reason or "")) != runs
 
 
 def test_what_is_reserved_is_what_coats_table_leaves_unexplained():
@@ -143,15 +169,27 @@ def step(model="llama-3-8b", layout=None, precision=BF16, **settings):
     return TrainingJob(model=find_model(model), layout=layout, precision=precision, **(base | settings))
 
 
-def test_fp8_keeps_codes_of_weights_that_are_not_gathered():
-    """One byte a parameter of a rank; FSDP casts what it gathers, and BF16 has none."""
+@pytest.mark.parametrize(
+    ("recipe", "hardware", "copies"),
+    [
+        ("tensorwise", "h100", 2),  # wgmma reads FP8 with K along memory alone: the weight, and its transpose
+        ("tensorwise", "l40s", 2),
+        ("tensorwise", "b200", 1),  # reads both
+        ("blockwise", "b200", 1),  # a 128x128 block has one scale in both directions
+        ("blockwise", "h100", 2),
+        ("rowwise", "b200", 2),  # a scale for each row is none for a column
+        ("mxfp8", "b200", 2),
+    ],
+)
+def test_fp8_keeps_codes_of_weights_that_are_not_gathered(recipe, hardware, copies):
+    """One byte a parameter of a rank and copy; FSDP casts what it gathers, and BF16 has none."""
     layout = Layout(gpus=64, tp=2, pp=2, sharding=Sharding.ZERO1)
-    fp8 = precision_of_recipe("tensorwise")
-    assert training_memory(step(layout=layout, precision=fp8), Recompute.NONE).codes == pytest.approx(
-        find_model("llama-3-8b").parameters / 4
+    settings = {"precision": precision_of_recipe(recipe), "hardware": find_hardware(hardware)}
+    assert training_memory(step(layout=layout, **settings), Recompute.NONE).codes == pytest.approx(
+        copies * find_model("llama-3-8b").parameters / 4
     )
     assert training_memory(step(layout=layout), Recompute.NONE).codes == 0
-    assert training_memory(step(precision=fp8), Recompute.NONE).codes == 0
+    assert training_memory(step(**settings), Recompute.NONE).codes == 0
 
 
 def test_a_share_of_recomputed_blocks_keeps_its_share_of_activations():

@@ -70,6 +70,38 @@ def test_periods_place_layers_where_nothing_lists_them():
     assert shape_of_config(config, name="gemma").tied, "Gemma's configurations leave out that they are"
 
 
+NEMOTRON_H_8B = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"  # as its config.json has it
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "hidden_size": 4096,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "vocab_size": 131072,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+}
+
+
+def test_letters_of_a_pattern_are_layers():
+    """A letter is a layer: 24 of Mamba-2, 24 MLPs and 4 of attention in Nemotron-H 8B, arXiv 2504.03624, table 1."""
+    found = shape_of_config(NEMOTRON_H | {"hybrid_override_pattern": NEMOTRON_H_8B}, name="nemotron-h-8b")
+    assert (found.mamba_layers, found.mlp_count, found.attention_count) == (24, 24, 4)
+    known = find_model("nemotron-h-8b")
+    assert found.linears() == known.linears()
+    one = {
+        letter: shape_of_config(NEMOTRON_H | {"hybrid_override_pattern": f"M{letter}"}, name="x") for letter in "M*-"
+    }
+    mamba = 4096 * (2 * 8192 + 2 * 8 * 128) + 8192 * 4096
+    weights = {"M": mamba, "*": 4096 * (4096 + 2 * 1024 + 4096), "-": 2 * 4096 * 21504}
+    for letter, shape in one.items():
+        assert shape.parameters - 2 * 131072 * 4096 - mamba == weights[letter], letter
+
+
 def test_windowed_layers_attend_to_their_window():
     shape = shape_of_config(config_of("gpt_oss", {}).to_dict(), name="gpt-oss")
     width = 2 * shape.heads * 2 * shape.query_dim

@@ -197,6 +197,13 @@ def test_a_guessed_shape_shares_keys_and_says_that_it_is_guessed(name):
 @pytest.mark.parametrize(
     ("name", "base"),
     [
+        ("LLAMA31-405B", "llama-3-405b"),
+        ("llama3_1_405b", "llama-3-405b"),
+        ("Llama3p2-1B", "llama-3-1b"),
+        ("llama-3-1b", "llama-3-1b"),
+        ("llama33_70b_instruct", "llama-3-70b"),
+        ("qwen2_5_7b", "qwen-2-7b"),
+        ("glm-4-5-air", "glm-4.5-air"),
         ("DeepSeek-R1-Distill-Llama-70B", "llama-3-70b"),
         ("DeepSeek-R1-Distill-Qwen-1.5B", "qwen-2-1.5b"),
         ("DeepSeek-R1-0528-Qwen3-8B", "qwen-3-8b"),

@@ -72,10 +72,13 @@ def test_the_gain_of_mpt_1b_vanishes_as_its_context_grows():
 def test_nanochat_d12_loses_and_d32_gains():
     assert speedup(model="nanochat d12", precision="float8 rowwise", micro_batch=32, seq=2048) < 1
     assert speedup(model="nanochat d32", micro_batch=32, seq=2048) > 1.15
-    small = plan("nanochat d12", gpus=8, seq=2048)
-    by_name = {option.name: option.speedup for option in small.options}
-    assert by_name["tensorwise"][0] < 1
-    assert advise(small, CONSTANTS).use_fp8 is False
+    for batch in (8 * 244, 0):  # micro-batches of four sequences, and of 32 as nanochat's
+        small = plan("nanochat d12", gpus=8, seq=2048, global_batch=batch)
+        by_name = {option.name: option.speedup for option in small.options}
+        assert by_name["rowwise"][0] < 1
+        assert advise(small, CONSTANTS).use_fp8 is False
+        if batch:
+            assert by_name["tensorwise"][0] < 1
 
 
 def test_a_speedup_is_a_metric_too():
@@ -372,7 +375,14 @@ KINDS: dict[str, dict[str, object]] = {
     [("train", metric) for metric in ("energy_kwh", "loss", "", "time_to_train_min", "memory_bandwidth_gbps")]
     + [
         ("train", metric)
-        for metric in ("tokens_per_day", "steps_per_day", "peak_mem", "kv_cache_gb", "speedup_vs_a100")
+        for metric in (
+            "tokens_per_day",
+            "tokens_per_s (min)",
+            "steps_per_day",
+            "peak_mem",
+            "kv_cache_gb",
+            "speedup_vs_a100",
+        )
     ]
     + [("infer", metric) for metric in ("kv_cache_gb", "ttft", "ttft_p99_ms", "latency_p99_ms", "loss")]
     + [("infer", metric) for metric in ("prefill_joules", "power_w", "step_time_s", "")]
@@ -405,6 +415,12 @@ def test_a_metric_that_is_not_modelled_is_refused(kind, metric):
         ("train", "TFLOP / sec / GPU", "tflops_per_gpu", 1),
         ("train", "peak memory (GB)", "peak_mem_gb", 1),
         ("train", "max_mem (GiB)", "peak_mem_gb", 1e9 / 1024**3),
+        ("train", "wps", "tokens_per_s", 1),
+        ("train", "tokens_per_min", "tokens_per_s", 60),
+        ("train", "samples/hour", "tokens_per_s", 3600 / 4096),
+        ("infer", "req/min", "output_tokens_per_s", 60 / 128),
+        ("infer", "output tokens per minute per GPU", "output_tokens_per_s", 60 / 8),
+        ("infer", "tokens/min/user", "tokens_per_s_per_user", 60),
         ("infer", "TPOT (ms)", "tpot_ms", 1),
         ("infer", "s_per_token", "tpot_ms", 1e-3),
         ("infer", "req/s", "requests_per_s", 1),

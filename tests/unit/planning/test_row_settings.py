@@ -65,6 +65,16 @@ def test_how_weights_are_sharded(cell, notes, ranks, sharding):
     assert (layout.shard_ranks, layout.sharding) == (ranks, sharding)
 
 
+def test_states_are_divided_if_they_would_not_fit_and_the_row_does_not_say():
+    """2 + 2 bytes of 70 billion weights and gradients on each GPU are more than 80 GB, whatever its optimizer does."""
+    large = {"model": "Llama-3.1-70B", "gpus": 128, "notes": "full AC"}
+    assert job(**large).layout.sharding == Sharding.FSDP
+    assert job(**large, dp_or_fsdp="dp128").layout.sharding == Sharding.ZERO1
+    assert "would need" in predicted(**large, dp_or_fsdp="dp128").reason
+    assert job(**large | {"notes": "full AC, ZeRO-1"}).layout.sharding == Sharding.ZERO1
+    assert job(notes="full AC").layout.sharding == Sharding.ZERO1
+
+
 def test_a_two_of_two_ranks_is_a_number():
     assert job(gpus=2, dp_or_fsdp="fsdp2").layout.shard_ranks == 2
 
@@ -110,6 +120,18 @@ def test_sharding_that_notes_deny(notes):
 @pytest.mark.parametrize(("column", "cell"), [("tp", "8.5"), ("seq", "1e300"), ("gpus", "64.5")])
 def test_counts_are_whole(column, cell):
     assert "is not a whole number" in predicted(**{column: cell}).reason
+
+
+@pytest.mark.parametrize(("cell", "gpus"), [("64,128", 128), ("1,024", 1024), ("16,384", 16384), ("64, 256", 256)])
+def test_a_list_of_gpus_is_not_one_number(cell, gpus):
+    """Of several sizes of one run the last counts, as of "64/128"; 1,024 is one size."""
+    assert row(gpus=cell).integer("gpus") == gpus
+
+
+@pytest.mark.parametrize(("gpus", "tp", "pp", "cp"), [(8, 8, 1, 2), (8, 1, 1, 16), (48, 8, 4, 1), (64, 3, 1, 1)])
+def test_a_layout_that_does_not_divide_the_gpus_is_refused(gpus, tp, pp, cp):
+    reason = predicted(gpus=gpus, tp=tp, pp=pp, cp=cp).reason
+    assert reason == f"{gpus} GPUs are not a multiple of TP {tp} × PP {pp} × CP {cp}"
 
 
 @pytest.mark.parametrize(("column", "cell"), [("gpus", "64 GPUs"), ("seq", "8192 tokens"), ("global_batch", "64 seqs")])

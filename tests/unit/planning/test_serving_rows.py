@@ -6,7 +6,7 @@ import pytest
 
 from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
 from octavo.planning.rows import Row, serving_job
-from octavo.planning.serving_costs import kv_bytes
+from octavo.planning.serving_costs import kv_bytes, serving_parts
 from octavo.planning.serving_plan import ServingRequest, serving_points
 
 CONSTANTS = fitted_constants()
@@ -112,6 +112,12 @@ def test_cells_whose_number_cannot_be_told_are_refused(column, cell):
         "1,024/8,192",
         "in1024/out8192",
         "1024 / 8192",
+        "in 1024 out 8192",
+        "1024 in 8192 out",
+        "ISL=1024 OSL=8192",
+        "input 1024, output 8192",
+        "OSL 8192, ISL 1024",
+        "8192 out / 1024 in",
         "1024/8192 (fixed)",
     ],
 )
@@ -142,6 +148,15 @@ def test_windowed_layers_keep_their_window():
     of_layer = 2 * 16 * 128 * 2
     assert kv_bytes(service, 512) == 62 * of_layer * 512
     assert kv_bytes(service, 32768) == (10 * 32768 + 52 * 1024) * of_layer
+
+
+def test_ranks_beyond_the_links_exchange_over_the_network():
+    """Eight H100 are linked at 450 GB/s, sixteen at a network's 50: nine times as long for as many bytes."""
+    parts = [
+        serving_parts(serving_job(row(model="Llama-3.1-405B", gpus=gpus, tp=gpus, micro_batch=8))) for gpus in (8, 16)
+    ]
+    sent = [each["decode_exchange"] / share for each, share in zip(parts, (7 / 8, 15 / 16), strict=True)]
+    assert sent[1] == pytest.approx(9 * sent[0])
 
 
 def test_points_of_a_plan_add_up():

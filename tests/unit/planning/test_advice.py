@@ -1,0 +1,73 @@
+"""The verdict: what decides it, by hand-made plans whose times are known."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octavo.planning import PlanRequest, advise, find_hardware, find_model, fitted_constants, make_plan
+from octavo.planning.plan import LayerGain
+
+CONSTANTS = fitted_constants()
+STEPS_OF_FP8 = 105  # of 100 in BF16: "taking 5-10 percent more steps", says the article that octavo started from
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    request = PlanRequest(model=find_model("smollm2-135m"), hardware=find_hardware("h100"), gpus=8, seq=2048)
+    return make_plan(request, CONSTANTS)
+
+
+def with_times(
+    plan: Any, *, gain: float = 1.5, low: float = 1.0, gemm: float = 0.8, layers: tuple[LayerGain, ...] = ()
+) -> Any:
+    """A plan whose step takes 1 s in BF16, ``gemm`` of it in linear layers, and whose recipes all gain the same."""
+    options = []
+    for option in plan.options:
+        speedup = None if option.speedup is None else (gain, low, 2 * gain - low)
+        total = 1.0 if speedup is None else 1.0 / gain
+        seconds = {"gemm": gemm * total, "attention": (1 - gemm) * total, "total": total}
+        candidate = option.candidate and replace(option.candidate, seconds=seconds)
+        options.append(replace(option, candidate=candidate, speedup=speedup))
+    return replace(plan, options=tuple(options), layers=layers)
+
+
+def check(advice: Any, name: str) -> Any:
+    return next(each for each in advice.checks if each.name == name)
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.0, 1.02, 1.04, 1.06, 1.1, 1.19, 1.4])
+def test_fp8_is_used_where_it_is_faster_with_the_further_steps_that_it_takes(made, gain):
+    advice = advise(with_times(made, gain=gain), CONSTANTS)
+    assert advice.use_fp8 == (STEPS_OF_FP8 / gain < 100)
+    assert check(advice, "gain").holds == advice.use_fp8
+    assert ("further steps" in advice.sentence) != advice.use_fp8
+
+
+@pytest.mark.parametrize("low", [0.9, 0.99, 1.0, 1.2])
+def test_a_gain_that_may_be_a_loss_is_to_be_measured_first(made, low):
+    advice = advise(with_times(made, gain=1.3, low=low), CONSTANTS)
+    assert advice.use_fp8 == (low >= 1)
+    assert ("measure before deciding" in advice.sentence) != advice.use_fp8
+
+
+@pytest.mark.parametrize("gemm", [0.02, 0.08, 0.11, 0.5, 1.0])
+def test_what_linear_layers_take_limits_the_gain(made, gemm):
+    """Amdahl: H100 multiplies FP8 twice as fast as BF16, so that half of what linear layers take could be saved."""
+    advice = advise(with_times(made, gemm=gemm), CONSTANTS)
+    of_gemms = check(advice, "share of linear layers")
+    limit = 1 / (1 - gemm / 2)
+    assert f"linear layers take {gemm:.0%} of BF16's step, attention {1 - gemm:.0%}" in of_gemms.sentence
+    assert f"{limit:.2f} times as fast" in of_gemms.sentence
+    assert of_gemms.holds == (STEPS_OF_FP8 / limit < 100)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.4, 0.6, 3.0, None])
+def test_the_tolerance_decides_and_losing_layers_do_not(made, tolerance):
+    """The article: no FP8 where "margin is less than 0.5 percent"."""
+    losing = LayerGain(name="kv", share=0.1, bf16=1.0, fp8=2.0)
+    advice = advise(with_times(made, layers=(losing,)), CONSTANTS, tolerance=tolerance)
+    assert "keep in BF16: kv" in check(advice, "layers").sentence
+    assert advice.use_fp8 == (tolerance is None or tolerance >= 0.5)
+    if not advice.use_fp8:
+        assert advice.sentence.startswith(f"Stay in BF16: {tolerance:g} % of perplexity may be lost")
