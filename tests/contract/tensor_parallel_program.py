@@ -28,7 +28,7 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
         ],
     },
     4: {
-        "layers": [layers.codes, layers.uneven],
+        "layers": [layers.codes, layers.uneven, layers.unequal_slices],
         "models": [models.sharded, models.gathered_as_codes],
     },
 }

@@ -39,6 +39,16 @@ def test_slices_may_differ_in_length(found):
         assert not any(differences.values()), differences
 
 
+def test_an_mlp_whose_slices_differ_in_length_passes_on_dtensors(found):
+    for rank, results in enumerate(found("layers", "unequal_slices", 4)):
+        for is_close, said in results.values():
+            assert is_close
+            assert said.startswith(
+                f"this layer takes inputs [..., 50], not (8, {52 if rank < 3 else 44}); torch takes a"
+            )
+            assert said.endswith("so give the style before use_local_output=False")
+
+
 @pytest.mark.parametrize(("ranks", "check"), [(2, "training"), (4, "sharded")])
 def test_codes_of_a_decoder_are_those_of_one_process_that_sees_the_same_tensors(found, ranks, check):
     """With sequence parallelism and a parallel loss; on four ranks, FSDP2 over tensor parallelism."""

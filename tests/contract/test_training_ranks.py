@@ -388,11 +388,14 @@ def test_stalled_rank_is_named(two, shard, waited):
 
 
 def test_settings_that_do_not_fit_the_ranks(two):
-    batches, shards, autopilot, blocks, heads, positions = of_check(two, "refused")[0]
+    batches, shards, autopilot, blocks, heads, width, positions = of_check(two, "refused")[0]
     assert batches.startswith("an update has 3 micro-batches (training.grad_accumulation), which 2 ranks cannot share")
     assert shards.startswith("[parallel] shard = 4 needs a multiple of 4 ranks, and 2 are running;")
     assert autopilot.startswith("training.autopilot acts on one rank's statistics")
     assert "q_proj' has 16 out_features, which 2 ranks cannot divide into multiples of the 32 elements" in blocks
     assert blocks.endswith("; 64 would work, or another recipe")
     assert heads.startswith("2 ranks cannot share 2 query heads and 1 key-value heads; set model.num_heads and")
+    assert width.startswith(
+        "2 ranks cannot share 33 channels of the MLP; set model.intermediate_size to a multiple of 2"
+    )
     assert positions == "2 ranks cannot share the 15 positions of training.context; set a multiple"

@@ -98,7 +98,11 @@ class Linear(ScaledLayer, torch.nn.Linear):
             return F.linear(input, self.weight, self.bias)
         check_float(input, "the input of octavo.nn.Linear")
         if input.ndim == 0 or input.shape[-1] != self.in_features:
-            raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(input.shape)}")
+            equal = (
+                "; torch takes a plain input for one of equal slices, so give the style before use_local_output=False"
+            )
+            advice = equal if is_distributed(self.stored_weight) else ""
+            raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(input.shape)}{advice}")
         if is_distributed(self.stored_weight):
             return self._forward_slices(input, recipe)
         x = in_autocast_dtype(input)
