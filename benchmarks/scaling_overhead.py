@@ -8,7 +8,7 @@ Measured on 2 and 4 processes with gloo:
   optimizer's step after the first;
 - seconds of gathering 100 weights of 256 x 256 in BF16 and as FP8 codes;
 - a training step of two ranks in FP8 against BF16, under DDP and FSDP2, and the share of it that FP8's extra
-  collectives take.
+  collectives take, with the wait for the other rank.
 
 The network of benchmarks/scaling_simulation.py is fitted to three collectives of each size of group, and a rank's own
 work to one process alone (a group of one) with 10 and 1,000 layers. They must explain the other measurements.
@@ -168,28 +168,51 @@ def _reduces(count: int) -> int:
     return len(reduces)
 
 
-def _steps(rank: int, rounds: int) -> tuple[Timed, float]:
-    """Seconds of training steps, and the seconds a step that FP8's own all-reduces take under DDP."""
+def _steps(rank: int, rounds: int) -> tuple[Timed, Timed]:
+    """Seconds of training steps, and of these the seconds that FP8's own all-reduces take."""
     config = demo_config().model.llama(vocab_size=2048, max_positions=128)
     tokens = torch.randint(2048, (4, 128), generator=torch.Generator().manual_seed(rank))
+    clock, extra = _Clock(), Timed()
     variants: dict[str, Callable[[], object]] = {}
     for wrapper in ("DDP", "FSDP2"):
         for recipe in ("bf16", "tensorwise", "delayed"):
             torch.manual_seed(0)
-            variants[f"{wrapper}, {recipe}"] = partial(_train_step, *_wrapped(Llama(config), wrapper, recipe), tokens)
-    extra: list[float] = []
-    genuine = reduce_amaxes
-
-    def reduced(layers: Any, group: Any) -> None:
-        started = time.perf_counter()
-        genuine(layers, group)
-        if any(layer.amax_history is not None for layer in layers):
-            extra.append(time.perf_counter() - started)
-
+            name, (model, optimizer) = f"{wrapper}, {recipe}", _wrapped(Llama(config), wrapper, recipe)
+            extra[name] = []
+            variants[name] = partial(clock.note, partial(_train_step, model, optimizer, tokens), extra[name])
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("octavo.scaling.scale_updates.reduce_amaxes", reduced))
+        stack.enter_context(mock.patch("octavo.scaling.scale_updates.reduce_amaxes", clock.timing(reduce_amaxes)))
+        stack.enter_context(mock.patch.object(distributed, "all_reduce", clock.timing(distributed.all_reduce)))
         seconds = _timed(variants, rounds)
-    return seconds, statistics.median(extra)
+    return seconds, {name: each[1:] for name, each in extra.items()}
+
+
+class _Clock:
+    """Seconds in functions that may call each other."""
+
+    def __init__(self) -> None:
+        self.seconds, self._is_running = 0.0, False
+
+    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function; the clock runs meanwhile."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            if self._is_running:
+                return function(*arguments, **options)
+            self._is_running, started = True, time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - started
+                self._is_running = False
+
+        return timed
+
+    def note(self, run: Callable[[], object], seconds: list[float]) -> None:
+        """Run, and append the seconds for which the clock ran."""
+        before = self.seconds
+        run()
+        seconds.append(self.seconds - before)
 
 
 def _wrapped(model: nn.Module, wrapper: str, recipe: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -283,17 +306,19 @@ def collectives(measured: dict[int, dict[str, Any]], work: Work) -> list[str]:
 
 def training(found: dict[str, Any]) -> list[str]:
     """Lines on training steps of two ranks."""
-    seconds, extra = found["steps"], found["extra"]
-    rows = [[name, str(ratio(seconds, name, f"{name.split(',')[0]}, bf16"))] for name in seconds]
-    share = extra / statistics.median(seconds["DDP, delayed"])
+    seconds, rows, worst = found["steps"], [], 0.0
+    for name in seconds:
+        share = statistics.median(found["extra"][name]) / statistics.median(seconds[name])
+        rows.append([name, str(ratio(seconds, name, f"{name.split(',')[0]}, bf16")), f"{share:.2%}"])
+        worst = max(worst, share)
     return [
         "## A training step of two ranks",
         "",
-        *markdown_table(["step", "× the wrapper's bf16"], rows),
+        *markdown_table(["step", "× the wrapper's bf16", "in all-reduces of amaxes"], rows),
         "",
         (
-            f"The demo's model, 512 tokens a rank. Of a step with delayed scaling under DDP, {share:.2%} is the amax "
-            f"all-reduce: {verdict(share <= EXTRA_BAR)} (at most {EXTRA_BAR:.0%})."
+            f"The demo's model, 512 tokens a rank. All-reduces of amaxes are at most {worst:.2%} of a step: "
+            f"{verdict(worst <= EXTRA_BAR)} (at most {EXTRA_BAR:.0%})."
         ),
     ]
 

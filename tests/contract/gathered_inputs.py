@@ -12,19 +12,25 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import octavo
 from octavo.parallel import gather_input_in_fp8
+from tests.contract.rank_processes import within
 from tests.contract.tensor_parallel_layers import RECIPES, STATIC_SCALE
 from tests.contract.tensor_parallel_models import WIDTH, Feed, whole
 
 SEQUENCES, POSITIONS = 2, 256  # of 128 positions on each of two ranks: a block
 
 
-def feed(recipe: str, *, codes: bool) -> Any:
-    """An MLP whose first two layers gather one input."""
+def whole_feed(recipe: str) -> Any:
+    """An MLP in one process."""
     torch.manual_seed(5)
     model: Any = torch.nn.Sequential(Feed())
     octavo.convert(model, recipe)
     if octavo.recipes.get(recipe).has_static_input:
         octavo.load_scaling_state(model, dict.fromkeys(octavo.scaling_state(model), STATIC_SCALE))
+    return model
+
+
+def feed(recipe: str, *, codes: bool) -> Any:
+    """That MLP on ranks; its first two layers gather one input."""
     columns = gather_input_in_fp8(ColwiseParallel(input_layouts=Shard(1))) if codes else ColwiseParallel()
     taken = Shard(1) if codes else Replicate()
     plan: dict[str, Any] = {
@@ -33,7 +39,7 @@ def feed(recipe: str, *, codes: bool) -> Any:
         "0.up": columns,
         "0.down": RowwiseParallel(output_layouts=Shard(1)),
     }
-    return parallelize_module(model, init_device_mesh("cpu", (distributed.get_world_size(),)), plan)
+    return parallelize_module(whole_feed(recipe), init_device_mesh("cpu", (distributed.get_world_size(),)), plan)
 
 
 def results(recipe: str, *, codes: bool, positions: int = POSITIONS) -> dict[str, list[Tensor]]:
@@ -72,3 +78,30 @@ def gathered_inputs(_rank: int, _: Path) -> Any:
         sent = [call.args[1].nbytes for call in gathers.call_args_list]
         found[f"{recipe} {positions}"] = {name: difference(coded[name], values[name]) for name in values}, sent
     return found
+
+
+def empty_batches(_rank: int, _: Path) -> Any:
+    """By recipe and gather: what two steps of a batch without sequences do otherwise than in one process."""
+    found = {}
+    for recipe in RECIPES:
+        truth = emptied(whole_feed(recipe), POSITIONS)
+        for codes in (False, True):
+            with within(30):
+                one = emptied(feed(recipe, codes=codes), POSITIONS // distributed.get_world_size())
+            same = all(map(torch.equal, one, truth))
+            found[recipe, codes] = [] if len(one) == len(truth) and same else [one, truth]
+    return found
+
+
+def emptied(model: Any, positions: int) -> list[Tensor]:
+    """Gradients and scaling state after two steps of an empty input."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        x = torch.zeros(0, positions, 2 * WIDTH, requires_grad=True)
+        y = model(x * 1.5)
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        optimizer.step()
+    return [*(whole(each.grad) for each in model.parameters()), *octavo.scaling_state(model).values()]

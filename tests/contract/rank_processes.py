@@ -151,6 +151,22 @@ def regrouped(folder: Path, name: str, rank: int, ranks: int, **options: timedel
         distributed.destroy_process_group()
 
 
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in a block that does not end; the main thread must run Python now and then."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not within {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def named(*checks: Callable[[int, Path], Any]) -> dict[str, Callable[[int, Path], Any]]:
     """Checks by their functions' names."""
     return {check.__name__: check for check in checks}

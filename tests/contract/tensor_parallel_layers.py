@@ -29,6 +29,7 @@ __all__ = [
     "recorded_operands",
     "reductions",
     "refused",
+    "unequal_slices",
     "uneven",
 ]
 
@@ -179,6 +180,25 @@ def uneven(_rank: int, _: Path) -> Any:
     """Differences where the ranks' columns are not equally many, or none."""
     recipes = ("tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight")
     return {f"{recipe} {n}": differences(recipe, "N", 40, n) for recipe in recipes for n in (33, 5)}
+
+
+def unequal_slices(_rank: int, _: Path) -> Any:
+    """Differences of an MLP whose ranks' channels are not equally many, and what is said of plain tensors between."""
+    mesh, x = init_device_mesh("cpu", (distributed.get_world_size(),)), torch.randn(8, 24)
+    distributed.broadcast(x, 0)
+    found = {}
+    for recipe in ("tensorwise", "delayed", "rowwise"):
+        outputs = []
+        for style in (None, ColwiseParallel(use_local_output=False), ColwiseParallel()):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(24, 50), nn.GELU(), nn.Linear(50, 24))
+            octavo.convert(model, recipe)
+            if style is not None:
+                parallelize_module(model, mesh, {"0": style, "2": RowwiseParallel()})
+            outputs.append(message(partial(model, x)) if style and style.use_local_output else model(x))
+        whole, shared, said = outputs
+        found[recipe] = torch.allclose(shared, whole, rtol=0, atol=1e-6), said
+    return found
 
 
 def refused(_rank: int, _: Path) -> Any:

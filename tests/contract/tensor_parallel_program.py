@@ -14,7 +14,7 @@ from tests.contract import tensor_parallel_engine as engine
 from tests.contract import tensor_parallel_layers as layers
 from tests.contract import tensor_parallel_models as models
 from tests.contract import tensor_parallel_use as use
-from tests.contract.gathered_inputs import gathered_inputs
+from tests.contract.gathered_inputs import empty_batches, gathered_inputs
 from tests.contract.rank_processes import Checks, run_ranks
 
 CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
@@ -24,11 +24,11 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
         "use": [
             *(use.converted_later, use.checkpointed, use.cached, use.shared_inputs, use.saved, use.restored),
             *(use.half_precision, use.kept_for_backward, use.rows, use.compiled, use.watched, use.not_done),
-            *(gathered_inputs, *engine.CHECKS),
+            *(gathered_inputs, empty_batches, *engine.CHECKS),
         ],
     },
     4: {
-        "layers": [layers.codes, layers.uneven],
+        "layers": [layers.codes, layers.uneven, layers.unequal_slices],
         "models": [models.sharded, models.gathered_as_codes],
     },
 }

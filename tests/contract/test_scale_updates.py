@@ -433,8 +433,7 @@ def test_a_running_average_of_a_model_keeps_histories_of_its_own(use_buffers):
 
 
 def test_buffers_that_wrappers_broadcast_cast_or_average_are_no_part_of_the_history():
-    model = _model()
-    assert {name.rpartition(".")[2] for name, _ in model.named_buffers()} == {"input_scale"}
+    assert not list(_model().buffers())
 
 
 def test_the_name_in_older_files_is_known():

@@ -29,7 +29,8 @@ INPUT_SCALE = 2.0**-6  # of a static recipe: saturates at 7
 
 def _linear(in_features: int, out_features: int, recipe: str = "tensorwise", **options: Any) -> Linear:
     layer = Linear(in_features, out_features, recipe=recipe, **options)
-    layer.input_scale.fill_(INPUT_SCALE)
+    if layer.recipe.has_static_input:
+        layer.input_scale.fill_(INPUT_SCALE)
     return layer
 
 
@@ -193,7 +194,7 @@ def _chain(recipe: str) -> nn.Sequential:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
     octavo.convert(model, recipe)
     for layer in model.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, Linear) and layer.recipe.has_static_input:
             layer.input_scale.fill_(INPUT_SCALE)
     return model
 

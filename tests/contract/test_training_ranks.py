@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load  # type: ignore[attr-defined]
+from typer.testing import CliRunner, Result
 
+from octavo.cli.app import app
 from octavo.training.checkpoint import latest, read_state
 from octavo.training.checkpoint_files import stored_tensors
 from octavo.training.metrics import read_metrics
@@ -60,6 +62,7 @@ def begin(folder: Path) -> None:
     for recipe in MOVED_RECIPES:
         assert run(config_of(recipe=recipe, grad_accumulation=4), folder, f"moved {recipe}") == ""
         shutil.copytree(folder / f"moved {recipe}", folder / f"{recipe} of one")
+    shutil.copytree(folder / "delayed of one", folder / "sliced")
     (folder / "of one").symlink_to(folder / "delayed of one")
 
 
@@ -71,6 +74,11 @@ def two(folder):
 @pytest.fixture(scope="module")
 def four(folder, two):
     return results_of_ranks(PROGRAM, folder, 4)
+
+
+def command(*arguments: str) -> Result:
+    """Run octavo's command line in this process."""
+    return CliRunner().invoke(app, arguments, prog_name="octavo")
 
 
 def numbers(folder: Path) -> list[dict]:
@@ -251,6 +259,28 @@ def test_moved_to_other_ranks_and_layouts(folder, four):
         assert_same(folder / f"{recipe} of one", folder / f"moved {recipe}")
 
 
+def test_moved_between_slices_and_shards(folder, four):
+    """One process, tensor parallelism, FSDP2, DDP, FSDP2, tensor parallelism, FSDP2 over it: the same state."""
+    of_check(four, "moved")
+    paths = [latest(folder / name) for name in ("of one", "sliced")]
+    assert [len(list(path.glob("model*"))) for path in paths if path is not None] == [1, 4]
+    assert_same(folder / "of one", folder / "sliced")
+
+
+def test_eval_and_export_read_what_ranks_wrote(folder, four, tmp_path):
+    """Pieces along two dimensions; the export is read back by transformers' from_pretrained, in another process."""
+    of_check(four, "moved")
+    told, files = [], []
+    for name in ("of one", "sliced"):
+        export = ["export", str(folder / name), "--format", "hf-fp8", "--out", str(tmp_path / name)]
+        assert command(*export, *([] if name == "sliced" else ["--no-verify"])).exit_code == 0
+        files.append((tmp_path / name / "model.safetensors").read_bytes())
+        told.append(command("eval", str(folder / name), "--data", str(folder / "text.txt"), "--split", "all", "--json"))
+    one, other = ({key: value for key, value in json.loads(each.stdout).items() if key != "run"} for each in told)
+    assert one == other
+    assert files[0] == files[1]
+
+
 def test_each_rank_writes_its_shards(folder, two):
     """Half of each matrix; what all ranks hold is shared out."""
     path = latest(folder / "delayed-2-1.0-2")
@@ -358,11 +388,14 @@ def test_stalled_rank_is_named(two, shard, waited):
 
 
 def test_settings_that_do_not_fit_the_ranks(two):
-    batches, shards, autopilot, blocks, heads, positions = of_check(two, "refused")[0]
+    batches, shards, autopilot, blocks, heads, width, positions = of_check(two, "refused")[0]
     assert batches.startswith("an update has 3 micro-batches (training.grad_accumulation), which 2 ranks cannot share")
     assert shards.startswith("[parallel] shard = 4 needs a multiple of 4 ranks, and 2 are running;")
     assert autopilot.startswith("training.autopilot acts on one rank's statistics")
     assert "q_proj' has 16 out_features, which 2 ranks cannot divide into multiples of the 32 elements" in blocks
     assert blocks.endswith("; 64 would work, or another recipe")
     assert heads.startswith("2 ranks cannot share 2 query heads and 1 key-value heads; set model.num_heads and")
+    assert width.startswith(
+        "2 ranks cannot share 33 channels of the MLP; set model.intermediate_size to a multiple of 2"
+    )
     assert positions == "2 ranks cannot share the 15 positions of training.context; set a multiple"

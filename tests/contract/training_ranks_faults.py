@@ -183,12 +183,14 @@ def other_version(folder: Path) -> str:
 def refused(folder: Path) -> list[str]:
     late = (("bf16", 0.0), ("fp8", 0.5))
     one_head = dataclasses.replace(config_of(tensor=2), model=tiny_config().model)
+    odd = dataclasses.replace(one_head, model=dataclasses.replace(config_of().model, intermediate_size=33))
     configs = (
         config_of(grad_accumulation=3),
         config_of(shard=4),
         config_of(recipe="rowwise", autopilot=True),
         config_of(recipe="mxfp8", tensor=2, precision_schedule=late),
         one_head,
+        odd,
         config_of(tensor=2, sequence=True, context=15),
     )
     return [run(config, folder, "refused") for config in configs]

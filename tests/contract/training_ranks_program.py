@@ -46,6 +46,10 @@ CHAIN: dict[str, Any] = {
 
 
 MOVED_RECIPES = ("delayed", "blockwise", "mxfp8")
+SLICED: tuple[tuple[int, dict[str, int]], ...] = (  # ranks and layouts that a state goes through
+    (2, {"tensor": 2}), (2, {"shard": 2}), (2, {}), (4, {"shard": 4}), (2, {"tensor": 2}),
+    (4, {"tensor": 2, "shard": 2}),
+)  # fmt: skip
 LAYOUTS_OF_FOUR: dict[str, dict[str, int]] = {"ddp": {}, "fsdp2": {"shard": 4}, "hsdp": {"shard": 2, "data": 2}}
 TENSOR_LAYOUTS_OF_FOUR: dict[str, dict[str, Any]] = {
     "shards": {"shard": 2, "tensor": 2, "sequence": True},
@@ -277,24 +281,32 @@ def uneven_shards(folder: Path) -> dict[str, int]:
 def loss_after_move(folder: Path, recipe: str, shard: int) -> float:
     """Load a run's state on these ranks and save it again; returns the loss of a batch."""
     trainer = resumed(config_of(recipe=recipe, shard=shard, grad_accumulation=4), folder, f"moved {recipe}")
-    assert trainer.checkpoint is not None
-    state = checkpoint.read_state(trainer.checkpoint)
-    assert trainer.step == state.step == STEPS, "the data's position"
+    save_again(trainer)
     trainer.model.eval()
     inputs, targets = trainer.data.batch(0, batch_size=2, context=16, seed=1)
     with torch.no_grad(), trainer.surroundings:
-        loss = token_loss(trainer.forward(inputs), targets).item()
+        return token_loss(trainer.forward(inputs), targets).item()
+
+
+def save_again(trainer: Trainer) -> None:
+    """Save the state that a trainer has loaded."""
+    assert trainer.checkpoint is not None
+    state = checkpoint.read_state(trainer.checkpoint)
+    assert trainer.step == state.step == STEPS, "the data's position"
     trainer.saver.save(checkpoint.snapshot(state, model=trainer.model, optimizer=trainer.optimizer))
-    return loss
 
 
 def moved(folder: Path) -> list[float]:
-    """Runs of one process on two ranks, four, two again; in the layouts of each."""
+    """Runs of one process on two ranks, four, two again, in the layouts of each; then one through slices and shards."""
     rank, losses = distributed.get_rank(), []
     for number, (size, shards) in enumerate(((2, (1, 2)), (4, (2, 1)), (2, (1, 2)))):
         with regrouped(folder, f"move{number}", rank, size) as takes_part:
             for shard, recipe in product(shards, MOVED_RECIPES) if takes_part else ():
                 losses.append(loss_after_move(folder, recipe, shard))
+    for number, (size, sizes) in enumerate(SLICED):
+        with regrouped(folder, f"slices{number}", rank, size) as takes_part:
+            if takes_part:
+                save_again(resumed(config_of(recipe="delayed", grad_accumulation=4, **sizes), folder, "sliced"))
     return losses
 
 

@@ -23,6 +23,7 @@ from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import train as run_training
 from octavo.training.memory import check_run_fits
 from octavo.training.precision_schedule import parse_schedule
+from octavo.training.rank_layout import check_layout
 from octavo.training.result import TrainResult
 from octavo.training.run_folder import CONFIG, check_start, resumable_state
 from octavo.training.setup import check_data
@@ -132,16 +133,17 @@ def _train(out: Path, config: RunConfig, launch: Launch | None, *, resume: bool,
                 if chooses_threads:
                     threads = threads_of(out, goes_on=resume, ranks=launch.local_size)
                     config = config.with_training(threads=threads)
-                _prepare(out, config, display, resume=resume)
+                _prepare(out, config, display, resume=resume, ranks=launch.ranks.size)
                 launch.note(BEGUN)
         threads = launch.ranks.gathered(config.training.threads)[0]
         return _run(out, config.with_training(threads=threads), display, resume=resume)
 
 
-def _prepare(out: Path, config: RunConfig, display: Display, *, resume: bool) -> None:
+def _prepare(out: Path, config: RunConfig, display: Display, *, resume: bool, ranks: int = 1) -> None:
     """Check that the run can start, and prepare its text."""
     check_start(out, config, resume=resume)
-    check_run_fits(config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
+    check_layout(config, ranks)  # independent of the text, so checked before it is read
+    check_run_fits(config, SMALLEST_VOCABULARY)
     source, vocab_size = config.data.source, config.data.vocab_size
     with preparing(source, out / DATA, vocab_size=vocab_size, progress=phases(display)) as tokens:
         check_data(tokens, config)

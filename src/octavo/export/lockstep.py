@@ -147,7 +147,7 @@ def make_probe(
 def _move_off_boundaries(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move each input half-way to its decoded cast; computed once for layers that share an input."""
     replacements: dict[str, Tensor] = {}
-    computed: dict[tuple[int, CastSpec | None, float], Tensor] = {}
+    computed: dict[tuple[int, CastSpec | None, float | None], Tensor] = {}
     for path, x in inputs.items():
         module_path, index = _argument(path)
         layer = model.get_submodule(module_path)
@@ -156,9 +156,10 @@ def _move_off_boundaries(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict
             continue
         assert isinstance(layer, Linear)
         spec = layer.recipe.output.a
-        key = x.data_ptr(), spec, float(layer.input_scale)
+        scale = layer.input_scale if layer.recipe.has_static_input else None
+        key = x.data_ptr(), spec, None if scale is None else float(scale)
         if key not in computed:
-            cast = cast_operand(x.flatten(0, -2), spec, OperandScaling(scale=layer.input_scale))
+            cast = cast_operand(x.flatten(0, -2), spec, OperandScaling(scale=scale))
             decoded = cast.dequantize().view_as(x) if isinstance(cast, QuantizedTensor) else x
             computed[key] = x + (decoded - x) / 2
         replacements[path] = computed[key]

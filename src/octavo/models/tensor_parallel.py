@@ -59,13 +59,20 @@ def divide(model: Llama, mesh: DeviceMesh, *, sequence: bool, codes: bool = Fals
         codes: gather positions as FP8 codes (:func:`octavo.parallel.gather_input_in_fp8`).
 
     Raises:
-        ConfigError: the ranks do not divide the heads, or a layer into multiples of its recipe's blocks.
+        ConfigError: the ranks do not divide the heads or the MLP's width, or a layer into multiples of its recipe's
+            blocks.
     """
     heads, kv_heads, ranks = model.config.num_heads, model.config.num_kv_heads, mesh.size()
+    width = model.config.intermediate_size
     if heads % ranks or kv_heads % ranks:
         raise ConfigError(
             f"{ranks} ranks cannot share {heads} query heads and {kv_heads} key-value heads; set model.num_heads and "
             f"model.num_kv_heads to multiples of {ranks}, or parallel.tensor to a number that divides both"
+        )
+    if width % ranks:
+        raise ConfigError(
+            f"{ranks} ranks cannot share {width} channels of the MLP; set model.intermediate_size to a multiple of "
+            f"{ranks}, or parallel.tensor to a number that divides it"
         )
     whole, stream = Replicate(), Shard(POSITIONS) if sequence else Replicate()
     norm, rows, columns = _Norm(stream), RowwiseParallel(output_layouts=stream), ColwiseParallel()

@@ -110,9 +110,9 @@ class GroupedLinear(ScaledLayer):
         scaling.experts_watch = self.experts_watch
         return scaling
 
-    def _checked_input_scale(self) -> Tensor:
+    def _checked_input_scale(self) -> Tensor | None:
         """The scales of a static input; the experts that have rows are checked when they are cast."""
-        return self.input_scale
+        return self._buffers["input_scale"]
 
     def extra_repr(self) -> str:
         """The shape and the name of the recipe in force."""

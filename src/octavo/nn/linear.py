@@ -93,15 +93,20 @@ class Linear(ScaledLayer, torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """Map [..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
         recipe = self.recipe_now()
-        if recipe.is_high_precision and self.codes_layout is None and not needs_widening(in_autocast_dtype(input)):
+        is_plain = recipe.is_high_precision and self.codes_layout is None
+        if is_plain and not needs_widening(in_autocast_dtype(input)) and not _hangs_torch(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         check_float(input, "the input of octavo.nn.Linear")
         if input.ndim == 0 or input.shape[-1] != self.in_features:
-            raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(input.shape)}")
+            equal = (
+                "; torch takes a plain input for one of equal slices, so give the style before use_local_output=False"
+            )
+            advice = equal if is_distributed(self.stored_weight) else ""
+            raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(input.shape)}{advice}")
         if is_distributed(self.stored_weight):
             return self._forward_slices(input, recipe)
         x = in_autocast_dtype(input)
-        if recipe.is_high_precision and self.codes_layout is None:
+        if is_plain:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
         return self.forward_cast(recipe, partial(self._with_shared_operands, input, x, recipe))
 
@@ -248,6 +253,11 @@ class Linear(ScaledLayer, torch.nn.Linear):
     def extra_repr(self) -> str:
         """The shape and the name of the recipe in force: that of a surrounding ``octavo.autocast``, or the layer's."""
         return f"{super().extra_repr()}, recipe={active_recipe(self.recipe).name}"
+
+
+def _hangs_torch(x: Tensor, weight: Tensor) -> bool:
+    """Return whether ``F.linear`` would not end: torch 2.13 never finds DTensor's flattening of an empty [B, T, K]."""
+    return is_distributed(weight) and not x.numel()
 
 
 def _is_divided_alike(before: Tensor | None, after: Tensor | None) -> bool:

@@ -36,7 +36,7 @@ class ScaledLayer(StatefulModule):
     path: str  # in the model that was converted
     scale_updates: ScaleUpdates
     nonfinite_counts: Tensor  # [3] int64: NaN and ±Inf elements of the roles, seen in training
-    input_scale: Tensor  # [] or [experts] float32, of a static recipe; 0 until it is loaded
+    input_scale: Tensor  # [] or [experts] float32; 0 until it is loaded. None before the layer has a static recipe
     amax_history: AmaxHistory | None
     last_recipe: Recipe | None  # of the last call in training
     trained_recipe: Recipe | None  # of the last differentiable call; None: a switch is not logged
@@ -61,6 +61,8 @@ class ScaledLayer(StatefulModule):
         self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
         if "input_scale" not in self._buffers:
             self.begin_state()
+        elif recipe.has_static_input and self._buffers["input_scale"] is None:
+            self.start_state(self.stored_weight.device)
         history = getattr(self, "amax_history", None)
         if history is None or history.spec != recipe.history:
             self.keep_history(None)
@@ -73,6 +75,7 @@ class ScaledLayer(StatefulModule):
         """Create the scaling state."""
         weight = self.stored_weight
         device = torch.device("cpu") if weight.is_meta else weight.device
+        self.register_buffer("input_scale", None, persistent=False)
         self.start_state(device)
         self.nonfinite_counts = _zero_counts(device)
         self.last_recipe, self.trained_recipe = None, None
@@ -152,15 +155,15 @@ class ScaledLayer(StatefulModule):
     def follow_weight(self) -> None:
         """Move the state to the weight's device, as after ``load_state_dict(assign=True)``; from meta, create it."""
         device = self.stored_weight.device
-        scale: Tensor = self.input_scale
+        scale = self._buffers["input_scale"]
         if is_distributed(scale):  # as parallelize_module makes all buffers
-            self.input_scale = scale.to_local()
+            self.input_scale = scale = scale.to_local()
         if self.nonfinite_counts.device == device or device.type == "meta":
             return
-        if self.input_scale.is_meta:
+        if scale is not None and scale.is_meta:
             self.start_state(device)
-        else:
-            self.input_scale = self.input_scale.to(device)
+        elif scale is not None:
+            self.input_scale = scale.to(device)
         self._move_counts(device)
 
     def _move_counts(self, device: torch.device) -> None:
@@ -168,7 +171,11 @@ class ScaledLayer(StatefulModule):
         counts = self.nonfinite_counts
         self.nonfinite_counts = _zero_counts(device) if counts.is_meta else counts.to(device)
 
-    def _checked_input_scale(self) -> Tensor:
+    def _checked_input_scale(self) -> Tensor | None:
+        if self._buffers["input_scale"] is None:
+            raise ConfigError(
+                f"{self.called} has no scale for its static input; convert the model with that recipe and calibrate it"
+            )
         if self.stored_weight.is_meta:
             return self.input_scale.to(self.stored_weight.device)
         if self.input_scale.dtype is not torch.float32:
@@ -193,7 +200,9 @@ class ScaledLayer(StatefulModule):
             y.register_hook(self.amax_history.remind)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Initial state: no scale."""
+        """Initial state: a scale of 0 for a static input; other layers have no buffer, which DDP would broadcast."""
+        if not self.recipe.has_static_input and self._buffers.get("input_scale") is None:
+            return {}
         shape = () if self.experts is None else (self.experts,)
         return {"input_scale": torch.zeros(shape, dtype=torch.float32, device=device)}
 
@@ -204,7 +213,7 @@ class ScaledLayer(StatefulModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Let counts and amax history follow the model's device."""
         super()._apply(fn, recurse)
-        self._move_counts(self.input_scale.device)
+        self._move_counts(self.stored_weight.device)
         if self.amax_history is not None:
             self.amax_history._apply(fn, recurse)  # noqa: SLF001
         return self

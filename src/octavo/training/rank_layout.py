@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "check_layout",
     "check_same_checkpoint",
     "check_same_run",
     "check_same_state",
@@ -53,23 +54,32 @@ def check_same_run(ranks: Ranks, config: RunConfig, data: TokenData) -> None:
     """Check that all ranks run the same octavo and torch with the same configuration on the same tokens.
 
     Raises:
-        ConfigError: they do not, or their number does not fit the configuration, or the autopilot is on, or gradients
-            in FP8 would have a loss scale that changes.
+        ConfigError: they do not, or :func:`check_layout` refuses the configuration, or two ranks would share a GPU.
     """
     if ranks.size > 1:
         versions = {"octavo's version": own_version(), "torch's version": torch.__version__}
         values = {**versions, **config.flat(), "the text's hash": data.content_hash}
         require_equal(ranks, values, advice="start all ranks with the same installation, configuration and text")
-    config.parallel.replicas(ranks.size)
-    config.parallel.micro_batches(config.training.grad_accumulation, ranks.size)
+    check_layout(config, ranks.size)
     _check_gpus(ranks, config)
+
+
+def check_layout(config: RunConfig, ranks: int) -> None:
+    """Check that a configuration can be trained on so many ranks.
+
+    Raises:
+        ConfigError: ``[parallel]`` does not fit their number, they cannot share micro-batches or positions, the
+            autopilot is on, or gradients in FP8 would have a loss scale that changes.
+    """
+    config.parallel.replicas(ranks)
+    config.parallel.micro_batches(config.training.grad_accumulation, ranks)
     context, tensor = config.training.context, config.parallel.tensor
     if config.parallel.sequence and context % tensor:
         raise ConfigError(f"{tensor} ranks cannot share the {context} positions of training.context; set a multiple")
-    if config.training.autopilot and ranks.size > 1:
+    if config.training.autopilot and ranks > 1:
         raise ConfigError(
-            f"training.autopilot acts on one rank's statistics, and {ranks.size} ranks would part; turn it off, or "
-            "train on one rank"
+            f"training.autopilot acts on one rank's statistics, and {ranks} ranks would part; turn it off, or train on "
+            "one rank"
         )
     if config.parallel.fp8_gradients and config.training.scales_loss and isinstance(config.training.loss_scale, str):
         raise ConfigError(

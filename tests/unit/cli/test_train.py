@@ -34,6 +34,13 @@ def test_options_override_the_file(octavo, setting, tmp_path):
     assert (training.lr, training.seed, training.recipe, training.batch_size) == (0.001, 5, "bf16", 2)
 
 
+def test_a_layout_is_refused_before_text_is_read(octavo, tmp_path):
+    result = octavo("train", "--out", tmp_path / "run", "--data", tmp_path / "missing.txt", "--shard", 2)
+    assert result.exit_code == 2
+    assert "[parallel] shard = 2 needs a multiple of 2 ranks, and 1 is running" in result.output
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_resume_matches_uninterrupted_run(octavo, setting, tmp_path, finished_run, monkeypatch, *, number):
     watch = command._watch

@@ -101,6 +101,8 @@ def test_set_recipe_makes_and_drops_the_history():
     assert [history.updates.manual] == [False]
     layer.set_recipe(octavo.recipes.get("tensorwise"))
     assert _history(layer) is None
+    assert not list(layer.buffers())
+    layer.set_recipe(octavo.recipes.get("static"))
     assert [name for name, _ in layer.named_buffers()] == ["input_scale"]
 
 
