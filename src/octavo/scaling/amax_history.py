@@ -12,7 +12,6 @@ zero, as of a tensor without a finite element, is masked too: zeros fit every sc
 out the amaxes that the next tensors need.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from octavo.caller_warnings import warn_caller
 from octavo.errors import ConfigError
 from octavo.kernels import triton_bindings
 from octavo.numerics.cast import is_eager_cpu
@@ -311,7 +311,7 @@ class AmaxHistory(StatefulModule):
                 "its parameters, and its scales stay those of the last closed step; unless these are micro-batches of "
                 "one step, call octavo.update_scales(model) after each update of the weights"
             )
-        warnings.warn(warning, stacklevel=2)
+        warn_caller(warning)
 
 
 @torch.no_grad()
