@@ -9,8 +9,7 @@
 | `reference/statistics.md`     | the doctor's catalog of statistics                     |
 | `results/<name>.md`           | benchmarks/results                                     |
 
-Links to source files, which are links in the repository, become their text; those to the sources of findings and
-statistics lead to the generated pages.
+Links to source files, which are links in the repository, become their text, or lead to the page generated from them.
 """
 
 import ast
@@ -32,9 +31,10 @@ PACKAGE = ROOT / "src" / "octavo"
 RESULTS = ROOT / "benchmarks" / "results"
 HIDDEN = ("show_root_heading: false", "show_root_toc_entry: false")  # the page has a heading of its own
 IMPORTED = re.compile(r"^from (octavo\.[\w.]+) import", re.MULTILINE)
-PAGE_OF_SOURCE = {  # where a link in the repository leads, and where it does on the site
+PAGE_OF_SOURCE = {  # a generated page is not in the repository, so links there lead to its source
     "src/octavo/doctor/findings.py": "reference/findings.md",
     "src/octavo/doctor/statistics.py": "reference/statistics.md",
+    "src/octavo/plot/__init__.py": "reference/api/octavo.plot.md",
 }
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 

@@ -93,9 +93,10 @@ def _reach_of_updates(series: Series, path: str, steps: Floats, rms: Floats) -> 
     if name not in table.keys or len(steps) < 2:
         return np.zeros(max(0, len(steps) - 1))
     updates = table.of("update_ratio")[np.searchsorted(table.steps, steps), table.keys.index(name)] * rms
-    by_size = updates[:-1] + (np.diff(steps) - 1) * np.fmax(updates[:-1], updates[1:])
+    by_size: Floats = updates[:-1] + (np.diff(steps) - 1) * np.fmax(updates[:-1], updates[1:])
     rate_steps, rates = series.curve("lr")
     if not rates.size:
         return by_size
     sums = np.concatenate([[0.0], np.cumsum(rates)])[np.searchsorted(rate_steps, steps)]
-    return np.fmax(by_size, updates[:-1] * np.diff(sums) / np.interp(steps[:-1], rate_steps, rates))
+    reach: Floats = np.fmax(by_size, updates[:-1] * np.diff(sums) / np.interp(steps[:-1], rate_steps, rates))
+    return reach
