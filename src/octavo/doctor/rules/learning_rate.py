@@ -11,7 +11,7 @@ import numpy as np
 
 from octavo.doctor.findings import LARGE_UPDATE, REPLACED_WEIGHTS, STALLED_LOSS, Finding, Severity
 from octavo.doctor.losses import LossRise, finite_losses, loss_rise, plateau, scatter
-from octavo.doctor.rules.tracks import length, longest, tracks
+from octavo.doctor.rules.tracks import length, longest, tracks, weights
 from octavo.doctor.series import Series
 from octavo.doctor.sliding import sliding_medians
 from octavo.doctor.tables import Floats
@@ -31,7 +31,7 @@ def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
       ``lr_jump`` times every earlier one, which no restart's is, any rise of the loss counts.
     - One update of three quarters of the matrices by ``replaced_weights`` of their norm, or by ``large_update`` if
       gradients underflow in later samples.
-    - One by ``large_update``, and a loss that does not fall.
+    - Weights that are ``grown_weights`` times as large as at first, and a loss that does not fall.
     """
     switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
     for switch in switches:
@@ -40,7 +40,7 @@ def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
         yield from _find_jump(series, limits, (switch, f"the switch at step {switch:.0f}"), rise, severity)
     jumps = list(islice(_jumps_elsewhere(series, switches, limits), 1))
     yield from jumps
-    yield from list(() if jumps else _stalled_by_updates(series, limits)) or _large_update(series, limits)
+    yield from list(() if jumps else _stalled(series, limits)) or _large_update(series, limits)
 
 
 def _jumps_elsewhere(series: Series, switches: list[float], limits: Thresholds) -> Iterator[Finding]:
@@ -81,24 +81,24 @@ def _find_jump(
     )
 
 
-def _stalled_by_updates(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find a large update before a loss that does not fall."""
-    table, level = series.parameters, plateau(series, limits)
-    large = np.flatnonzero(_least_updates(table.of("update_ratio")) >= limits.large_update)
-    if level is None or not large.size:
+def _stalled(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Find weights that grew under a loss that does not fall."""
+    level, grown = plateau(series, limits), [float(rms[-1] / rms[0]) for _, _, _, rms in weights(series) if rms[0] > 0]
+    growth = float(np.median(grown)) if grown else 0.0
+    if level is None or growth < limits.grown_weights:
         return
-    size = float(np.nanmedian(table.of("update_ratio")[large[0]]))
     _, rates = series.curve("lr")
     rate = f" of up to {rates.max():.3g}" if rates.size else ""
+    first = float(series.casts.steps[0])
     yield Finding(
         code="learning-rate",
         severity=Severity.WARN,
-        first_step=int(table.steps[large[0]]),
-        last_step=int(_newest_step(series, table.steps[large[-1]])),
-        evidence={STALLED_LOSS: level.level, "update_ratio": size},
-        cause=f"the learning rate{rate} is too large: an update changed the matrices by {size:.2g}x their norm, and "
-        f"{level}",
-        weight=size,
+        first_step=int(first),
+        last_step=int(_newest_step(series, first)),
+        evidence={STALLED_LOSS: level.level, "weight_growth": growth},
+        cause=f"the learning rate{rate} is too large: updates made the weights {growth:.2g}x as large (the median of "
+        f"all), and {level}",
+        weight=growth,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.doctor.findings import STEP_BEFORE, Finding, Severity
-from octavo.doctor.rules.tracks import tracks
+from octavo.doctor.rules.tracks import tracks, weights
 from octavo.doctor.series import Series
 from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
@@ -46,7 +46,7 @@ def weight_jump(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
     The optimizer's updates can change it by ``update_peak`` times the sum of their rms over the steps between.
     """
-    for path, steps, amax, rms in _weights(series):
+    for path, steps, amax, rms in weights(series):
         reach = limits.update_peak * _reach_of_updates(series, path, steps, rms)
         binades = np.abs(np.diff(np.log2(np.where(amax > 0, amax, np.nan))))
         is_beyond = (np.abs(np.diff(amax)) > reach) & (reach > 0)
@@ -71,16 +71,6 @@ def _jump(path: str, steps: Floats, amax: Floats, reach: float) -> Finding:
         f"updates can change it by {reach:.2g} at most, so something else wrote to it, such as a damaged checkpoint",
         weight=DAMAGED,
     )
-
-
-def _weights(series: Series) -> Iterator[tuple[str, Floats, Floats, Floats]]:
-    """Yield path, steps, amax and rms of every weight that is cast, at the samples in which it is; [T] each."""
-    table = series.casts
-    for path in dict.fromkeys(key.path for key in table.keys if key.role == "weight"):
-        columns = [index for index, key in enumerate(table.keys) if key.path == path and key.role == "weight"]
-        amax, rms = (np.fmax.reduce(table.of(name)[:, columns], axis=1) for name in ("amax", "rms"))
-        is_known = np.isfinite(amax)
-        yield path, table.steps[is_known], amax[is_known], rms[is_known]
 
 
 def _reach_of_updates(series: Series, path: str, steps: Floats, rms: Floats) -> Floats:
