@@ -61,6 +61,7 @@ class ScaledLayer(StatefulModule):
         self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
         if "input_scale" not in self._buffers:
             self.begin_state()
+        self.scale_updates.begins_anew |= self.trained_recipe is not None
         history = getattr(self, "amax_history", None)
         if history is None or history.spec != recipe.history:
             self.keep_history(None)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import distributed
 
 __all__ = [
+    "accept_new_histories",
     "discard_step",
     "load_scaling_state",
     "nonfinite_counts",
@@ -97,6 +98,16 @@ def discard_step(model: torch.nn.Module) -> None:
     for history in _histories(model).values():
         history.discard()
     _forget_cached_weights(model)
+
+
+def accept_new_histories(model: torch.nn.Module) -> None:
+    """Let histories begin anew although the model's optimizer has steps behind it, without a warning.
+
+    Example:
+        >>> accept_new_histories(torch.nn.Linear(2, 2))
+    """
+    for layer in _layers(model).values():
+        layer.scale_updates.begins_anew = True
 
 
 def rescale_gradient_history(model: torch.nn.Module, factor: float) -> None:
@@ -232,6 +243,7 @@ def load_scaling_state(
         history.discard()
     for path, layer in _layers(model).items():
         layer.keep_history(histories.get(path))
+    accept_new_histories(model)
     _forget_cached_weights(model)
 
 

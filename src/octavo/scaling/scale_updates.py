@@ -161,6 +161,7 @@ def _stepped(optimizer: Optimizer) -> Iterator[DelayedLayer]:
     for updates, layers in _by_model(_living()):
         parameters = [parameter for layer in layers for parameter in layer.parameters()]
         if _holds(optimizer, parameters):
+            _warn_of_state_not_loaded(optimizer, layers)
             _remember_optimizer(optimizer, updates)
             yield from layers
         elif updates.ran and not _keep_holders(updates, parameters) and _may_be_updated(parameters):
@@ -343,6 +344,30 @@ def _remind_of_checkpoints(layers: Sequence[DelayedLayer]) -> None:
                 "octavo.scaling_state(model) too, or see octavo.compat for Trainer, Lightning and accelerate"
             )
         updates.optimizer_saved = updates.state_read = False
+
+
+def _warn_of_state_not_loaded(optimizer: Optimizer, layers: Sequence[DelayedLayer]) -> None:
+    """Say once that a training which goes on, by the count of its optimizer, scales from new histories.
+
+    It is checked at the first step that ends one of these layers' steps, as a resumed training's first one does.
+    """
+    updates = layers[0].scale_updates
+    histories = [layer.amax_history for layer in layers if layer.amax_history is not None]
+    if updates.has_optimizer or updates.begins_anew or not histories:
+        return
+    counts = [
+        optimizer.state[each].get("step", 0)
+        for layer in layers
+        for each in layer.parameters()
+        if each in optimizer.state
+    ]
+    past = max(map(int, counts), default=0) - 1
+    if past > 0 and not any(bool(history.steps.any()) for history in histories):
+        warn_caller(
+            f"the optimizer has taken {past} steps before this one, and the amax histories of its model's layers begin "
+            "anew: if this resumes a training in FP8, load its scaling state too (octavo.load_scaling_state); without "
+            "it the training is not the same"
+        )
 
 
 def _warn_of_layers_not_run(layers: Sequence[DelayedLayer]) -> None:
