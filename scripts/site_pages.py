@@ -9,7 +9,7 @@
 | `reference/statistics.md`     | the doctor's catalog of statistics                     |
 | `results/<name>.md`           | benchmarks/results                                     |
 
-Links to source files, which are links in the repository, become their text.
+Links to source files, which are links in the repository, become their text, or lead to the page generated from them.
 """
 
 import ast
@@ -31,6 +31,11 @@ PACKAGE = ROOT / "src" / "octavo"
 RESULTS = ROOT / "benchmarks" / "results"
 HIDDEN = ("show_root_heading: false", "show_root_toc_entry: false")  # the page has a heading of its own
 IMPORTED = re.compile(r"^from (octavo\.[\w.]+) import", re.MULTILINE)
+PAGE_OF_SOURCE = {  # a generated page is not in the repository, so links there lead to its source
+    "src/octavo/doctor/findings.py": "reference/findings.md",
+    "src/octavo/doctor/statistics.py": "reference/statistics.md",
+    "src/octavo/plot/__init__.py": "reference/api/octavo.plot.md",
+}
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -67,6 +72,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         outside, _, path = posixpath.normpath(posixpath.join("docs", folder, target)).partition("docs/")
         if not outside and path:  # a page of the site
             return match[0]
+        if outside in PAGE_OF_SOURCE:
+            return f"[{text}]({posixpath.relpath(PAGE_OF_SOURCE[outside], folder or '.')})"
         if outside.startswith("benchmarks/results/") and outside.endswith(".md"):
             return f"[{text}]({posixpath.relpath('results/' + posixpath.basename(outside), folder or '.')})"
         return text

@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import itertools
-import os
 import re
 import sys
 import warnings
@@ -23,7 +22,6 @@ BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
-GENERATED = re.compile(r"docs/(reference/(api|cli)/|reference/(configuration|findings|statistics)\.md$|results/)")
 PATH = re.compile(r"(?<![\w/.-])(?:src|tests|docs|scripts|benchmarks|examples)/[\w./-]*[\w/]")
 
 # Dependencies of octavo itself: a page is never skipped for lack of one.
@@ -72,18 +70,13 @@ def test_file_map_exists():
     assert not rows - drawn - {"__main__.py"}, "in src/octavo but not in ARCHITECTURE.md's file map"
 
 
-def is_generated(page, link):
-    """True for a page that scripts/site_pages.py generates."""
-    return bool(GENERATED.match(os.path.relpath(page.parent / link, ROOT)))
-
-
 @pytest.mark.parametrize("name", BY_NAME)
 def test_paths_and_links_exist(name):
     page = BY_NAME[name]
     text = page.read_text()
     missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     local = [link for link in LINK.findall(text) if not re.match(r"\w+:", link)]
-    missing += [link for link in local if not (page.parent / link).exists() and not is_generated(page, link)]
+    missing += [link for link in local if not (page.parent / link).exists()]
     assert not missing
 
 

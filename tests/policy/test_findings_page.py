@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,3 +57,22 @@ def test_symptoms_are_shown_by_findings_that_exist():
     not_codes = {"message", "param"}  # of the server's answers
     assert codes - not_codes <= CAUSES.keys()
     assert len(codes) > 15
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "link"),
+    [
+        ("troubleshooting.md", "[findings](../src/octavo/doctor/findings.py)", "[findings](reference/findings.md)"),
+        ("concepts/x.md", "[them](../../src/octavo/doctor/statistics.py)", "[them](../reference/statistics.md)"),
+        (
+            "how-to/x.md",
+            "[octavo.plot](../../src/octavo/plot/__init__.py)",
+            "[octavo.plot](../reference/api/octavo.plot.md)",
+        ),
+        ("how-to/x.md", "[another](../../src/octavo/errors.py)", "another"),
+    ],
+)
+def test_links_to_the_sources_of_generated_pages_lead_to_the_pages_on_the_site(page, text, link):
+    """A checkout has no generated page; its readers get the source."""
+    of_site = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    assert site_pages.on_page_markdown(text, page=of_site) == link

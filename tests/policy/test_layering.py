@@ -10,6 +10,7 @@ from tests.policy.source_tree import ROOT, imports, modules
 # on from the rows above; those below may use them.
 ROWS = (
     "errors",
+    "caller_warnings",
     "files",
     "html",
     "parsing",

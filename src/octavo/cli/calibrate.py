@@ -184,31 +184,41 @@ def _record(calibration: Calibration, check_coverage: Sequence[LayerCoverage] | 
 
 
 def _print(calibration: Calibration, check_coverage: Sequence[LayerCoverage] | None, out: Path) -> None:
-    rows = _rows(calibration)
-    shown = "" if len(rows) <= ROWS else f", the {ROWS} of lowest SQNR among {len(rows)} inputs"
+    sentences = [
+        *_clipping_notes(calibration),
+        *(f"warning: {sentence}" for sentence in calibration.warnings()),
+        *_coverage_lines(check_coverage),
+    ]
+    rows, inputs = _rows(calibration, sentences)
+    shown = "" if len(rows) == inputs else f", the {ROWS} of lowest SQNR among {inputs} inputs, and those named below"
     columns = ["input of", "amax", "scale", "SQNR dB", "to zero", "clipped", "amax/rms", "moved", "weight dB"]
-    print_table(f"Inputs and their scales{shown}", columns, rows[:ROWS])
+    print_table(f"Inputs and their scales{shown}", columns, rows)
     if calibration.kv_scales:
         print_table(
             "Keys and values", ["layer", "scale of keys", "up to", "scale of values", "up to"], _kv_rows(calibration)
         )
     print_lines(
-        *_clipping_notes(calibration),
-        *(f"warning: {sentence}" for sentence in calibration.warnings()),
-        *_coverage_lines(check_coverage),
-        *(["keys and values were not checked"] if calibration.kv_scales and check_coverage is not None else []),
+        *sentences,
         f"{out}: scales of {len(calibration.input_scales)} layers; use it with octavo export … --calibration {out}, or "
         "octavo.load_calibration",
     )
 
 
-def _rows(calibration: Calibration) -> list[list[str]]:
-    """One row per input, lowest SQNR first; layers that share an input share a row."""
-    sharing = {group[0]: len(group) - 1 for group in calibration.groups}
-    followers = {path for group in calibration.groups for path in group[1:]}
+def _rows(calibration: Calibration, sentences: Sequence[str]) -> tuple[list[list[str]], int]:
+    """Rows of the inputs of lowest SQNR and of those that a sentence names, and the number of all inputs.
+
+    Layers that share an input share a row.
+    """
+    sharing = {group[0]: group[1:] for group in calibration.groups}
+    followers = {path for group in sharing.values() for path in group}
     inputs = [each for each in calibration.health if each.path not in followers]
     inputs.sort(key=lambda each: float("inf") if each.sqnr_db is None else each.sqnr_db)
-    return [_cells(each, sharing.get(each.path, 0)) for each in inputs]
+
+    def is_named(path: str) -> bool:
+        return any(repr(each) in sentence for each in (path, *sharing.get(path, ())) for sentence in sentences)
+
+    shown = [each for index, each in enumerate(inputs) if index < ROWS or is_named(each.path)]
+    return [_cells(each, len(sharing.get(each.path, ()))) for each in shown], len(inputs)
 
 
 def _kv_rows(calibration: Calibration) -> list[list[str]]:
@@ -253,7 +263,7 @@ def _coverage_lines(check_coverage: Sequence[LayerCoverage] | None) -> Iterator[
         return
     worst = outside[0]
     yield (
-        f"warning: the checked text exceeds the scales of {len(outside)} layers, most in {worst.path!r}: amax "
+        f"warning: the checked text exceeds the scales of {len(outside)} tensors, most in {worst.path!r}: amax "
         f"{worst.ratio:.2f} times what its scale covers, {_percent(worst.saturation_fraction)} saturated; "
         "calibrate on text of this kind"
     )

@@ -14,10 +14,12 @@ from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.ranks import as_rank, start_ranks
 from octavo.cli.thread_choice import sets_threads, threads_of
+from octavo.errors import ConfigError
 from octavo.memory import MIB
 from octavo.parallel.process_group import Launch, place_of
 from octavo.text.tokenizer import SMALLEST_VOCABULARY
 from octavo.text.tokens import open_data, preparing
+from octavo.training.branching import branch_state
 from octavo.training.config import RunConfig
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import train as run_training
@@ -50,6 +52,10 @@ def train(
         typer.Option("--autopilot/--no-autopilot", help="Fix the doctor's findings during training. [default: no]"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit for bit.")] = False,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="CHECKPOINT", help="Begin at a checkpoint of another run, whatever its recipe."),
+    ] = None,
     config: options.ConfigFile = None,
     source: options.Source = None,
     text_column: options.TextColumn = None,
@@ -81,6 +87,8 @@ def train(
     as_json: options.Json = False,
 ) -> None:
     """Train a small language model with one recipe, on one rank or several."""
+    if resume and start is not None:
+        raise ConfigError("--resume continues the run in --out, and --from begins a new one; leave one of them out")
     if nproc is not None and place_of(os.environ) is None:
         start_ranks(nproc, max_restarts=max_restarts)
     with as_rank(shows_traceback=invocation.obj[0]) as launch:
@@ -107,7 +115,8 @@ def train(
             log=None if log is None else [name for name in log.split(",") if name],
         )
         chooses_threads = threads is None and not sets_threads(config)
-        result = _train(out, run_config, launch, resume=resume, chooses_threads=chooses_threads)
+        begin = None if resume else start
+        result = _train(out, run_config, launch, resume=resume, start=begin, chooses_threads=chooses_threads)
         if launch is None or launch.ranks.is_first:
             again = [*(["--hub"] if hub else []), *(["--nproc", str(launch.ranks.size)] if launch else [])]
             _finish(result, ["octavo", "train", "--out", str(out), "--resume", *again], as_json=as_json)
@@ -120,26 +129,36 @@ def _goes_on(launch: Launch | None, out: Path) -> bool:
     return launch is not None and launch.attempt > 0 and launch.was_noted(BEGUN) and (out / CONFIG).exists()
 
 
-def _train(out: Path, config: RunConfig, launch: Launch | None, *, resume: bool, chooses_threads: bool) -> TrainResult:
+def _train(
+    out: Path,
+    config: RunConfig,
+    launch: Launch | None,
+    *,
+    resume: bool,
+    start: Path | None,
+    chooses_threads: bool,
+) -> TrainResult:
     if launch is None:
         with open_display() as display:
             if chooses_threads:
                 config = config.with_training(threads=threads_of(out, goes_on=resume))
-            _prepare(out, config, display, resume=resume)
-            return _run(out, config, display, resume=resume)
+            _prepare(out, config, display, resume=resume, start=start)
+            return _run(out, config, display, resume=resume, start=start)
     with open_display(quiet=not launch.ranks.is_first) as display:
         with launch.first_goes_ahead("data"):
             if launch.ranks.is_first:
                 if chooses_threads:
                     threads = threads_of(out, goes_on=resume, ranks=launch.local_size)
                     config = config.with_training(threads=threads)
-                _prepare(out, config, display, resume=resume, ranks=launch.ranks.size)
+                _prepare(out, config, display, resume=resume, start=start, ranks=launch.ranks.size)
                 launch.note(BEGUN)
         threads = launch.ranks.gathered(config.training.threads)[0]
-        return _run(out, config.with_training(threads=threads), display, resume=resume)
+        return _run(out, config.with_training(threads=threads), display, resume=resume, start=start)
 
 
-def _prepare(out: Path, config: RunConfig, display: Display, *, resume: bool, ranks: int = 1) -> None:
+def _prepare(
+    out: Path, config: RunConfig, display: Display, *, resume: bool, start: Path | None, ranks: int = 1
+) -> None:
     """Check that the run can start, and prepare its text."""
     check_start(out, config, resume=resume)
     check_layout(config, ranks)  # independent of the text, so checked before it is read
@@ -149,11 +168,13 @@ def _prepare(out: Path, config: RunConfig, display: Display, *, resume: bool, ra
         check_data(tokens, config)
         if resume:
             resumable_state(out, config, tokens)
+        if start is not None:
+            branch_state(start, config, tokens)
 
 
-def _run(out: Path, config: RunConfig, display: Display, *, resume: bool) -> TrainResult:
+def _run(out: Path, config: RunConfig, display: Display, *, resume: bool, start: Path | None) -> TrainResult:
     on_event = _watch(display, config.training.recipe, config.training.steps)
-    return run_training(config, out, data=open_data(out / DATA), resume=resume, on_event=on_event)
+    return run_training(config, out, data=open_data(out / DATA), resume=resume, start=start, on_event=on_event)
 
 
 def _finish(result: TrainResult, again: list[str], *, as_json: bool) -> None:

@@ -18,6 +18,10 @@ from enum import IntEnum
 __all__ = ["Verbosity", "is_quiet", "logging_to_stderr"]
 
 
+# transformers imports torchao, which warns of extensions for other machines and of an interface of torch's.
+OF_IMPORTS = ("torchao", "torch.utils._pytree")
+
+
 class Verbosity(IntEnum):
     """Lowest level of the log records that are printed."""
 
@@ -35,7 +39,8 @@ def is_quiet() -> bool:
 def logging_to_stderr(verbosity: Verbosity) -> Iterator[None]:
     """Print log records of at least this level to stderr in the block, each once.
 
-    A library with a handler of its own, such as huggingface_hub, prints its records itself.
+    A library with a handler of its own, such as huggingface_hub, prints its records itself. Warnings of imports that
+    concern no user of octavo are shown only if records of information are.
     """
     root, handler = logging.getLogger(), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -45,6 +50,9 @@ def logging_to_stderr(verbosity: Verbosity) -> Iterator[None]:
     root.addHandler(handler)
     if verbosity == Verbosity.QUIET:
         logging.disable(logging.WARNING)
+    of_imports = {logger: logger.level for logger in map(logging.getLogger, OF_IMPORTS)}
+    for logger in of_imports if verbosity > Verbosity.VERBOSE else ():
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             if verbosity == Verbosity.QUIET:
@@ -53,6 +61,8 @@ def logging_to_stderr(verbosity: Verbosity) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         root.setLevel(level_before)
+        for logger, level in of_imports.items():
+            logger.setLevel(level)
         logging.disable(disabled_before)
 
 

@@ -23,7 +23,7 @@ from octavo.doctor.huggingface import DoctorCallback
 from octavo.doctor.trainer_losses import calling_object
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.scaling_state import load_scaling_state, scaling_state
+from octavo.nn.scaling_state import accept_new_histories, load_scaling_state, scaling_state
 from octavo.parsing import parse_tensors
 from octavo.recipes import Recipe
 
@@ -53,6 +53,7 @@ class _StateInCheckpoints(TrainerCallback, ExportableState):
         if saved:
             load_scaling_state(model, parse_tensors(base64.b64decode(saved)), recipe=self.recipe)
         elif state.global_step and scaling_state(model):
+            accept_new_histories(model)
             warnings.warn(
                 "the checkpoint that training resumes from holds no scaling state: delayed scaling starts anew",
                 stacklevel=2,

@@ -8,7 +8,7 @@ import importlib.util
 import warnings
 from typing import Any
 
-from octavo.nn.scaling_state import load_scaling_state, scaling_state
+from octavo.nn.scaling_state import accept_new_histories, load_scaling_state, scaling_state
 from octavo.recipes import Recipe
 
 __all__ = ["ScalingStateCallback"]
@@ -40,4 +40,5 @@ class ScalingStateCallback(Callback):  # type: ignore[misc]
         if KEY in checkpoint:
             load_scaling_state(pl_module, checkpoint[KEY], recipe=self.recipe)
         elif scaling_state(pl_module):
+            accept_new_histories(pl_module)
             warnings.warn("the checkpoint holds no scaling state: delayed scaling starts anew", stacklevel=2)

@@ -6,16 +6,25 @@ finding becomes a note and explains only what ended with it. Remaining findings 
 merged into one (:mod:`octavo.doctor.run_wide`).
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octavo.doctor.findings import Finding, Findings, Severity, worst_first
-from octavo.doctor.losses import SEEN_AT
+from octavo.doctor.findings import (
+    LARGE_UPDATE,
+    REPLACED_WEIGHTS,
+    STALLED_LOSS,
+    Finding,
+    Findings,
+    Severity,
+    worst_first,
+)
+from octavo.doctor.losses import SEEN_AT, plateau
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.resolved import RESOLVED_AT, as_note_if_resolved
-from octavo.doctor.rules import RULES, loss_gap
+from octavo.doctor.rules import LOSS_RULES, RULES, loss_gap
 from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
@@ -24,9 +33,11 @@ __all__ = ["diagnose"]
 
 _BY_SCALE = frozenset({"saturation", "gradient-underflow", "bulk-underflow"})
 _SCALES = frozenset({"stale-scale", "frozen-scale", "inexact-amax", "scale-oscillation"})
+ABOUT_LOSS = ("divergence", "loss-spike", "learning-rate")
 _LATER = _SCALES | _BY_SCALE
-_LATER |= {"nonfinite", "outlier-growth", "gradient-below-noise", "divergence", "loss-gap", "batch-norm"}
-_LOSS = frozenset({"divergence", "loss-gap"})
+_LATER |= {"nonfinite", "outlier-growth", "gradient-below-noise", "divergence", "loss-spike", "loss-gap", "batch-norm"}
+_LOSS = frozenset({"divergence", "loss-spike", "loss-gap"})
+_SYMPTOMS = _BY_SCALE | {"stale-scale", "scale-oscillation", "gradient-below-noise", "loss-gap"}  # of a diverged loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,8 @@ class _Consequences:
 
     Attributes:
         here: at the same tensor or within the same module.
-        later: anywhere, if the cause breaks training (severity fail, or a diverging loss) and came first.
+        later: anywhere, if the cause breaks training (severity fail, a diverging or spiking loss, or a learning rate
+            under which the loss rose) and came first.
         anyhow: anywhere, regardless of severity and time.
     """
 
@@ -47,7 +59,10 @@ class _Consequences:
 _NOISE = frozenset({"gradient-below-noise"})
 EXPLAINS = {
     "loss-scale": _Consequences(later=_LATER, anyhow=frozenset({"nonfinite", "zero-tensor", "gradient-underflow"})),
-    "learning-rate": _Consequences(later=_LATER, anyhow=_LOSS | {"outlier-growth"}),
+    "learning-rate": _Consequences(later=_LATER | {"zero-tensor"}, anyhow=_LOSS | {"outlier-growth"}),
+    "weight-jump": _Consequences(
+        here=_SCALES | _BY_SCALE, later=_LATER | {"zero-tensor"}, anyhow=_NOISE | {"outlier-growth"}
+    ),
     "stale-weight": _Consequences(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
     "rank-mismatch": _Consequences(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
     "scale-oscillation": _Consequences(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
@@ -62,9 +77,8 @@ EXPLAINS = {
     "bulk-underflow": _Consequences(later=_LOSS, anyhow=_NOISE),
     "gradient-underflow": _Consequences(later=frozenset({"loss-gap"}), anyhow=_NOISE),
     "biased-accumulation": _Consequences(later=_LOSS),
-    "divergence": _Consequences(
-        later=_BY_SCALE | {"stale-scale", "scale-oscillation", "gradient-below-noise", "loss-gap"}
-    ),
+    "divergence": _Consequences(later=_SYMPTOMS, anyhow=frozenset({"loss-spike"})),
+    "loss-spike": _Consequences(later=_SYMPTOMS),
 }
 
 
@@ -86,10 +100,43 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
         findings = [as_note_if_resolved(finding, series) for rule in RULES for finding in rule(series, limits)]
         if reference is not None:
             findings += loss_gap(series, reference, limits)
-        causes = run_wide(
-            _without_consequences(_worst_per_tensor(findings), series), {key.path for key in series.casts.keys}
-        )
-    return Findings(replace(finding, remedies=remedies_for(finding, series)) for finding in causes)
+        unexplained = _without_consequences(_worst_per_tensor(findings), series)
+        causes = _loss_first(run_wide(unexplained, {key.path for key in series.casts.keys}))
+        if reference is not None:
+            causes = list(_compared(causes, reference, limits))
+    return Findings(
+        replace(one, remedies=remedies_for(one, series), may_be_older=one.first_step == series.kept_from)
+        for one in causes
+    )
+
+
+def _compared(findings: Iterable[Finding], reference: Series, limits: Thresholds) -> Iterator[Finding]:
+    """The findings; those about the loss say whether the reference has them too."""
+    codes = {finding.code for rule in LOSS_RULES for finding in rule(reference, limits)}
+    if plateau(reference, limits) is not None:
+        codes.add(STALLED_LOSS)
+    for one in findings:
+        if one.code in ABOUT_LOSS:
+            has_it = one.code in codes or (STALLED_LOSS in one.evidence and STALLED_LOSS in codes)
+            said = "the reference does the same, so FP8 is not the cause" if has_it else "the reference does not"
+            yield replace(one, cause=f"{one.cause}; {said}")
+        else:
+            yield one
+
+
+def _loss_first(findings: list[Finding]) -> list[Finding]:
+    """Findings with a learning rate or a divergence before what began with it or later and may follow from it.
+
+    A sample does not show which of two that it shows first came first in the steps before it.
+    """
+    result = list(findings)
+    for one in findings:
+        if one.code in ABOUT_LOSS and one.severity is not Severity.NOTE:
+            later, index = EXPLAINS[one.code].later, result.index(one)
+            follows = [other.code in later and other.first_step >= one.first_step for other in result[:index]]
+            place = follows.index(True) if any(follows) else index
+            result.insert(place, result.pop(index))
+    return result
 
 
 def _worst_per_tensor(findings: Iterable[Finding]) -> list[Finding]:
@@ -110,21 +157,51 @@ def _without_consequences(findings: list[Finding], series: Series) -> list[Findi
             return False
         return not _explains(one, by, order) or ranks[by.code] < ranks[one.code]
 
-    return [one for one in findings if not any(is_explained(one, by) for by in findings if by is not one)]
+    causes = {id(one): [by for by in findings if by is not one and is_explained(one, by)] for one in findings}
+    followers: dict[int, list[Finding]] = {}
+    for one in findings:
+        for root in _roots(one, causes)[:1] if causes[id(one)] else ():
+            followers.setdefault(id(root), []).append(one)
+    return [_with_consequences(one, followers.get(id(one), [])) for one in findings if not causes[id(one)]]
+
+
+def _with_consequences(cause: Finding, followers: Sequence[Finding]) -> Finding:
+    """The cause with their number by code; a learning rate is as severe as what follows from it."""
+    severities = [one.severity for one in followers] if cause.code == "learning-rate" else []
+    severity = Severity.FAIL if Severity.FAIL in severities else cause.severity
+    return replace(cause, consequences=dict(Counter(one.code for one in followers)), severity=severity)
+
+
+def _roots(finding: Finding, causes: Mapping[int, Sequence[Finding]]) -> list[Finding]:
+    """Findings without a cause from which this one follows, the nearest first."""
+    line, seen = [finding], {id(finding)}
+    for one in line:
+        new = [by for by in causes[id(one)] if id(by) not in seen]
+        seen |= set(map(id, new))
+        line += new
+    return [one for one in line if not causes[id(one)]]
 
 
 def _explains(cause: Finding, other: Finding, order: dict[tuple[str, str], int]) -> bool:
     reach = EXPLAINS.get(cause.code, _Consequences())
+    if LARGE_UPDATE in cause.evidence:  # a possible cause, which is listed first but hides nothing
+        return False
     if cause.severity is Severity.NOTE and other.last_step > cause.evidence.get(RESOLVED_AT, -1):
         return False
     if other.code in reach.here and other.code != cause.code and _is_same_place(other, cause):
         return True
     if other.code in reach.anyhow and (other.code != cause.code or _precedes(cause, other, order)):
         return True
-    breaks = (
-        cause.severity is not Severity.WARN or cause.code == "divergence"
-    )  # a resolved cause explains what was resolved with it
-    return breaks and other.code in reach.later and _precedes(cause, other, order)
+    return _breaks_training(cause) and other.code in reach.later and _precedes(cause, other, order)
+
+
+def _breaks_training(cause: Finding) -> bool:
+    """True if later findings may follow from this one; a resolved cause explains what was resolved with it."""
+    is_high_rate = cause.code == "learning-rate" and (
+        cause.evidence.get("loss_rise", 0.0) > 0
+        or not cause.evidence.keys().isdisjoint({REPLACED_WEIGHTS, STALLED_LOSS})
+    )
+    return cause.severity is not Severity.WARN or cause.code in ("divergence", "loss-spike") or is_high_rate
 
 
 def _is_same_place(other: Finding, cause: Finding) -> bool:

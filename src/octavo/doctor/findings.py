@@ -8,7 +8,21 @@ from typing import Any
 from octavo.html.notebook import Table, summary
 from octavo.html.wording import counted, number
 
-__all__ = ["CAUSES", "SIGNS", "Finding", "Findings", "Remedy", "Severity", "capitalized", "worst_first"]
+__all__ = [
+    "CAUSES",
+    "FP8_BEGINS",
+    "LARGE_UPDATE",
+    "REPLACED_WEIGHTS",
+    "SIGNS",
+    "STALLED_LOSS",
+    "STEP_BEFORE",
+    "Finding",
+    "Findings",
+    "Remedy",
+    "Severity",
+    "capitalized",
+    "worst_first",
+]
 
 
 class Severity(StrEnum):
@@ -32,6 +46,7 @@ CAUSES = {
     "scale-oscillation": "a scale jumps up and down",
     "inexact-amax": "a scale was not computed from its tensor's exact amax",
     "stale-weight": "a GEMM multiplies codes of another tensor",
+    "weight-jump": "a weight changed by more than its updates can change it",
     "rank-mismatch": "ranks cast the same tensor with different scales",
     "zero-tensor": "a tensor is zero in consecutive steps",
     "outlier-growth": "outliers grow during training",
@@ -41,14 +56,21 @@ CAUSES = {
     "starved-experts": "the router sends an expert few tokens or none",
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
-    "learning-rate": "the learning rate or the updates jumped, such as at a change of precision",
+    "learning-rate": "the learning rate is too large, or jumped, or updates did, such as at a change of precision",
     "divergence": "the loss rises far above its beginning, or loses most of its progress",
+    "loss-spike": "the loss spikes above its beginning",
     "loss-gap": "the loss departs from the reference's",
     "nondeterministic": "the same micro-batch gives different numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
     "checkpoint": "the newest checkpoint cannot be continued from",
     "memory": "a step needs more memory than the device has",
 }
+
+
+REPLACED_WEIGHTS, LARGE_UPDATE = "replaced_weights", "large_update"  # evidence: an update over the norm of the weights
+STALLED_LOSS = "stalled_loss"  # evidence: the level of a loss that does not fall
+STEP_BEFORE = "step_before"  # evidence of a jump: the sample before it
+FP8_BEGINS = "fp8_begins"  # evidence of a gap that is older than FP8: its first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +116,8 @@ class Finding:
         remedies: best first.
         weight: orders findings of one severity: larger is worse.
         places: paths of the affected layers, worst first, of a finding about many layers (``path`` is "").
+        consequences: number of findings by code that follow from this one and are not listed.
+        may_be_older: ``first_step`` is the oldest sample that was kept.
 
     Example:
         >>> finding = Finding(
@@ -121,15 +145,15 @@ class Finding:
     remedies: tuple[Remedy, ...] = ()
     weight: float = 0.0
     places: tuple[str, ...] = ()
+    consequences: Mapping[str, int] = field(default_factory=dict)
+    may_be_older: bool = False
 
     def __post_init__(self) -> None:
         assert self.code in CAUSES, self.code
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.path, self.role))) or "the run"
-        same = self.first_step == self.last_step
-        steps = f"step {self.first_step}" if same else f"steps {self.first_step}-{self.last_step}"
-        return f"{self.severity}: {self.code} at {place}, {steps}: {self.cause}"
+        return f"{self.severity}: {self.code} at {place}, {self.steps}: {self.explanation}"
 
     def _repr_html_(self) -> str | None:
         return summary(f"octavo.doctor: {self.severity}", tables=[_table([self])])
@@ -137,12 +161,31 @@ class Finding:
     @property
     def sentence(self) -> str:
         """The cause, capitalized, with a full stop."""
-        text = self.cause or CAUSES[self.code]
+        text = self.explanation or CAUSES[self.code]
         return capitalized(text if text.endswith((".", "!", "?")) else f"{text}.")
+
+    @property
+    def explanation(self) -> str:
+        """The cause, what follows from it, and whether it may be older than the samples."""
+        follows = ", ".join(f"{code} ({count})" for code, count in self.consequences.items())
+        older = f"samples before step {self.first_step} were dropped, and it may have begun in them"
+        return "; ".join(
+            filter(None, (self.cause, follows and f"from it follow {follows}", older if self.may_be_older else ""))
+        )
+
+    @property
+    def steps(self) -> str:
+        """The steps, such as "steps 10-40"."""
+        if self.may_be_older:
+            return f"until step {self.last_step}"
+        same = self.first_step == self.last_step
+        return f"step {self.first_step}" if same else f"steps {self.first_step}-{self.last_step}"
 
     @property
     def when(self) -> str:
         """The steps in words."""
+        if self.may_be_older:
+            return f"until step {self.last_step:,}"
         same = self.first_step == self.last_step
         return f"step {self.first_step:,}" if same else f"steps {self.first_step:,} to {self.last_step:,}"
 

@@ -1,16 +1,32 @@
-"""Comparison of a run's loss with a reference at their common steps."""
+"""The loss of a run: its rises, and its comparison with a reference at their common steps."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from octavo.doctor.series import Series
+from octavo.doctor.sliding import sliding_medians
 from octavo.doctor.tables import Floats
+from octavo.doctor.thresholds import Thresholds
 
-__all__ = ["SEEN_AT", "LossGap", "common_losses", "newest_gap", "warmup"]
+__all__ = [
+    "SEEN_AT",
+    "LossGap",
+    "LossRise",
+    "Plateau",
+    "common_losses",
+    "finite_losses",
+    "loss_rise",
+    "newest_gap",
+    "plateau",
+    "scatter",
+    "warmup",
+]
 
 SEEN_AT = "seen_at"  # evidence of a divergence: the first sampled step from its start on
 NEWEST_SHARE = 3  # a third of the steps
+EDGE = 5  # losses whose median stands for the level before a rise
+NORMAL_DISTANCE = 0.954  # median distance of two normal samples, in standard deviations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +49,109 @@ class LossGap:
     held_out: float | None
     first_step: int
     last_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRise:
+    """Rise of a loss from one step on, as it appears in the curve.
+
+    Attributes:
+        before: median of the last losses before, in nats.
+        peak: the largest loss.
+        peak_step: its step.
+        last_step: last step before half of the rise is gone; the newest step if it is not.
+    """
+
+    before: float
+    peak: float
+    peak_step: int
+    last_step: int
+
+    @property
+    def evidence(self) -> dict[str, float]:
+        """Numbers for a finding."""
+        return {"loss_rise": self.peak - self.before, "loss_before": self.before, "loss_peak": self.peak}
+
+    def __str__(self) -> str:
+        return f"the loss rose from {self.before:.3g} to {self.peak:.3g} at step {self.peak_step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plateau:
+    """A loss that no longer falls, near its beginning.
+
+    Attributes:
+        level: median of the newest quarter, in nats.
+        first_step: the step from which on it has not fallen.
+    """
+
+    level: float
+    first_step: int
+
+    def __str__(self) -> str:
+        return f"the loss has not fallen since step {self.first_step} and stays at {self.level:.3g}"
+
+
+def plateau(series: Series, limits: Thresholds) -> Plateau | None:
+    """Level of a loss that has not fallen for half of the run and has not left its beginning; None for others.
+
+    Its newest quarter is above ``stuck_loss`` of the first loss, at most ``stalled_loss`` below what it was before the
+    middle of the run, ``lasting_rise`` steps ago or more, and at most ``settled_loss`` above its lowest.
+
+    Example:
+        >>> from octavo.doctor.series import series_of
+        >>> losses = [7.6, 6.0, *[5.3] * 58]
+        >>> lines = [{"kind": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+        >>> print(plateau(series_of(lines), Thresholds()))
+        the loss has not fallen since step 3 and stays at 5.3
+    """
+    steps, losses = finite_losses(series)
+    half = len(losses) // 2
+    if half < limits.lasting_rise or losses[0] <= 0:
+        return None
+    level = float(np.median(losses[-(half // 2) :]))
+    smooth = sliding_medians(losses, EDGE)
+    low = np.flatnonzero(smooth[: half - EDGE + 1] <= (1 + limits.stalled_loss) * level)
+    is_level = level <= (1 + limits.settled_loss) * smooth.min()
+    if not low.size or not is_level or level <= limits.stuck_loss * losses[0]:
+        return None
+    return Plateau(level=level, first_step=int(steps[low[0] + EDGE // 2]))
+
+
+def loss_rise(series: Series, start: float, window: float) -> LossRise | None:
+    """Rise of the loss to its peak within ``window`` steps from ``start`` on; None if it is not above that before.
+
+    Example:
+        >>> from octavo.doctor.series import series_of
+        >>> losses = [3.0, 3.0, 3.0, 9.0, 7.0, 5.0, 3.0]
+        >>> lines = [{"kind": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+        >>> rise = loss_rise(series_of(lines), 4, window=20)
+        >>> print(rise, "and lasts until step", rise.last_step)
+        the loss rose from 3 to 9 at step 4 and lasts until step 5
+    """
+    steps, losses = finite_losses(series)
+    first, end = np.searchsorted(steps, [start, start + window])
+    if not first or first == end:
+        return None
+    before = float(np.median(losses[max(0, first - EDGE) : first]))
+    top = int(first + np.argmax(losses[first:end]))
+    peak = float(losses[top])
+    back = np.flatnonzero(losses[top:] <= (before + peak) / 2)
+    last = top + back[0] - 1 if back.size else -1
+    rise = LossRise(before=before, peak=peak, peak_step=int(steps[top]), last_step=int(steps[last]))
+    return rise if peak > before else None
+
+
+def finite_losses(series: Series) -> tuple[Floats, Floats]:
+    """Steps and losses, without NaN and infinity."""
+    steps, losses = series.curve("loss")
+    return steps[np.isfinite(losses)], losses[np.isfinite(losses)]
+
+
+def scatter(losses: Floats, apart: int = 1) -> float:
+    """Standard deviation of losses about their trend, from differences of losses that are ``apart`` steps apart."""
+    distances = np.abs(losses[apart:] - losses[:-apart])
+    return float(np.median(distances)) / NORMAL_DISTANCE if distances.size else 0.0
 
 
 def newest_gap(series: Series, reference: Series) -> LossGap | None:

@@ -1,5 +1,6 @@
 """Merging of findings that are the same in most layers: a mistake of the recipe shows in every tensor that it casts."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -63,4 +64,5 @@ def _merge(alike: list[Finding], places: tuple[str, ...], layers: int) -> Findin
         evidence={**worst.evidence, "layers": float(len(places)), "of": float(layers)},
         cause=f"{len(places)} of {layers} FP8 layers; the worst is {example}: {worst.cause}",
         places=places,
+        consequences=dict(sum((Counter(one.consequences) for one in alike), Counter())),
     )

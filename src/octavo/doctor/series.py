@@ -156,6 +156,7 @@ class Series:
         periods: the facts of each layer over time, oldest first.
         events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), unchanged.
         unigram_nats: entropy of the training text's token frequencies in nats; None if the text is unknown.
+        kept_from: step of the oldest sample if earlier ones were dropped; None if all are here.
     """
 
     casts: StatisticsTable[CastKey]
@@ -167,6 +168,7 @@ class Series:
     periods: dict[str, list[Period]]
     events: tuple[dict[str, Any], ...]
     unigram_nats: float | None = None
+    kept_from: int | None = None
 
     def curve(self, name: str) -> tuple[Floats, Floats]:
         """Steps and values of a scalar; empty if it was not recorded."""

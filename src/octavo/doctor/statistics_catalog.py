@@ -133,6 +133,7 @@ STATISTIC_OF_CODE = {
     "scale-oscillation": ("casts.scale",),
     "inexact-amax": ("casts.stale_ratio", "casts.least_stale_ratio"),
     "stale-weight": ("casts.code_mismatch",),
+    "weight-jump": ("casts.amax", "casts.rms"),
     "rank-mismatch": ("modules.rank_scale_ratio", "casts.scale"),
     "zero-tensor": ("casts.zero_fraction",),
     "outlier-growth": ("modules.alignment", "casts.kurtosis"),

@@ -58,6 +58,10 @@ class Thresholds:
     code_mismatch: float = _ours(
         1e-3, "healthy runs have none in any dtype; one update changes 0.5 to 5 % of the codes"
     )
+    weight_jump: float = _ours(4.0, "two binades, beyond what updates reach: no update of healthy runs comes near")
+    update_peak: float = _ours(
+        32.0, "of an update's rms: Adam's largest change of an element is 3.2 times the rate, its rms a tenth of it"
+    )
     rank_ratio: float = _ours(4.0, "gradients of different micro-batches differ by 2x in a healthy run")
     rank_ratio_input: float = _ours(1.8, "inputs of different micro-batches differ by less; a halved scale by 2x")
 
@@ -102,6 +106,21 @@ class Thresholds:
     switch_window: float = _ours(20, "steps before and after a switch that are compared")
     loss_rise: float = _ours(0.02, "of the loss before; two standard deviations are required too")
     diverged_loss: float = _ours(2.0, "of the loss at the beginning; healthy runs end below it")
+    spike_loss: float = _ours(
+        1.2, "of the loss at the beginning, which healthy runs only leave downwards, or before a jump of the rate"
+    )
+    large_update: float = _ours(
+        0.1, "of the weights' norm, before gradients vanish: healthy runs had 0.023, AdamW at 3e-3 without warm-up 0.15"
+    )
+    replaced_weights: float = _ours(
+        1.0,
+        "of the weights' norm: AdamW's first update at 0.02, of weights of 0.02; a run with 0.5 learned all the same",
+    )
+    grown_weights: float = _ours(
+        3.0, "in rms: a healthy run's grew by 1.3; AdamW at 0.03 and 0.1, at the unigram entropy, by 6 and 9"
+    )
+    stuck_loss: float = _ours(0.5, "of the first loss: a model of token frequencies alone is above 0.6 of it")
+    stalled_loss: float = _ours(0.01, "of a level; healthy runs fall by several percent in the second half")
     lost_gain: float = _ours(0.5, "of what the loss had gained; overshoots of a warm-up and restarted rates come back")
     least_gain: float = _ours(0.1, "of the loss at the beginning: fine-tuning gains less, and a restart may cost that")
     lasting_rise: float = _ours(

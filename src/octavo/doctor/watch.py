@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ def watch(
         optimizer: the optimizer, to measure updates relative to weights and to note the learning rate; None to skip
             them.
         interval: steps between sampled steps, 1 or more. The first step is sampled too.
-        keep: number of samples to store, 2 or more.
+        keep: number of samples to store, 2 or more; a finding says if it may have begun in dropped ones.
         on_sample: called with each sample when its step ends.
         captures: a folder for captures. The rules are then applied to the samples so far, and layers with findings are
             captured at the next sampled step, for :func:`octavo.doctor.replay`; None captures nothing.
@@ -145,6 +146,7 @@ class Watcher:
             None if capture_folder is None else CaptureScheduler(capture_folder, self.layers, interval=interval)
         )
         self.samples: deque[Sample] = deque(maxlen=keep)
+        self._dropped = False
         self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
         self.number = 0
         self._nonfinite = {path: layer.nonfinite_counts.tolist() for path, layer in self.layers.items()}
@@ -206,7 +208,8 @@ class Watcher:
 
     def series(self) -> Series:
         """Series of the stored samples and of the newest 1,000 steps."""
-        return series_of([*self.steps, *self.overflows.lines], list(self.samples))
+        kept_from = self.samples[0].step if self._dropped else None
+        return replace(series_of([*self.steps, *self.overflows.lines], list(self.samples)), kept_from=kept_from)
 
     @contextmanager
     def _monitored_step(self) -> Iterator[Callable[[], Sample]]:
@@ -274,6 +277,7 @@ class Watcher:
             numbers[column] = max(numbers[column], new_counts[key.path, key.role])
 
     def _store(self, sample: Sample) -> None:
+        self._dropped |= len(self.samples) == self.samples.maxlen
         self.samples.append(sample)
         if self.on_sample is not None:
             self.on_sample(sample)

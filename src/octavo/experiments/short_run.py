@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from octavo.doctor import Series, series_of
 from octavo.errors import NonFiniteLossError
+from octavo.nn.scaling_state import accept_new_histories
 from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate
@@ -87,6 +88,7 @@ def short_run(
             trainer.step = start.step
             trainer.model.load_state_dict(start.weights)
             trainer.optimizer.load_state_dict(copy.deepcopy(start.optimizer))
+            accept_new_histories(trainer.model)
         log, failure, nats = trainer.open_log(), None, None
         trainer.model.train()
         try:

@@ -63,6 +63,7 @@ class ScaledLayer(StatefulModule):
             self.begin_state()
         elif recipe.has_static_input and self._buffers["input_scale"] is None:
             self.start_state(self.stored_weight.device)
+        self.scale_updates.begins_anew |= self.trained_recipe is not None
         history = getattr(self, "amax_history", None)
         if history is None or history.spec != recipe.history:
             self.keep_history(None)

@@ -12,8 +12,7 @@ delayed only under ``octavo.autocast`` has a history from its first training for
 
 import copy
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from octavo import recipes
 from octavo.autocast import autocast_region
+from octavo.caller_warnings import warn_caller
 from octavo.errors import CheckpointError, ConfigError
 from octavo.nn.linear import Linear
 from octavo.nn.scaled_layer import ScaledLayer
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import distributed
 
 __all__ = [
+    "accept_new_histories",
     "discard_step",
     "load_scaling_state",
     "nonfinite_counts",
@@ -97,6 +98,16 @@ def discard_step(model: torch.nn.Module) -> None:
     for history in _histories(model).values():
         history.discard()
     _forget_cached_weights(model)
+
+
+def accept_new_histories(model: torch.nn.Module) -> None:
+    """Let histories begin anew although the model's optimizer has steps behind it, without a warning.
+
+    Example:
+        >>> accept_new_histories(torch.nn.Linear(2, 2))
+    """
+    for layer in _layers(model).values():
+        layer.scale_updates.begins_anew = True
 
 
 def rescale_gradient_history(model: torch.nn.Module, factor: float) -> None:
@@ -170,11 +181,10 @@ def read_scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _warn_of_unreduced_step() -> None:
-    warnings.warn(
+    warn_caller(
         "the scaling state that was read leaves out the last step: it is over, and its amaxes are reduced over the "
         "ranks only with the next training forward; for training that resumes bit for bit call "
-        "octavo.update_scales(model) on every rank before octavo.scaling_state(model)",
-        stacklevel=6,
+        "octavo.update_scales(model) on every rank before octavo.scaling_state(model)"
     )
 
 
@@ -233,6 +243,7 @@ def load_scaling_state(
         history.discard()
     for path, layer in _layers(model).items():
         layer.keep_history(histories.get(path))
+    accept_new_histories(model)
     _forget_cached_weights(model)
 
 
@@ -289,12 +300,22 @@ def _is_positive(value: object) -> bool:
 
 def _check_keys(slots: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     missing, unexpected = sorted(slots.keys() - state.keys()), sorted(state.keys() - slots.keys())
-    if missing or unexpected:
+    wrong = [
+        *([f"{_counted(missing, 'is', 'are')} missing that this model has"] if missing else []),
+        *([f"{_counted(unexpected, 'has', 'have')} no layer in this model"] if unexpected else []),
+    ]
+    if wrong:
         raise CheckpointError(
-            f"the scaling state does not fit this model: {len(missing)} keys missing {missing[:3]}, "
-            f"{len(unexpected)} unexpected {unexpected[:3]}; convert the model with the recipe it was saved under, or, "
-            "if that was octavo.autocast's, name it: load_scaling_state(model, state, recipe=...)"
+            f"the scaling state does not fit this model: {', and '.join(wrong)}; convert the model with the recipe it "
+            "was saved under, or, if that was octavo.autocast's, name it: "
+            "load_scaling_state(model, state, recipe=...)"
         )
+
+
+def _counted(keys: Sequence[str], singular: str, plural: str) -> str:
+    """Number of entries with the names of the first three, and a verb."""
+    names = ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "")
+    return f"{len(keys)} {'entry' if len(keys) == 1 else 'entries'} ({names}) {singular if len(keys) == 1 else plural}"
 
 
 def _check_tensor(key: str, value: object, slot: Tensor) -> None:

@@ -12,7 +12,6 @@ zero, as of a tensor without a finite element, is masked too: zeros fit every sc
 out the amaxes that the next tensors need.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from octavo.caller_warnings import warn_caller
 from octavo.errors import ConfigError
 from octavo.kernels import triton_bindings
 from octavo.numerics.cast import is_eager_cpu
@@ -56,6 +56,7 @@ class ScaleUpdates:
         optimizers: optimizers that have stepped and hold parameters of these layers.
         optimizer_saved: whether an optimizer's state was saved since the last step.
         state_read: whether the scaling state was read since the last step.
+        begins_anew: whether empty histories are right, as after a state was loaded or training in this process.
         reminded_of_state: whether the user has been warned of a checkpoint without scaling state.
         optimizer_steps: number of optimizer steps that ended steps of these layers.
         closed_steps: number of ended steps, whether or not a layer kept a history; ranks compare it.
@@ -76,6 +77,7 @@ class ScaleUpdates:
     optimizers: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, init=False)
     optimizer_saved: bool = field(default=False, init=False)
     state_read: bool = field(default=False, init=False)
+    begins_anew: bool = field(default=False, init=False)
     reminded_of_state: bool = field(default=False, init=False)
     optimizer_steps: int = field(default=0, init=False)
     closed_steps: int = field(default=0, init=False)
@@ -311,7 +313,7 @@ class AmaxHistory(StatefulModule):
                 "its parameters, and its scales stay those of the last closed step; unless these are micro-batches of "
                 "one step, call octavo.update_scales(model) after each update of the weights"
             )
-        warnings.warn(warning, stacklevel=2)
+        warn_caller(warning)
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ Transformer Engine reduces over the default group too (its documentation, "Using
 """
 
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -34,6 +33,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from octavo.caller_warnings import warn_caller
 from octavo.errors import ConfigError
 from octavo.recipes import Close
 from octavo.scaling.amax_history import ScaleUpdates, WeightSeen, close_histories
@@ -161,6 +161,7 @@ def _stepped(optimizer: Optimizer) -> Iterator[DelayedLayer]:
     for updates, layers in _by_model(_living()):
         parameters = [parameter for layer in layers for parameter in layer.parameters()]
         if _holds(optimizer, parameters):
+            _warn_of_state_not_loaded(optimizer, layers)
             _remember_optimizer(optimizer, updates)
             yield from layers
         elif updates.ran and not _keep_holders(updates, parameters) and _may_be_updated(parameters):
@@ -337,13 +338,36 @@ def _remind_of_checkpoints(layers: Sequence[DelayedLayer]) -> None:
             updates.reminded_of_state = True
             if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
                 continue  # one rank may have saved for all
-            warnings.warn(
+            warn_caller(
                 "the optimizer's state was saved without the scaling state of its model, whose layers scale from "
                 "amaxes of past steps: training that resumes from it will not be the same; save "
-                "octavo.scaling_state(model) too, or see octavo.compat for Trainer, Lightning and accelerate",
-                stacklevel=3,
+                "octavo.scaling_state(model) too, or see octavo.compat for Trainer, Lightning and accelerate"
             )
         updates.optimizer_saved = updates.state_read = False
+
+
+def _warn_of_state_not_loaded(optimizer: Optimizer, layers: Sequence[DelayedLayer]) -> None:
+    """Say once that a training which goes on, by the count of its optimizer, scales from new histories.
+
+    It is checked at the first step that ends one of these layers' steps, as a resumed training's first one does.
+    """
+    updates = layers[0].scale_updates
+    histories = [layer.amax_history for layer in layers if layer.amax_history is not None]
+    if updates.has_optimizer or updates.begins_anew or not histories:
+        return
+    counts = [
+        optimizer.state[each].get("step", 0)
+        for layer in layers
+        for each in layer.parameters()
+        if each in optimizer.state
+    ]
+    past = max(map(int, counts), default=0) - 1
+    if past > 0 and not any(bool(history.steps.any()) for history in histories):
+        warn_caller(
+            f"the optimizer has taken {past} steps before this one, and the amax histories of its model's layers begin "
+            "anew: if this resumes a training in FP8, load its scaling state too (octavo.load_scaling_state); without "
+            "it the training is not the same"
+        )
 
 
 def _warn_of_layers_not_run(layers: Sequence[DelayedLayer]) -> None:
@@ -353,11 +377,10 @@ def _warn_of_layers_not_run(layers: Sequence[DelayedLayer]) -> None:
         unused = [layer.path for layer in members if layer.last_recipe is None]
         if updates.optimizer_steps != _STEPS_UNTIL_CALLED or len(unused) in (0, len(members)) or _has_compiled():
             continue
-        warnings.warn(
+        warn_caller(
             f"{len(unused)} converted layers have not been called in {_STEPS_UNTIL_CALLED} steps and run no recipe "
             f"({', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}): something reads their weights instead, or "
-            "they are unused; leave them out with convert's skip",
-            stacklevel=3,
+            "they are unused; leave them out with convert's skip"
         )
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from octavo.doctor import Finding, Series, Severity, StepNotes, Thresholds, diagnose, series_of
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules.divergence import divergence
-from octavo.doctor.rules.steps import learning_rate
+from octavo.doctor.rules.learning_rate import learning_rate
 from octavo.doctor.shadow import Shadow
 from octavo.nn import Linear
 from octavo.scaling import ROLES
@@ -59,6 +59,7 @@ SHOWN_BY_TENSORS = {  # findings that a trial under another recipe can show; a f
 }
 Rule = Callable[[Series, Thresholds], Iterator[Finding]]
 SHOWN_BY_LOSS: dict[str, Rule] = {"divergence": divergence, "learning-rate": learning_rate}
+TRANSIENT = "loss-spike"  # one that stays is a divergence
 LOSSES = 5  # steps per median of the loss
 OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that only decide the recipes of layers
 AT_A_SINGLE_SAMPLE = Thresholds(persistent_looks=1, persistent_looks_fail=1)
@@ -154,10 +155,10 @@ class Autopilot:
                 yield self._acting(finding)
 
     def _current(self) -> list[Finding]:
-        """Warnings and failures in the samples since the last act that the newest sample shows."""
+        """Warnings and failures in the samples since the last act that the newest sample shows and that may last."""
         samples = sorted({line["step"] for line in self.lines if line["kind"] == "statistics"})
         before = samples[-2] if len(samples) > 1 else 0
-        findings = diagnose(series_of(self._since_last_act()))
+        findings = [one for one in diagnose(series_of(self._since_last_act())) if one.code != TRANSIENT]
         return [one for one in findings if one.severity != Severity.NOTE and one.last_step > before]
 
     def _of_the_loss(self, judged: list[Act]) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from octavo.checksums import sealed, unsealed
 from octavo.doctor.metrics_lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
 from octavo.files import disk_errors, remove_if_empty, replacing_folder
-from octavo.nn.scaling_state import load_scaling_state, scaling_state
+from octavo.nn.scaling_state import load_scaling_state, read_scaling_state, scaling_state
 from octavo.parallel.data_parallel import copied_to_cpu, laid_out_as
 from octavo.parallel.ranks import ALONE, Ranks
 from octavo.parsing import read_json
@@ -208,38 +209,60 @@ def newest_lines(run_dir: Path) -> LinesWritten | None:
         return newest_lines(run_dir)  # the running process has replaced this checkpoint with a newer one
 
 
-def load_model(path: Path, model: nn.Module) -> None:
+def load_model(path: Path, model: nn.Module, *, renews_scales: bool = False) -> None:
     """Load parameters, buffers and scaling state into a converted model.
+
+    Args:
+        path: the checkpoint.
+        model: receives the tensors.
+        renews_scales: the model's recipe may be another; tensors that have no history in the checkpoint keep theirs.
 
     Raises:
         CheckpointError: a damaged file, or tensors of another model; the model is then unchanged.
     """
-    sums = _fingerprints(_read_json(path))
+    sums = _fingerprints(path, _read_json(path))
     model_tensors = _unique_tensors(model)
     tensors = stored_tensors(path, MODEL, sums)
     _check_shapes(path, {name: tensor.shape for name, tensor in model_tensors.items()}, tensors)
-    load_scaling_state(model, dict(stored_tensors(path, SCALING, sums)))
+    scales = dict(stored_tensors(path, SCALING, sums))
+    if renews_scales:
+        scales = {key: scales.get(key, own) for key, own in read_scaling_state(model).items()}
+    load_scaling_state(model, scales)
     with torch.no_grad():
         for name, tensor in model_tensors.items():
             tensor.copy_(laid_out_as(tensor, tensors[name]))
 
 
 def load_checkpoint(
-    path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler | None = None
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler | None = None,
+    renews_scales: bool = False,
 ) -> CheckpointState:
     """Restore model, optimizer, loss scaler and torch's generators from a checkpoint.
+
+    Args:
+        path: the checkpoint.
+        model: receives weights and scaling state.
+        optimizer: receives the moments.
+        scaler: receives the loss scale; None for a run without one.
+        renews_scales: the run has another configuration: what has no scale in the checkpoint keeps its own, and so does
+            a loss scaler whose bounds exclude the saved scale.
 
     Raises:
         CheckpointError: a damaged or missing file, or tensors of another model.
     """
     raw = _read_json(path)
     state = _state_from(path, raw)
-    moments = stored_tensors(path, OPTIMIZER, _fingerprints(raw))
+    moments = stored_tensors(path, OPTIMIZER, _fingerprints(path, raw))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     _check_shapes(path, _moment_shapes(parameters), moments)
     if scaler is not None:
-        scaler.load_state_dict(raw.get("loss_scaler", {}))
-    load_model(path, model)
+        with suppress(CheckpointError) if renews_scales else nullcontext():
+            scaler.load_state_dict(raw.get("loss_scaler", {}))
+    load_model(path, model, renews_scales=renews_scales)
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {
             key: _as_moment(moments[f"{name}/{key}"].to(parameter.device), parameter) for key in MOMENTS
@@ -362,9 +385,15 @@ def _state_from(path: Path, raw: dict[str, Any]) -> CheckpointState:
         ) from error
 
 
-def _fingerprints(raw: dict[str, Any]) -> dict[str, Any]:
+def _fingerprints(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Size and SHA-256 of the checkpoint's files, by name."""
     sums = raw.get("files")
-    return sums if isinstance(sums, dict) else {}
+    if not isinstance(sums, dict):
+        raise CheckpointError(
+            f"{str(path / STATE)!r} lacks 'files', the sizes and sums of the checkpoint's files, so it was edited; put "
+            f"it back as it was, or delete {str(path)!r} and use an earlier one"
+        )
+    return sums
 
 
 def _generators() -> dict[str, str]:

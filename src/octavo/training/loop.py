@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,14 +39,15 @@ from octavo.parallel.heartbeat import Heartbeat
 from octavo.parallel.ranks import ALONE, Ranks
 from octavo.text.tokens import TokenData
 from octavo.training.autopilot import Autopilot
-from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, snapshot
+from octavo.training.branching import begin_from
+from octavo.training.checkpoint import CheckpointState, load_checkpoint, snapshot
 from octavo.training.checkpoint_saver import CheckpointSaver
 from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Notice, OnEvent, StepDone
 from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_peak_memory
 from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
-from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
+from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite, last_good_checkpoint
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.rank_layout import (
     check_same_checkpoint,
@@ -67,7 +69,13 @@ __all__ = ["Trainer", "train"]
 
 
 def train(
-    config: RunConfig, run_dir: str | Path, *, data: TokenData, resume: bool = False, on_event: OnEvent | None = None
+    config: RunConfig,
+    run_dir: str | Path,
+    *,
+    data: TokenData,
+    resume: bool = False,
+    start: Path | None = None,
+    on_event: OnEvent | None = None,
 ) -> TrainResult:
     """Train a decoder, or continue training it; on all ranks of the default process group, if there is one.
 
@@ -76,6 +84,7 @@ def train(
         run_dir: the run's folder, the same on all ranks; must be new unless ``resume``.
         data: the token files to train on.
         resume: continue from the newest checkpoint of the run in ``run_dir``.
+        start: a checkpoint of another run at which this new run begins (:mod:`octavo.training.branching`).
         on_event: called with each :data:`octavo.training.events.Event`.
 
     Raises:
@@ -93,8 +102,9 @@ def train(
     check_same_run(ranks, config, data)
     check_data(data, config)
     model, converted = build_model(config, data.vocab_size)  # an error here leaves no run behind
+    begin = None if start is None else partial(begin_from, start, config, folder, model=model, data=data)
     with (
-        claimed(folder, config, data, resume=resume) if ranks.is_first else nullcontext(),
+        claimed(folder, config, data, resume=resume, begin=begin) if ranks.is_first else nullcontext(),
         using_threads(training.threads),
         stopping_on_signals() as stop,
         sharing_loss(ranks),
@@ -409,15 +419,7 @@ class Trainer:
         scale_value = {} if self.scaler is None else {"loss_scale": self.scaler.value}
         log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale_value)
         sentence = failure_sentence(loss, grad_norm, finding)
-        return NonFiniteLossError(f"at step {self.step + 1} {sentence}; {self._last_good_checkpoint()}")
-
-    def _last_good_checkpoint(self) -> str:
-        path = latest(self.run_dir)
-        if path is None:
-            return (
-                "there is no earlier checkpoint; lower the learning rate, or save more often with checkpoint_interval"
-            )
-        return f"the last good checkpoint is {str(path)!r}"
+        return NonFiniteLossError(f"at step {self.step + 1} {sentence}; {last_good_checkpoint(self.run_dir)}")
 
     def open_log(self) -> Log:
         """Open the log of metrics, removing lines and captures of later steps; only the first rank writes one."""
@@ -460,7 +462,7 @@ class Trainer:
         )
         if not math.isfinite(result.nats):
             raise NonFiniteLossError(
-                f"the validation loss after step {self.step} is {result.nats}; {self._last_good_checkpoint()}"
+                f"the validation loss after step {self.step} is {result.nats}; {last_good_checkpoint(self.run_dir)}"
             )
         perplexity = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
         log.write("evaluation", self.step, nats=result.nats, perplexity=perplexity)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.parallel.data_parallel import local
 from octavo.parallel.ranks import ALONE, Ranks
+from octavo.training.checkpoint import latest
 from octavo.training.evaluate import token_loss
 
-__all__ = ["NonFiniteTensor", "failure_sentence", "failure_values", "first_nonfinite"]
+__all__ = ["NonFiniteTensor", "failure_sentence", "failure_values", "first_nonfinite", "last_good_checkpoint"]
 
 
 _SUMMED = "gradient of parameter"
@@ -103,6 +105,14 @@ def failure_sentence(loss: float, grad_norm: float, finding: NonFiniteTensor | N
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
     first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
     return f"{what}; {first}"
+
+
+def last_good_checkpoint(run_dir: Path) -> str:
+    """Advice for a run that broke."""
+    path = latest(run_dir)
+    if path is None:
+        return "there is no earlier checkpoint; lower the learning rate, or save more often with checkpoint_interval"
+    return f"the last good checkpoint is {str(path)!r}"
 
 
 class _FirstNonFinite:

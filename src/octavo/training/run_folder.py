@@ -14,7 +14,7 @@
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,8 +158,13 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
 
 
 @contextmanager
-def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) -> Iterator[None]:
-    """Lock the folder for this process, and write a new run's configuration and tokenizer.
+def claimed(
+    run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool, begin: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Lock the folder for this process, and write a new run's configuration and tokenizer, after it has begun.
+
+    ``begin`` writes a new run's first checkpoint. A run that is killed meanwhile has no configuration, so that nothing
+    resumes it from other weights.
 
     A new run that fails before its first step is removed, so that the corrected command can use the folder; one whose
     first step broke stays, for the doctor.
@@ -178,6 +183,8 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
             yield
             return
         try:
+            if begin is not None:
+                begin()
             save_config(config, run_dir / CONFIG)
             write_atomically(run_dir / TOKENIZER, data.tokenizer().to_str())
             yield

@@ -274,6 +274,16 @@ def test_a_library_s_records_are_printed_once_or_hidden(octavo, monkeypatch, lib
     assert logging.root.manager.disable == logging.NOTSET
 
 
+@pytest.mark.parametrize(("level", "is_shown"), [((), False), (("-v",), True), (("-q",), False)])
+@pytest.mark.parametrize("name", ["torchao", "torch.utils._pytree"])
+def test_warnings_of_imports_are_shown_to_the_verbose_only(octavo, monkeypatch, name, level, is_shown):
+    logger, shown = logging.getLogger(name), []
+    before = logger.level
+    monkeypatch.setattr("octavo.cli.formats.errata", lambda: shown.append(logger.isEnabledFor(logging.WARNING)) or ())
+    assert octavo(*level, "formats", "--errata").exit_code == 0
+    assert (shown, logger.level) == ([is_shown], before)
+
+
 def test_quiet_hides_progress_but_not_the_result(octavo, setting, tmp_path):
     result = octavo("train", *setting, "--out", tmp_path / "run", "-q", "--json")
     assert result.exit_code == 0, result.output

@@ -248,3 +248,22 @@ def test_missing_logger_is_refused_before_any_text_is_read(octavo, tmp_path, mon
     assert result.exit_code == 2
     assert "logging to wandb needs its package; pip install wandb" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_new_run_begins_at_another_runs_checkpoint(octavo, finished_run, tmp_path):
+    start = finished_run / "checkpoints" / "step-000002"
+    config = tmp_path / "fixed.toml"
+    config.write_text((finished_run / "config.toml").read_text().replace('recipe = "tensorwise"', 'recipe = "rowwise"'))
+    result = octavo("train", "--config", config, "--from", start, "--out", tmp_path / "again")
+    assert result.exit_code == 0, result.output
+    ours, theirs = losses(tmp_path / "again"), losses(finished_run)
+    until = [line for line in theirs if line["step"] <= 2]
+    assert ours[: len(until)] == until
+    assert [line["step"] for line in ours if line["kind"] == "step"] == [1, 2, 3, 4]
+    assert load_config(tmp_path / "again" / "config.toml").training.recipe == "rowwise"
+    refused = octavo("train", "--out", tmp_path / "again", "--from", start, "--resume")
+    assert refused.exit_code == 2
+    assert "--from begins a new one" in refused.stderr
+    missing = octavo("train", "--config", config, "--from", finished_run, "--out", tmp_path / "other")
+    assert missing.exit_code == 2
+    assert not (tmp_path / "other" / "config.toml").exists()

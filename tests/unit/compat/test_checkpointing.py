@@ -152,3 +152,58 @@ def test_invalid_number_of_tensors_is_refused(count):
     before = octavo.scaling_state(model)
     with pytest.raises(CheckpointError, match="'tensors' must be a tensor of one whole number, not"):
         ScalingState(model).load_state_dict({**before, "tensors": count})
+
+
+def resumed(recipe, *, loads, steps=2):
+    """A model whose optimizer has steps behind it, before its first step in this process."""
+    model, optimizer = small_loop(recipe)
+    for _ in range(steps):
+        step_of(model, optimizer)
+    again, other = small_loop(recipe)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    if loads:
+        octavo.load_scaling_state(again, octavo.scaling_state(model))
+    return again, other
+
+
+def small_loop(recipe):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    octavo.convert(model, recipe)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step_of(model, optimizer):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_state_that_was_not_loaded_is_warned_of_at_the_first_step_and_its_line():
+    model, optimizer = resumed("delayed", loads=False)
+    with pytest.warns(UserWarning, match=r"has taken 2 steps before this one.*octavo\.load_scaling_state") as told:
+        step_of(model, optimizer)
+    assert [one.filename for one in told] == [__file__]  # not torch's, whose hook warns
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "loads", "steps"),
+    [("delayed", True, 2), ("tensorwise", False, 2), ("delayed", False, 0)],
+)
+def test_a_state_that_was_loaded_or_does_not_exist_is_not_missed(recipe, loads, steps):
+    model, optimizer = resumed(recipe, loads=loads, steps=steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of(model, optimizer)
+
+
+def test_a_plain_phase_before_delayed_scaling_in_one_process_is_not_resumed():
+    model, optimizer = small_loop("bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of(model, optimizer)
+        octavo.convert(model, "delayed")
+        step_of(model, optimizer)

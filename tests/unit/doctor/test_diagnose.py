@@ -1,9 +1,11 @@
 """One cause is one finding: what it leads to is not listed beside it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from octavo.doctor import Finding, Severity, Thresholds, diagnose
+from octavo.doctor import Finding, Severity, Thresholds, diagnose, series_of
 from octavo.doctor.diagnose import EXPLAINS
 from octavo.doctor.findings import CAUSES
 from octavo.doctor.rules import RULES
@@ -175,3 +177,40 @@ def test_a_note_explains_nothing():
     changes = {"rms": 1, "amax": [100, 100, 100, 2000, 2000, 2000], "underflow_fraction": 0.2, "sqnr_db": 20}
     found = codes(looks(casts={(FIRST, "input"): changes}))
     assert found == [("bulk-underflow", FIRST, "input"), ("outlier-growth", FIRST, "input")]
+
+
+def test_consequences_are_counted_at_their_cause():
+    series = looks("delayed", casts={(FIRST, "input"): {**STALE, "underflow_fraction": 0.2}})
+    (found,) = diagnose(series)
+    assert found.consequences == {"bulk-underflow": 1}
+    assert str(found).endswith("; from it follow bulk-underflow (1)")
+
+
+SPIKED = [6.2, 6.0, 5.8, 9.6, 9.7, 9.6, 6.0, *[5.0 - 0.02 * step for step in range(30)]]
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (SPIKED, "; the reference does the same, so FP8 is not the cause"),
+        ([6.2 - 0.03 * step for step in range(37)], "; the reference does not"),
+    ],
+)
+def test_a_finding_about_the_loss_says_whether_the_reference_has_it(others, said):
+    found = next(
+        one
+        for one in diagnose(series_of(steps(SPIKED)), reference=series_of(steps(others)))
+        if one.code == "loss-spike"
+    )
+    assert found.cause.endswith(said)
+    assert "reference" not in diagnose(series_of(steps(SPIKED)))[0].cause
+
+
+def test_a_beginning_in_dropped_samples_is_not_named():
+    series = looks("delayed", casts={(FIRST, "input"): {"stale_ratio": 3.0}, (SECOND, "input"): {"stale_ratio": GROWN}})
+    found = {one.path: one for one in diagnose(replace(series, kept_from=5))}
+    assert found[FIRST].steps == "until step 30"
+    assert str(found[FIRST]).endswith("; samples before step 5 were dropped, and it may have begun in them")
+    assert found[FIRST].when == "until step 30"
+    assert (found[SECOND].steps, found[SECOND].may_be_older) == ("steps 15-30", False)
+    assert not any(one.may_be_older for one in diagnose(series))

@@ -16,8 +16,8 @@ NAMES = [one.name for one in fields(Thresholds)]
 SOURCE = Path(doctor.__path__[0]).parent
 RULES = "".join(
     file.read_text(encoding="utf-8")
-    for folder in ("doctor/rules", "experiments/preflight")
-    for file in (SOURCE / folder).glob("*.py")
+    for pattern in ("doctor/rules/*.py", "doctor/losses.py", "experiments/preflight/*.py")
+    for file in SOURCE.glob(pattern)
 )
 
 

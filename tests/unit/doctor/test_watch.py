@@ -112,6 +112,14 @@ def test_the_newest_samples_are_stored_and_each_is_passed_on():
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), watcher, steps=5)
     assert [sample.step for sample in watcher.samples] == [4, 5]
     assert [sample.step for sample in seen] == [1, 2, 3, 4, 5]
+    assert watcher.series().kept_from == 4
+
+
+def test_nothing_is_dropped_before_the_last_place_is_taken():
+    model = mlp()
+    watcher = watch(model, interval=1, keep=5)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), watcher, steps=5)
+    assert watcher.series().kept_from is None
 
 
 def test_contents_of_a_sample():

@@ -263,6 +263,19 @@ def test_state_without_a_checksum_is_read_as_an_older_one(tmp_path):
     assert read_state(path) == state()
 
 
+def test_a_state_without_the_sums_of_its_files_is_refused_as_such(saved):
+    """Its files are there, and nothing says that they are whole."""
+    *_, path = saved
+    raw = json.loads((path / "state.json").read_text())
+    del raw["files"], raw["sha256"]
+    (path / "state.json").write_text(json.dumps(raw))
+    model, optimizer = build()
+    with pytest.raises(
+        CheckpointError, match=r"state\.json' lacks 'files', the sizes and sums of the checkpoint's files"
+    ):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+
+
 def test_files_of_two_ranks_are_those_of_one_process(tmp_path):
     model, optimizer = build("delayed")
     train_a_little(model, optimizer)

@@ -15,9 +15,9 @@ from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.output_files import check_target
 from octavo.cli.progress import open_display
-from octavo.doctor import Captures, Finding, Severity, diagnose
+from octavo.doctor import Captures, Finding, Severity, Thresholds, diagnose
 from octavo.doctor.histograms import histograms_of
-from octavo.doctor.losses import newest_gap
+from octavo.doctor.losses import newest_gap, plateau
 from octavo.doctor.remedies import applied, ranked
 from octavo.errors import ConfigError, DataError
 from octavo.models.sources import has_run
@@ -40,7 +40,7 @@ def examine(
     ] = None,
     fixed: Annotated[
         Path | None,
-        typer.Option("--apply", metavar="FILE", help="Write the configuration with the first remedy of each finding."),
+        typer.Option("--apply", metavar="FILE", help="Write the configuration with the first remedy of each cause."),
     ] = None,
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page with loss, heat map and findings.")
@@ -134,15 +134,18 @@ def _config_to_fix(run: WatchedRun) -> RunConfig:
 
 def _write_fixed(config: RunConfig, findings: list[Finding], fixed: Path, run_dir: Path) -> None:
     """Write a configuration with the first remedies of warnings and failures, and print how to train with it."""
-    serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
-    remedies = [finding.remedies[0] for finding in serious if finding.remedies]
-    fixed_config = config_from_dict(applied(config.to_dict(), remedies))
+    serious = [one for one in findings if one.severity is not Severity.NOTE and one.remedies]
+    causes = [one for one in serious if one.code != "loss-gap"]
+    if any(one.remedies[0].changes for one in causes):  # from which the gap may follow: its remedy changes all layers
+        serious = causes
+    fixed_config = config_from_dict(applied(config.to_dict(), [one.remedies[0] for one in serious]))
     if fixed_config == config:
         line = f"{fixed} was not written: no finding can be fixed by the configuration"
     else:
         save_config(fixed_config, fixed)
         command = ["octavo", "train", "--config", str(fixed), "--out", str(_free_folder(run_dir))]
-        line = f"{fixed} has the remedies; train with: {shlex.join(command)}"
+        codes = ", ".join(dict.fromkeys(one.code for one in serious if one.remedies[0].changes))
+        line = f"{fixed} has the first remedies of {codes}; train with: {shlex.join(command)}"
     print_lines(line, to_stderr=True)
 
 
@@ -183,8 +186,12 @@ def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Findi
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
     times = "once" if run.samples == 1 else f"{run.samples} times"
     coverage = f"{run.layers} layers, sampled {times} up to step {run.step}{so_far}"
+    stalled = None if findings else plateau(run.series, Thresholds())
+    if stalled is not None:
+        yield f"{stalled}: check the learning rate and the data"
+    nothing = "nothing" if stalled is None else "nothing else"
     if run.unsampled is not None:
-        found = counts(findings) if findings else "nothing found"
+        found = counts(findings) if findings else f"{nothing} found"
         yield f"{found} in the losses up to step {run.step}{so_far}; nothing was sampled: {run.unsampled}"
         return
     if findings:
@@ -196,7 +203,7 @@ def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Findi
         )
         yield f"no layer has used FP8 up to step {run.step}{so_far}, so there is nothing to judge yet{since}"
     elif not findings:
-        yield f"healthy: nothing found in {coverage}"
+        yield f"{'healthy: ' if stalled is None else ''}{nothing} found in {coverage}"
 
 
 def _gap_sentence(run: WatchedRun, reference: WatchedRun) -> str:

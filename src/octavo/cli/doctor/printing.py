@@ -40,11 +40,9 @@ def print_remedies(findings: Sequence[Finding]) -> None:
 
 
 def _cells(finding: Finding) -> list[str]:
-    steps = str(finding.first_step)
-    if finding.last_step != finding.first_step:
-        steps = f"{steps}-{finding.last_step}"
     evidence = ", ".join(_evidence(finding))
-    what = f"{finding.cause} ({evidence})" if evidence else finding.cause
+    what = f"{finding.explanation} ({evidence})" if evidence else finding.explanation
+    steps = finding.steps.removeprefix("steps ").removeprefix("step ")
     return [finding.severity, finding.code, _place(finding), steps, what]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from octavo.doctor.findings import Finding, Remedy, Severity
+from octavo.doctor.findings import FP8_BEGINS, STEP_BEFORE, Finding, Remedy, Severity
 from octavo.doctor.remedies.context import RECIPE_PHRASES, RemedyContext, fineness, join_names
 from octavo.doctor.series import Series
 
@@ -128,6 +128,14 @@ def _stale_weight(context: RemedyContext) -> Iterable[Remedy]:
     yield from context.finer("bf16")
 
 
+def _weight_jump(context: RemedyContext) -> Iterable[Remedy]:
+    step = int(context.evidence(STEP_BEFORE, 0))
+    yield Remedy(
+        text=f"Start again from a checkpoint of step {step} or earlier (octavo train --from), and find what wrote to "
+        "the weight since."
+    )
+
+
 def _zero_tensor(context: RemedyContext) -> Iterable[Remedy]:
     what = f"the {context.finding.role or 'tensors'} of {context.path or 'the run'}"
     yield Remedy(text=f"Find why {what} is zero: an initialisation, a mask, a branch not taken; FP8 keeps zeros exact.")
@@ -176,8 +184,12 @@ def _learning_rate(context: RemedyContext) -> Iterable[Remedy]:
     if since.size:
         lr = min(float(before[-1]) if before.size else np.inf, float(since.max()) / 2)
         yield Remedy(text=f"Peak at a learning rate of {lr:.3g}.", changes={"lr": lr})
-        warmup = 2 * int(steps[int(np.argmax(rates))])
-        yield Remedy(text=f"Warm up over {warmup} steps.", changes={"warmup": warmup})
+        peak = int(np.argmax(rates))
+        if peak:
+            warmup = 2 * int(steps[peak])
+            yield Remedy(text=f"Warm up over {warmup} steps.", changes={"warmup": warmup})
+        else:
+            yield Remedy(text="Warm up to the learning rate, which was at its peak in the first step.")
     else:
         yield Remedy(text="Lower the learning rate where the precision changes, and warm up again from there.")
 
@@ -196,6 +208,9 @@ def _divergence(context: RemedyContext) -> Iterable[Remedy]:
 
 
 def _loss_gap(context: RemedyContext) -> Iterable[Remedy]:
+    if FP8_BEGINS in context.finding.evidence:
+        yield Remedy(text="Find what else differs: config.toml, text, checkpoints; then train the reference again.")
+        return
     ran = [str(period.facts.get("recipe", "")) for periods in context.series.periods.values() for period in periods]
     coarsest = min(map(fineness, ran), default=-1)
     for name in ("rowwise", "blockwise"):
@@ -251,6 +266,7 @@ REMEDY_RULES: dict[str, Callable[[RemedyContext], Iterable[Remedy]]] = {
     "scale-oscillation": _scale_oscillation,
     "inexact-amax": _inexact_amax,
     "stale-weight": _stale_weight,
+    "weight-jump": _weight_jump,
     "zero-tensor": _zero_tensor,
     "outlier-growth": _outlier_growth,
     "biased-accumulation": lambda context: context.finer("blockwise", "bf16"),
@@ -259,6 +275,7 @@ REMEDY_RULES: dict[str, Callable[[RemedyContext], Iterable[Remedy]]] = {
     "gradient-below-noise": _gradient_below_noise,
     "learning-rate": _learning_rate,
     "divergence": _divergence,
+    "loss-spike": _divergence,
     "loss-gap": _loss_gap,
     "slow-layer": _slow_layer,
 }

@@ -1,8 +1,10 @@
-"""Rule for a loss that rises far above its beginning or loses most of its progress.
+"""Rules for a loss that rises far above its beginning, loses most of its progress, or spikes.
 
-Medians of the losses at the end, at the beginning and at the best point are compared, relative to the scatter of the
-losses. Overshoots of a warm-up or a restarted learning rate recover, so only lasting rises are reported: those of a
-tenth of the run, or, at the unigram entropy, where a model predicts token frequencies alone, of a few steps.
+A spike is above the loss at the beginning, where the model knew nothing of this text; it may be over.
+
+For the others, medians of the losses at the end, at the beginning and at the best point are compared, relative to the
+scatter of the losses. Overshoots of a warm-up or a restarted learning rate recover, so only lasting rises are reported:
+those of a tenth of the run, or, at the unigram entropy, where a model predicts token frequencies alone, of a few steps.
 """
 
 from collections.abc import Iterator
@@ -11,17 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.losses import SEEN_AT, warmup
+from octavo.doctor.losses import SEEN_AT, finite_losses, loss_rise, scatter, warmup
 from octavo.doctor.series import Series
 from octavo.doctor.sliding import sliding_medians
 from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
 
-__all__ = ["divergence"]
+__all__ = ["divergence", "loss_spike"]
 
 EDGE = 5  # steps whose median stands for the beginning or the end
 COLLAPSED = 1e5  # weight of a finding: above its consequences, below NaN
-NORMAL_DISTANCE = 0.954  # median distance of two normal samples, in standard deviations
+SPIKE = 3  # losses of which two must be high
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,7 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     ``lasting_rise`` steps or a tenth of the run. Severity fail where the losses settle at one level, such as the
     unigram entropy of the tokens; otherwise a warning, since BF16 may diverge too.
     """
-    steps, losses = series.curve("loss")
-    steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
+    steps, losses = finite_losses(series)
     if len(losses) < 3 * EDGE:
         return
     unigram, warm = series.unigram_nats, warmup(series)
@@ -51,7 +52,6 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     if detected is None:
         return
     rise, plateau = detected
-    sampled = series.casts.steps
     yield Finding(
         code="divergence",
         severity=Severity.WARN if plateau is None else Severity.FAIL,
@@ -60,13 +60,50 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
         evidence={
             "loss_began": rise.began,
             "loss_ended": rise.ended,
-            SEEN_AT: float(min(sampled[sampled >= rise.first_step], default=rise.first_step)),
+            SEEN_AT: _next_sample(series, rise.first_step),
         }
         | ({} if unigram is None else {"unigram_nats": unigram}),
         cause=f"{rise.description} since step {rise.first_step:.0f}{plateau or ''}; later FP8 findings "
         "follow from it, so check the learning rate and the data",
         weight=rise.ended / rise.began if plateau is None else COLLAPSED,
     )
+
+
+def loss_spike(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Find a loss that spikes to ``spike_loss`` times its beginning, in two of three steps.
+
+    Healthy runs, their warm-up included, stay below their beginning but for the scatter of the losses. A warning, also
+    if the loss came back: what the run knew is lost.
+    """
+    steps, losses = finite_losses(series)
+    if len(losses) < 2 * EDGE or losses[0] <= 0:
+        return
+    began = max(float(losses[0]), float(np.median(losses[:EDGE])))
+    smooth = sliding_medians(losses, SPIKE)
+    high = np.flatnonzero(smooth >= max(limits.spike_loss * began, began + limits.loss_noise * scatter(losses)))
+    if not high.size:
+        return
+    start = float(steps[high[0] + np.argmax(losses[high[0] :] >= smooth[high[0]])])
+    rise = loss_rise(series, start, limits.switch_window)
+    if rise is None:
+        return
+    rate_steps, rates = series.curve("lr")
+    rate = f", which was {np.interp(start, rate_steps, rates):.3g}" if rates.size else ""
+    yield Finding(
+        code="loss-spike",
+        severity=Severity.WARN,
+        first_step=int(start),
+        last_step=rise.last_step,
+        evidence={**rise.evidence, "loss_began": began, SEEN_AT: _next_sample(series, start)},
+        cause=f"{rise}, above its beginning of {began:.3g}: check the learning rate{rate}, and the batches before",
+        weight=rise.peak / began,
+    )
+
+
+def _next_sample(series: Series, step: float) -> float:
+    """The first sampled step from ``step`` on; ``step`` without one."""
+    sampled = series.casts.steps
+    return float(min(sampled[sampled >= step], default=step))
 
 
 def _rise_and_level(
@@ -149,4 +186,4 @@ def _above_its_best(
 
 def _min_rise(losses: Floats, apart: int, limits: Thresholds) -> float:
     """Limit that a rise must exceed, in standard deviations of losses that are ``apart`` steps apart."""
-    return limits.loss_noise * float(np.median(np.abs(losses[apart:] - losses[:-apart]))) / NORMAL_DISTANCE
+    return limits.loss_noise * scatter(losses, apart)

@@ -15,7 +15,7 @@ from octavo.formats import E5M2, FP8_FORMATS, Format
 from octavo.kernels.cast_statistics import least_judged_amax
 from octavo.numerics.scaling import smallest_scaled_amax
 
-__all__ = ["Track", "length", "longest", "module_tracks", "tracks"]
+__all__ = ["Track", "length", "longest", "module_tracks", "tracks", "weights"]
 
 Mask = NDArray[np.bool_]
 
@@ -127,6 +127,16 @@ def tracks(series: Series) -> Iterator[Track]:
             is_selected = is_known & (sample_indices >= period.sample_index) & (sample_indices < end)
             if is_selected.any():
                 yield Track(key=key, steps=table.steps[is_selected], values=rows[is_selected], facts=period.facts)
+
+
+def weights(series: Series) -> Iterator[tuple[str, Floats, Floats, Floats]]:
+    """Yield path, steps, amax and rms of every weight that is cast, at the samples in which it is; [T] each."""
+    table = series.casts
+    for path in dict.fromkeys(key.path for key in table.keys if key.role == "weight"):
+        columns = [index for index, key in enumerate(table.keys) if key.path == path and key.role == "weight"]
+        amax, rms = (np.fmax.reduce(table.of(name)[:, columns], axis=1) for name in ("amax", "rms"))
+        is_known = np.isfinite(amax)
+        yield path, table.steps[is_known], amax[is_known], rms[is_known]
 
 
 def module_tracks(series: Series, name: str) -> Iterator[tuple[str, Floats, Floats]]:

@@ -162,10 +162,10 @@ def check_choices(*, method: str, percentile: float, granularity: str, weight_me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCoverage:
-    """Fit of a layer's calibrated scale to other data.
+    """Fit of a calibrated scale, of a layer's input or of keys or values, to other data.
 
     Attributes:
-        path: path of the layer.
+        path: path of the layer, or "keys of layer 0", "values of layer 0" and so on.
         amax: largest magnitude in the other data.
         ratio: ``amax`` over the largest magnitude that the scale represents; above 1, values are clipped.
         saturation_fraction: share of the elements that are clipped.
@@ -198,7 +198,7 @@ def coverage(
     *,
     on_batch: OnBatch = lambda _done, _total: None,
 ) -> tuple[LayerCoverage, ...]:
-    """Measure the saturation of other data under these scales, the worst layer first.
+    """Measure the saturation of other data under these scales, the worst first: inputs of layers, keys and values.
 
     Args:
         model: the calibrated model, in high precision.
@@ -213,22 +213,29 @@ def coverage(
     module = module_of(model)
     calibration.check_fit(module)
     layers = {path: module.get_submodule(path) for path in calibration.input_scales}
-    observation = observe(model, batches, layers, on_batch=on_batch)
+    observation = observe(model, batches, layers, kv_cache=bool(calibration.kv_scales), on_batch=on_batch)
     fmt = _input_cast(calibration.recipe).format
     calibrated = {each.path: each for each in calibration.health}
+    counts = {path: (each.counts, calibration.input_scales[path]) for path, each in observation.inputs.items()}
+    for layer, each in observation.keys_and_values.items():
+        key_scale, value_scale = calibration.kv_scales[layer]
+        counts |= {
+            f"keys of layer {layer}": (each.keys, key_scale),
+            f"values of layer {layer}": (each.values, value_scale),
+        }
     layers_coverage = []
-    for path, statistics in observation.inputs.items():
-        scale, magnitudes = calibration.input_scales[path], statistics.counts.magnitudes()
-        health = health_of(path, magnitudes, scale, fmt)
+    for path, (own, scale) in counts.items():
+        health = health_of(path, own.magnitudes(), scale, fmt)
+        before = calibrated.get(path)
         layers_coverage.append(
             LayerCoverage(
                 path=path,
                 amax=health.amax,
                 ratio=health.amax / (float(scale) * fmt.max),
                 saturation_fraction=health.clipped_fraction or 0.0,
-                calibrated_fraction=calibrated[path].clipped_fraction or 0.0,
+                calibrated_fraction=0.0 if before is None else before.clipped_fraction or 0.0,
                 sqnr_db=health.sqnr_db,
-                calibrated_sqnr_db=calibrated[path].sqnr_db,
+                calibrated_sqnr_db=None if before is None else before.sqnr_db,
             )
         )
     return tuple(sorted(layers_coverage, key=lambda each: (each.saturation_fraction, each.ratio), reverse=True))

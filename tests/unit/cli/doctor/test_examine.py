@@ -358,6 +358,19 @@ def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, r
     assert folders == [f"{run}-fixed", f"{run}-fixed1"]
 
 
+def test_the_remedy_of_a_gap_is_applied_only_without_another(octavo, run, tmp_path, finding_what, saturation):
+    gap, fixed = dataclasses.replace(saturation, code="loss-gap", path="", role=""), tmp_path / "fixed.toml"
+    finding_what(gap, dataclasses.replace(saturation, severity=Severity.WARN))
+    result = octavo("doctor", run, "--apply", fixed)
+    assert "fail loss-gap" in " ".join(result.stdout.split())
+    assert "has the first remedies of saturation; train with" in result.stderr
+    before, after = load_config(run / "config.toml").training, load_config(fixed).training
+    assert (after.recipe, list(after.overrides)) == (before.recipe, [saturation.path])
+    finding_what(gap)
+    assert "has the first remedies of loss-gap; train with" in octavo("doctor", run, "--apply", fixed).stderr
+    assert (load_config(fixed).training.recipe, load_config(fixed).training.overrides) == ("rowwise", {})
+
+
 def test_a_note_changes_no_configuration(octavo, run, tmp_path, finding_what, saturation):
     finding_what(dataclasses.replace(saturation, severity=Severity.NOTE))
     result = octavo("doctor", run, "--apply", tmp_path / "fixed.toml")

@@ -31,8 +31,13 @@ def test_losses_of_a_run_without_statistics_are_judged_with_how_to_get_more(
         "nothing found in the losses up to step 4; nothing was sampled:"
     )
     assert words in result.stdout
-    steps = [{"kind": "step", "step": step, "loss": 2.0 if step < 40 else 9.0} for step in range(1, 81)]
     template = next(json.loads(line) for line in kept if json.loads(line)["kind"] == "step")
+    steps = [{"kind": "step", "step": step, "loss": max(5.3, 7.6 - 0.1 * step)} for step in range(1, 81)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(template | step) + "\n" for step in steps))
+    stalled = re.sub(r"\s+", " ", octavo("doctor", run).stdout)
+    assert stalled.startswith("the loss has not fallen since step 23 and stays at 5.3: check the learning rate and the")
+    assert "nothing else found in the losses up to step 80; nothing was sampled:" in stalled
+    steps = [{"kind": "step", "step": step, "loss": 2.0 if step < 40 else 9.0} for step in range(1, 81)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(template | step) + "\n" for step in steps))
     diverged = octavo("doctor", run, "--html", run / "page.html")
     assert "divergence" in diverged.stdout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.doctor import Severity, Thresholds, diagnose
-from octavo.doctor.rules.divergence import divergence
+from octavo.doctor.rules.divergence import divergence, loss_spike
 from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks, steps
 
 LIMITS = Thresholds()
@@ -212,3 +212,47 @@ def test_the_unigram_entropy_bounds_what_there_was_to_lose():
 def test_loss_that_moves_or_is_away_from_the_unigram_entropy_is_no_collapse(losses):
     series = with_unigram(looks(lines=steps(losses)), 6.3)
     assert all(one.severity is Severity.WARN for one in divergence(series, LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("losses", "count"),
+    [
+        ([6.2, 6.0, 5.8, 7.6, 9.2, 7.9, 6.8, *falling()], 1),
+        ([6.2, 6.0, 5.8, 7.3, 7.4, 7.3, 6.8, *falling()], 0),  # 1.19 times the beginning
+        ([6.2, 6.0, 5.8, 5.7, 9.2, 5.6, 5.5, *falling(least=3.0)], 0),  # a single batch
+        (falling() + [20.0] * 3 + [3.1], 1),
+        (falling(), 0),
+        ([3.0] * 60, 0),
+        ([6.2, 7.9, 9.2, 8.0], 0),  # too few
+        ([-1.0] * 10 + [5.0] * 3 + [-1.0] * 10, 0),
+        ([3.0 + (-1) ** n for n in range(30)] + [4.9, 4.9, 4.9], 0),  # within five standard deviations
+    ],
+)
+def test_a_loss_that_spikes_above_its_beginning(losses, count):
+    series = looks(lines=steps(losses, lr=3e-3))
+    assert len(list(loss_spike(series, LIMITS))) == count
+
+
+def test_spike_reports_its_steps_its_size_and_the_rate():
+    """It is at 7.5 or more in steps 4 to 6, and half of the rise from 6 to 9.2 is gone at step 7."""
+    losses = [6.2, 6.0, 5.8, 7.6, 9.2, 7.9, 6.8, *falling()]
+    casts = {(SECOND, "grad_output"): {"underflow_fraction": [0.0] + [0.9] * 5}}
+    spike, *others = diagnose(looks(count=6, interval=5, lines=steps(losses, lr=3e-3), casts=casts))
+    assert (spike.code, spike.severity, spike.first_step, spike.last_step) == ("loss-spike", Severity.WARN, 4, 6)
+    assert spike.cause == (
+        "the loss rose from 6 to 9.2 at step 5, above its beginning of 6.2: check the learning rate, which was 0.003, "
+        "and the batches before"
+    )
+    assert spike.remedies[0].changes == {"lr": 1.5e-3}
+    assert not others, "it explains what is first seen after the next sample"
+
+
+def test_spike_comes_before_what_is_first_seen_in_the_same_sample_and_after_what_was_seen_before():
+    losses = [6.2, 6.0, 5.8, 7.6, 9.2, 7.9, 6.8, *falling()]
+
+    def codes(casts):
+        return [one.code for one in diagnose(looks("delayed", count=30, interval=2, lines=steps(losses), casts=casts))]
+
+    vanishing = {(SECOND, "grad_output"): {"underflow_fraction": [0.0] + [0.9] * 29}}
+    assert codes(vanishing) == ["loss-spike", "gradient-underflow"]
+    assert codes({(SECOND, "input"): {"stale_ratio": 16.0}}) == ["stale-scale"]

@@ -1,11 +1,13 @@
 """The gap to a reference, on both sides of the thresholds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from octavo.doctor import Severity, Thresholds, diagnose, series_of
 from octavo.doctor.rules import loss_gap
-from tests.unit.doctor.synthetic_series import steps
+from tests.unit.doctor.synthetic_series import healthy_sample, steps
 
 WARMUP, LENGTH = 20, 120
 REFERENCE = 3 + 2 * np.exp(-np.arange(1, LENGTH + 1) / 50)
@@ -70,3 +72,27 @@ def test_diagnose_compares_with_a_reference():
     series, reference = run(GROWING * 0.02), run(np.zeros(LENGTH))
     assert [one.code for one in diagnose(series, reference=reference)] == ["loss-gap"]
     assert not diagnose(series)
+
+
+def mixed(losses, begins):
+    """A run that casts to FP8 from step ``begins`` on, sampled every ten steps, with its line of the change."""
+    sample = healthy_sample("tensorwise")
+    bare = replace(sample, casts={}, products={})
+    samples = [replace(sample if step >= begins else bare, step=step) for step in range(10, LENGTH + 1, 10)]
+    lines = [*steps(list(losses)), {"kind": "precision", "step": begins, "recipe": "tensorwise"}]
+    return series_of(lines, samples)
+
+
+def test_a_gap_begins_no_earlier_than_fp8():
+    """A mean over a tenth of the steps shows a gap before its first step."""
+    gap = np.where(np.arange(1, LENGTH + 1) >= 63, 0.03 + 0.001 * np.arange(LENGTH), 0.0)
+    (found,) = loss_gap(mixed(REFERENCE * (1 + gap), 63), run(np.zeros(LENGTH)), Thresholds())
+    assert found.first_step >= 63
+
+
+def test_a_gap_before_fp8_is_not_fp8s():
+    gap = np.full(LENGTH, 0.02)
+    (found,) = diagnose(mixed(REFERENCE * (1 + gap), 63), reference=run(np.zeros(LENGTH)))
+    assert (found.code, found.severity, found.first_step, found.last_step) == ("loss-gap", Severity.WARN, 1, 62)
+    assert "2.00% above the reference's before FP8 begins at step 63, so FP8 is not the cause" in found.cause
+    assert all(not remedy.changes for remedy in found.remedies)

@@ -77,7 +77,7 @@ def test_scaling_state_that_is_not_complete_is_refused(own, run, monkeypatch):
     del state["model.layers.0.mlp.up_proj.input.amax"]
     save_file(state, folder / "scaling.safetensors")
     monkeypatch.setattr("octavo.training.checkpoint_files.fingerprint", lambda file: recorded(folder, file))
-    assert "1 keys missing ['model.layers.0.mlp.up_proj.input.amax']" in refused(own, run)
+    assert "1 entry ('model.layers.0.mlp.up_proj.input.amax') is missing" in refused(own, run)
 
 
 def recorded(folder, file):
