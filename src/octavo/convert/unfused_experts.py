@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.convert.experts import InterfaceExperts, kind_of
 
-__all__ = ["TensorNames", "UnfusedExperts", "file_names", "unfuse_experts"]
+__all__ = ["TensorNames", "UnfusedExperts", "expert_layers", "file_names", "unfuse_experts"]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight$")
 
@@ -105,6 +105,22 @@ def unfuse_experts(model: nn.Module) -> dict[str, str]:
         else:
             model.set_submodule(path, UnfusedExperts(module, parts))
     return reasons
+
+
+def expert_layers(model: nn.Module) -> set[str]:
+    """Paths of the linear layers of all experts that :func:`unfuse_experts` gave layers of their own.
+
+    Example:
+        >>> expert_layers(torch.nn.Linear(4, 4))
+        set()
+    """
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, UnfusedExperts)
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
 
 
 def _parts(model: nn.Module, path: str, module: Any) -> tuple[_Rows, ...] | str:
