@@ -6,7 +6,7 @@ decides the share of the expert that every token goes to, as in Qwen2-MoE.
 
 import torch
 
-from octavo.convert.experts import kind_of
+from octavo.convert.experts import is_experts
 from octavo.convert.unfused_experts import UnfusedExperts
 
 __all__ = ["routers"]
@@ -40,4 +40,4 @@ def _number_of_experts(module: torch.nn.Module) -> int | None:
     if isinstance(module, UnfusedExperts):
         return module.num_experts
     stacks = (parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3)
-    return None if kind_of(module) is None else next(stacks, None)
+    return next(stacks, None) if is_experts(module) else None

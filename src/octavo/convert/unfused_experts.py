@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.convert.experts import InterfaceExperts, kind_of
+from octavo.convert.experts import InterfaceExperts, is_experts, kind_of
 
 __all__ = ["TensorNames", "UnfusedExperts", "expert_layers", "file_names", "unfuse_experts"]
 
@@ -96,10 +96,13 @@ def unfuse_experts(model: nn.Module) -> dict[str, str]:
     """
     reasons = {}
     for path, module in list(model.named_modules()):
-        kind = kind_of(module)
-        if kind is None or not any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+        if not is_experts(module):
             continue
-        parts = _parts(model, path, module) if kind is InterfaceExperts else "octavo does not know how files name them"
+        parts = (
+            _parts(model, path, module)
+            if kind_of(module) is InterfaceExperts
+            else "octavo does not know how files name them"
+        )
         if isinstance(parts, str):
             reasons[path] = parts
         else:
