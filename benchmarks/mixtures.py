@@ -1,6 +1,6 @@
 """Loss of mixtures trained in FP8 against BF16: a small Mixtral and a small Qwen3-MoE, paired over seeds.
 
-    python -m benchmarks.mixtures [--steps 450] [--seeds 3] [--only mixtral] [--out runs/mixtures] [--quick]
+    python -m benchmarks.mixtures [--steps 300] [--seeds 3] [--only mixtral] [--out runs/mixtures] [--quick]
 
 Both learn the built-in corpus with their own routers and the loss that balances these. The runs of a seed share initial
 weights and batches; a gap is the mean over held-out windows, and its interval the 95 % one of Student's t over the
@@ -161,13 +161,20 @@ def row(name: str, recipe: str, windows: Sequence[Sequence[float]], base: Sequen
     if recipe == BASE:
         return [name, recipe, f"{nats:.4f}", "", ""]
     mean, half = interval([paired_gap(one, other).nats for one, other in zip(windows, base, strict=True)])
-    return [name, recipe, f"{nats:.4f}", f"{mean:+.4f} ± {half:.4f}", "met" if mean <= GAP_BAR_NATS else "missed"]
+    return [name, recipe, f"{nats:.4f}", f"{mean:+.4f} ± {half:.4f}", against_bar(mean, half)]
+
+
+def against_bar(mean: float, half: float) -> str:
+    """Verdict of a gap whose interval may reach over the bar."""
+    if mean + half <= GAP_BAR_NATS:
+        return "met"
+    return "missed" if mean - half > GAP_BAR_NATS else "undecided"
 
 
 def main() -> None:
     """Train, compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 9))
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("runs/mixtures"))
@@ -177,7 +184,7 @@ def main() -> None:
     machine, data_config = hardware(), demo_config().data
     arguments.out.mkdir(parents=True, exist_ok=True)
     data = prepare(data_config.source, arguments.out / "data", vocab_size=data_config.vocab_size)
-    common = {"batch_size": 8, "context": 128, "lr": 1.5e-3, "warmup": 100, "eval_tokens": 32768}
+    common = {"batch_size": 4, "context": 128, "lr": 1.5e-3, "warmup": 100, "eval_tokens": 32768}
     common |= {"steps": arguments.steps}
     if arguments.quick:
         common |= {"batch_size": 2, "context": 32, "warmup": 1, "eval_tokens": 256, "steps": 3}

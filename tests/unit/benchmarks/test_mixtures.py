@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+import octavo
 from benchmarks import mixtures
 from octavo import recipes
 from octavo.functional import fp8_grouped_linear
-from octavo.kernels import cast_each
-from octavo.numerics import CastSpec
 
 SETTING = mixtures.Setting(
     model="mixtral", recipe="rowwise", seed=0, steps=2, batch_size=1, context=8, lr=1e-3, warmup=1, eval_tokens=16
@@ -33,13 +32,12 @@ def test_one_scale_is_that_of_all_experts_forward_and_backward():
     with mixtures.one_scale_for_all_experts():
         shared = results()
         assert not torch.equal(shared[0], own[0])
-    with torch.no_grad():
-        codes = [cast_each([each], CastSpec(), amax=each.new_tensor([weight.abs().max()]))[0][0] for each in weight]
-    decoded = torch.stack([each.dequantize() for each in codes])
-    rows = torch.stack([grad[:3], grad[3:]])
-    common = cast_each(list(rows), recipe.grad_input.a or CastSpec(), amax=rows.abs().max().repeat(2))[0]
-    expected = torch.cat([each.dequantize() @ matrix for each, matrix in zip(common, decoded, strict=True)])
-    assert torch.allclose(shared[1], expected, rtol=1e-5, atol=1e-4)
+    pairs = ((x, octavo.E4M3), (weight.flatten(0, 1), octavo.E4M3), (grad, octavo.E5M2))
+    a, b, g = (octavo.quantize(each.detach(), fmt).dequantize() for each, fmt in pairs)
+    a, b, g = a.view(2, 3, 16), b.view(2, 8, 16), g.view(2, 3, 8)
+    expected = [(a @ b.mT).view(6, 8), (g @ b).view(6, 16), g.mT @ a]
+    for one, other in zip(shared, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
     assert torch.equal(results()[0], own[0])
 
 
@@ -69,7 +67,9 @@ def test_the_interval_is_students():
     assert mean == pytest.approx(0.003)
     assert half == pytest.approx(4.303 * math.sqrt(7e-6) / math.sqrt(3), rel=1e-3)
     assert math.isnan(mixtures.interval([0.001])[1])
-    assert mixtures.row("m", "rowwise", [[1.0, 2.0]], [[1.0, 1.0]])[3:] == ["+0.5000 ± nan", "missed"]
+    assert mixtures.row("m", "rowwise", [[1.0, 2.0]], [[1.0, 1.0]])[3:] == ["+0.5000 ± nan", "undecided"]
+    verdicts = [mixtures.against_bar(*gap) for gap in ((0.001, 0.003), (0.001, 0.005), (0.02, 0.005))]
+    assert verdicts == ["met", "undecided", "missed"]
 
 
 @pytest.mark.parametrize("name", mixtures.MODELS)

@@ -95,21 +95,27 @@ def test_generate_of_other_experts_passes_over_the_whole_text(octavo, tmp_path):
     assert result.exit_code == 0, result.output
 
 
-def test_answers_over_http_are_those_of_generate(octavo, folders):
+def test_answers_over_http_are_those_of_the_runner_alone(folders):
     from starlette.testclient import TestClient
 
+    prompts = [PROMPT, "another text"]
     for folder in folders:
         served = load_served_model(folder)
+        alone = []
+        for prompt in prompts:
+            ids = served.tokenizer.encode(prompt).ids
+            new = list(continue_by_runner(served.runner, ids, max_new_tokens=8, temperature=0.0))
+            alone.append(served.tokenizer.decode(new).rstrip("\ufffd"))
         thread = EngineThread(Engine(served.runner, served.tokenizer))
-        service = Service(name="m", thread=thread, tokenizer=served.tokenizer, limits=Limits(max_tokens=50))
-        asked = {"model": "m", "prompt": [PROMPT, "another text"], "max_tokens": 8, "temperature": 0}
+        limits = Limits(max_tokens=50)
+        service = Service(name="m", thread=thread, tokenizer=served.tokenizer, template=None, limits=limits)
+        asked = {"model": "m", "prompt": prompts, "max_tokens": 8, "temperature": 0}
         with TestClient(create_app(service), base_url="http://127.0.0.1") as client:
             answer = client.post("/v1/completions", json=asked)
         assert thread.drain(60)
         service.close()
         assert answer.status_code == 200, answer.text
-        arguments = ["generate", folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--temperature", 0]
-        assert octavo(*arguments).stdout == PROMPT + answer.json()["choices"][0]["text"] + "\n"
+        assert [choice["text"].rstrip("\ufffd") for choice in answer.json()["choices"]] == alone
 
 
 def test_qat_tunes_experts_and_its_folder_is_the_tuned_model(octavo, plain, text_file, tmp_path):
