@@ -19,6 +19,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "head_dim": 32,
     },
+    "Qwen2Moe": {
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": INTERMEDIATE,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 40,
+    },
     "Olmoe": {"num_experts": EXPERTS, "num_experts_per_tok": 2},
     "GptOss": {
         "num_local_experts": EXPERTS,

@@ -75,6 +75,7 @@ struct Sizes {
     int64_t query_norm, key_norm;  // elements normed together; 0: no norms
     int64_t experts, top_k;        // 0: one MLP
     bool normalize_shares;
+    int64_t shared;                // width of the expert that every row goes to; 0: none
 };
 
 // The gate's part of numbers comes first.
@@ -88,21 +89,28 @@ Numbers gated(const Numbers& gate_up) {
 }
 
 struct Mlp {
-    Mlp(const Sizes& s, Random& random) : gate_up(2 * s.intermediate, s.hidden, random), down(s.hidden, s.intermediate, random) {}
-    octavo::Mlp mlp() const { return {gate_up.weight(), down.weight()}; }
+    Mlp(const Sizes& s, int64_t width, Random& random)
+        : gate_up(2 * width, s.hidden, random), down(s.hidden, width, random), width(width) {}
+    octavo::Mlp mlp() const { return {gate_up.weight(), down.weight(), width}; }
     Numbers operator()(const Numbers& x) const { return down(gated(gate_up(x))); }
 
     Linear gate_up, down;
+    int64_t width;
 };
 
 struct Layer {
-    Layer(const Sizes& s, Random& random)
-        : attention_norm(any_numbers(s.hidden, 0.5, 1.5, random)), mlp_norm(any_numbers(s.hidden, 0.5, 1.5, random)),
+    Layer(const Sizes& s, Random& random) : Layer(s, random.one_in(4) ? 0 : s.experts, random) {}
+
+    Layer(const Sizes& s, int64_t experts, Random& random)
+        : experts(experts), attention_norm(any_numbers(s.hidden, 0.5, 1.5, random)), mlp_norm(any_numbers(s.hidden, 0.5, 1.5, random)),
           key_mean(any_numbers(s.kv_heads * s.dim, -1, 1, random)),
           qkv((s.heads + 2 * s.kv_heads) * s.dim, s.hidden, random), out(s.hidden, s.heads * s.dim, random),
           query_norm(any_numbers(s.query_norm, 0.1, 0.3, random)), key_norm(any_numbers(s.key_norm, 0.1, 0.3, random)),
-          router(any_numbers(s.experts * s.hidden, -4.0 / double(s.hidden), 4.0 / double(s.hidden), random)) {
-        for (int64_t i = 0; i < std::max<int64_t>(1, s.experts); ++i) mlps.emplace_back(s, random);
+          router(any_numbers(experts * s.hidden, -4.0 / double(s.hidden), 4.0 / double(s.hidden), random)),
+          shared_gate(any_numbers(experts && s.shared ? s.hidden : 0, -0.1, 0.1, random)) {
+        if (!experts) mlps.emplace_back(s, s.experts ? random.between(4, 60) : s.intermediate, random);
+        for (int64_t i = 0; i < experts; ++i) mlps.emplace_back(s, s.intermediate, random);
+        if (!shared_gate.empty()) mlps.emplace_back(s, s.shared, random);
     }
 
     std::vector<octavo::Mlp> bound_mlps() const {
@@ -113,12 +121,14 @@ struct Layer {
 
     octavo::DecoderLayer layer(const std::vector<octavo::Mlp>& bound) const {
         return {attention_norm.data(), mlp_norm.data(), key_mean.data(), query_norm.data(), key_norm.data(), qkv.weight(),
-                out.weight(), bound.data(), router.empty() ? 0 : int64_t(bound.size()), router.data()};
+                out.weight(), bound.data(), int64_t(bound.size()), experts, router.data(),
+                shared_gate.empty() ? nullptr : shared_gate.data()};
     }
 
+    int64_t experts;
     std::vector<float> attention_norm, mlp_norm, key_mean;
     Linear qkv, out;
-    std::vector<float> query_norm, key_norm, router;
+    std::vector<float> query_norm, key_norm, router, shared_gate;
     std::vector<Mlp> mlps;
 };
 
@@ -244,9 +254,9 @@ struct Forward {
         }
     }
 
-    // Σ share · expert(x) over the experts with the highest probabilities, or the only MLP's output.
+    // Σ share · expert(x) over the experts with the highest probabilities and the one of all rows, or the only MLP's output.
     Numbers mixed(const Layer& layer, const Numbers& x) {
-        const size_t experts = model.sizes.experts, top_k = model.sizes.top_k;
+        const size_t experts = layer.experts, top_k = model.sizes.top_k;
         if (!experts) return layer.mlps[0](x);
         std::vector<Near> logits;
         double most = -INFINITY;
@@ -276,6 +286,13 @@ struct Forward {
             const Numbers own = layer.mlps[expert](x);
             const Near factor = model.sizes.normalize_shares ? share / shares.total() : share;
             for (size_t i = 0; i < x.size(); ++i) sums[i].add(factor * own[i]);
+        }
+        if (!layer.shared_gate.empty()) {
+            definition::Sum logit;
+            for (size_t i = 0; i < x.size(); ++i) logit.add(x[i] * double(layer.shared_gate[i]));
+            const Near share = Near(1) / (Near(1) + exponential(-rounded(logit.total())));
+            const Numbers own = layer.mlps[experts](x);
+            for (size_t i = 0; i < x.size(); ++i) sums[i].add(share * own[i]);
         }
         Numbers y;
         for (const definition::Sum& sum : sums) y.push_back(sum.total());
@@ -357,12 +374,13 @@ void decode(Random& random, std::vector<Verdict>& levels) {
     constexpr Element caches[] = {Element::f32, Element::f32, Element::bf16, Element::e4m3};
     const int64_t kv_heads = random.between(1, 2), group = random.between(1, 3), each = random.one_in(8) ? 9 : random.between(1, 2);
     Sizes sizes{random.between(4, 40), random.between(4, 50), kv_heads * group, kv_heads, 2 * random.between(1, 12), 0, 0, 0, 0,
-                random.one_in(2)};
+                random.one_in(2), 0};
     if (random.one_in(3)) {
         const bool all_heads = random.one_in(2);
         sizes.query_norm = sizes.dim * (all_heads ? sizes.heads : 1), sizes.key_norm = sizes.dim * (all_heads ? kv_heads : 1);
     }
     if (random.one_in(2)) sizes.experts = random.between(1, 9), sizes.top_k = random.between(1, sizes.experts);
+    if (random.one_in(2)) sizes.shared = random.between(4, 60);
     const CacheShape shape{random.any_of(caches), random.between(1, 2), random.between(1, 2), random.between(1, 2), kv_heads,
                            sizes.dim};
     const int64_t length = shape.pages * octavo::PAGE;
@@ -382,18 +400,18 @@ void decode(Random& random, std::vector<Verdict>& levels) {
     for (const Row& row : rows) sequence.push_back(row.sequence), position.push_back(row.position);
     octavo::DecoderProblem p{};
     p.layers = layers.data(), p.norm = model.norm.data(), p.head = model.head.weight();
-    p.layer_count = shape.layers, p.hidden_size = sizes.hidden, p.intermediate_size = sizes.intermediate, p.heads = sizes.heads;
+    p.layer_count = shape.layers, p.hidden_size = sizes.hidden, p.heads = sizes.heads;
     p.query_norm_size = sizes.query_norm, p.key_norm_size = sizes.key_norm;
     p.top_k = sizes.top_k, p.normalize_shares = sizes.normalize_shares;
     p.norm_eps = model.eps, p.attention_scale = static_cast<float>(1 / std::sqrt(double(sizes.dim)));
     p.cos = model.cos.data(), p.sin = model.sin.data(), p.page_count = cache.page_count();
     p.rows = {int64_t(rows.size()), sequence.data(), position.data()}, p.logit_rows = random.between(1, rows.size());
     const std::string name = words("decode, cache of %d, %lld layers of %lld and %lld, heads %lld / %lld of %lld, rows %lld of "
-                                   "%lld sequences, logit rows %lld, norms %lld, %lld experts of %lld", int(shape.element), (long long)shape.layers,
+                                   "%lld sequences, logit rows %lld, norms %lld, %lld experts of %lld, %lld", int(shape.element), (long long)shape.layers,
                                    (long long)sizes.hidden, (long long)sizes.intermediate, (long long)sizes.heads,
                                    (long long)kv_heads, (long long)sizes.dim, (long long)rows.size(),
                                    (long long)shape.sequences, (long long)p.logit_rows, (long long)sizes.query_norm,
-                                   (long long)sizes.top_k, (long long)sizes.experts);
+                                   (long long)sizes.top_k, (long long)sizes.experts, (long long)sizes.shared);
     for (Verdict& level : levels) compare(model, p, cache, numbers, rows, hidden, name, level);
 }
 

@@ -24,7 +24,7 @@ from tests.tiny_mixtures import CONTEXT, mixture
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 LEVELS = ("torch", *native_bindings.levels())
-FAMILIES = ("Mixtral", "Qwen3Moe", "Olmoe")
+FAMILIES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
 TOKENS = torch.arange(24) * 7 % 300
 
 
@@ -66,6 +66,9 @@ def logits_of(runner):
         ("Qwen3Moe", {"norm_topk_prob": True}),
         ("Qwen3Moe", {"norm_topk_prob": False, "attention_bias": True, "num_key_value_heads": 1}),
         ("Qwen3Moe", {"num_experts": 130, "num_experts_per_tok": 2, "head_dim": 16}),
+        ("Qwen3Moe", {"mlp_only_layers": [1], "intermediate_size": 80}),
+        ("Qwen2Moe", {}),
+        ("Qwen2Moe", {"decoder_sparse_step": 2, "intermediate_size": 24, "norm_topk_prob": True, "qkv_bias": False}),
         ("Olmoe", {}),
         ("Olmoe", {"norm_topk_prob": True, "attention_bias": True, "num_experts_per_tok": 3}),
     ],
@@ -164,7 +167,7 @@ def decoded(folder, to):
 FORMATS = [("compressed-tensors", "rowwise"), ("hf-fp8", "blockwise"), ("octavo", "tensorwise"), ("modelopt", "static")]
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe"])
 @pytest.mark.parametrize(("fmt", "recipe"), FORMATS)
 def test_every_format_is_served_as_transformers_computes_its_numbers(name, fmt, recipe, tmp_path):
     from transformers import AutoModelForCausalLM
@@ -225,13 +228,11 @@ def test_a_token_reads_its_own_experts():
 REFUSED = [
     ("DeepseekV3", {"n_group": 4}, r"every token goes to \(n_shared_experts is 1\) and .* groups \(n_group is 4\)"),
     ("GptOss", {}, r"its experts have biases and clamp their activations \(swiglu_limit is 7.0\)"),
-    ("Qwen2Moe", {}, r"every token goes to \(shared_expert_intermediate_size is"),
-    ("Phimoe", {}, "its type is 'phimoe', not one of 'llama', 'qwen2', 'mixtral', 'qwen3_moe', 'olmoe'"),
+    ("GraniteMoeShared", {"shared_intermediate_size": 8}, r"every token goes to \(shared_intermediate_size is 8\)"),
+    ("Phimoe", {}, "its type is 'phimoe', not one of 'llama', 'qwen2', 'mixtral', 'qwen2_moe', 'qwen3_moe', 'olmoe'"),
     ("Mixtral", {"sliding_window": 16}, r"a sliding window \(sliding_window is 16\)"),
     ("Mixtral", {"hidden_act": "gelu"}, "its MLP has 'gelu', not 'silu'"),
     ("Mixtral", {"num_experts_per_tok": 9}, "experts_per_token must be from 1 to num_experts"),
-    ("Qwen3Moe", {"mlp_only_layers": [1]}, r"some of its layers have one MLP, .* \(mlp_only_layers is \[1\]\)"),
-    ("Qwen3Moe", {"decoder_sparse_step": 2}, r"\(decoder_sparse_step is 2\)"),
     ("Olmoe", {"clip_qkv": 8.0}, r"clips queries, keys and values \(clip_qkv is 8.0\)"),
     ("Olmoe", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "are 'linear', not"),
 ]

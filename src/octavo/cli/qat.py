@@ -13,15 +13,16 @@ from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.cli.progress import open_display, phases
 from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
-from octavo.convert import left_as_they_are
+from octavo.convert import left_as_they_are, unfuse_experts
 from octavo.errors import ConfigError
 from octavo.files import check_room, claimed_folder
-from octavo.language_model import load_language_model
+from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization.qat.folder import bytes_of_qat, save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
 from octavo.quantization.windows import text_windows
 from octavo.text.corpus import Split
+from octavo.training.config import Device
 
 __all__ = ["qat"]
 
@@ -106,7 +107,7 @@ def qat(
     with claimed_folder(out), open_display() as display:
         show = phases(display)
         show("read the model", 0, 1)
-        loaded = load_language_model(model, device=place, hub=hub)
+        loaded = _load(model, place, hub=hub)
         check_room(out, bytes_of_qat(loaded))
         if context is None:
             shorter = replace(settings.tuning, context=min(DEFAULTS.context, loaded.context))
@@ -123,6 +124,12 @@ def qat(
     _show(result, result_folder, left_as_they_are(loaded.model), as_json=as_json)
     if save_error is not None:
         raise save_error
+
+
+def _load(model: str, place: Device, *, hub: bool) -> LanguageModel:
+    loaded = load_language_model(model, device=place, hub=hub)
+    unfuse_experts(loaded.model)
+    return loaded
 
 
 def _scales(recipe: str, given: str | None) -> str:

@@ -12,7 +12,7 @@ from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
-from octavo.convert import left_as_they_are
+from octavo.convert import left_as_they_are, unfuse_experts
 from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, check_room, replacing_folder, write_atomically
 from octavo.language_model import load_language_model
@@ -81,6 +81,7 @@ def show_sensitivity(
     check_report_extra(PAGE)  # checked before the work
     check_room(out, BYTES)
     model = load_language_model(source_of_model, device=place)
+    unfuse_experts(model.model)
     length = min(512, model.context) if context is None else context
     chosen_on = text_windows(model, text, split, count=windows, length=length, seed=seed)
     verified_on = text_windows(model, other, verify_split, count=verify_windows, length=length, seed=seed)

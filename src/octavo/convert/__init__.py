@@ -7,7 +7,13 @@ from octavo.convert.fp8_storage import read_by_others, store_weights_as_codes
 from octavo.convert.plain_checkpoint import guard_save_pretrained
 from octavo.convert.report import ConversionReport
 from octavo.convert.routers import routers
-from octavo.convert.unfused_experts import TensorNames, UnfusedExperts, file_names, unfuse_experts
+from octavo.convert.unfused_experts import (
+    TensorNames,
+    UnfusedExperts,
+    expert_layers,
+    file_names,
+    unfuse_experts,
+)
 from octavo.convert.weight_readers import layers_not_run
 
 __all__ = [
@@ -17,6 +23,7 @@ __all__ = [
     "UnfusedExperts",
     "choose_layers",
     "convert",
+    "expert_layers",
     "file_names",
     "guard_save_pretrained",
     "heads_of",

@@ -252,12 +252,18 @@ def _heads(
     """
     linears = {path: module for path, module in candidates.items() if _is_convertible(module, linear_classes)}
     tables = [module.weight for module in candidates.values() if isinstance(module, torch.nn.Embedding)]
-    heads = {path: "head: by its name" for path in linears if path.rpartition(".")[2] in HEAD_NAMES}
+    heads = {path: "head: by its name" for path in linears if _has_head_name(path)}
     for path, linear in linears.items():
         if any(linear.weight is table for table in tables):
             heads.setdefault(path, "head: shares its weight with an embedding")
     alike = [path for path, linear in linears.items() if any(linear.weight.shape == table.shape for table in tables)]
     return heads if heads or not alike else {alike[-1]: "head: has the shape of an embedding"}
+
+
+def _has_head_name(path: str) -> bool:
+    """Return whether a layer is called as a head is, or is one of a list in the plural, such as ``lm_heads.0``."""
+    *_, owner, name = ["", *path.split(".")]
+    return name in HEAD_NAMES or (name.isdecimal() and owner.removesuffix("s") in HEAD_NAMES and owner.endswith("s"))
 
 
 def candidates_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from octavo import recipes
+from octavo.convert.attention import attention_in_fp8, convert_attention, restore_attention
 from octavo.convert.choice import (
     all_paths,
     check_patterns,
@@ -66,6 +67,7 @@ def convert(
     linear_classes: Sequence[type[torch.nn.Linear]] = (),
     attention_projections: bool = False,
     convolutions: bool = False,
+    attention: str | Recipe | None = None,
 ) -> ConversionReport:
     """Let a model's linear layers and experts run ``recipe``, in place.
 
@@ -109,12 +111,15 @@ def convert(
             ``state_dict`` keeps its keys; torch's fast path of encoders, which runs no recipe, is off then.
         convolutions: convert convolutions of patches that do not overlap too (:mod:`octavo.convert.convolutions`): 1×1
             kernels and embeddings of patches, without padding or groups.
+        attention: recipe of attention's two products, with scales from their own tensors, such as "tensorwise"; of
+            modules of :mod:`octavo.nn` and of transformers' models that use its attention interface. "bf16" runs it in
+            high precision again, None leaves it as it is. See :func:`octavo.functional.fp8_attention`.
 
     Raises:
         ConfigError: a share below ``strict``; a traced or scripted module, unknown recipe, ``scale_updates``,
             ``amax_group`` or ``frozen``, a ``skip`` that is a bare string, ``overrides`` that are no mapping, a pattern
             that matches nothing, an override of layers that all stay as they are, more blocks to keep than there are, a
-            class in ``linear_classes`` that computes something else.
+            class in ``linear_classes`` that computes something else, ``attention`` of a model that has none.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -143,6 +148,8 @@ def convert(
         _check_effect(overriding, paths, skipped | others_left, chosen | others)
     updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
+    if attention is not None:
+        convert_attention(model, recipes.get(attention))
     _run(chosen, followed, updates, cache_weights=cache_weights)
     weights: dict[str, Recipe] = {}
     for path, other in others.items():
@@ -208,6 +215,7 @@ def _report(
         overridden={path: other.name for path, other in {**followed, **weights}.items() if other != default},
         stored=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
         not_stored=not_stored,
+        attention=attention_in_fp8(model),
         skipped=skipped,
         parameters={weight.path: weight.reason for weight in bare} | dict(packed_weights(model)),
         notes=dict(_notes(model)),
@@ -263,7 +271,7 @@ def _warn_if_nothing_stored(report: ConversionReport, frozen: str | None) -> Non
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Make every octavo linear layer a plain ``nn.Linear`` again, and experts and attention what they were.
+    """Make every octavo linear layer a plain ``nn.Linear`` again, and experts and attention what they were before.
 
     Weights are untouched, scaling state is dropped.
 
@@ -308,6 +316,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
             )
             module.__class__ = vars(module).pop("restored_class", module.restored_class)
             restored.append(path)
+    restore_attention(model)
     join_projections({path: module for path, module in model.named_modules() if isinstance(module, ProjectedAttention)})
     allow_save_pretrained(model)
     return tuple(restored)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from octavo.convert.convolutions import ConvertedConvolution, is_product
-from octavo.convert.other_modules import ConvertedConv1D, ConvertedModule
+from octavo.convert.other_modules import ConvertedBilinear, ConvertedConv1D, ConvertedModule
 from octavo.kernels.tracing import is_distributed
 from octavo.nn.grouped_linear import ExpertsProjection
 from octavo.nn.scaled_layer import ScaledLayer
 
-__all__ = ["kind_of", "left_as_they_are", "linear_shapes", "other_modules", "unable"]
+__all__ = ["is_experts", "kind_of", "left_as_they_are", "linear_shapes", "other_modules", "unable"]
 
 
 class InterfaceExperts(ConvertedModule):
@@ -116,6 +116,7 @@ def _offsets(counts: Tensor) -> Tensor:
 
 
 _BY_CLASS: Mapping[str, type[ConvertedModule]] = {
+    "torch.nn.modules.linear.Bilinear": ConvertedBilinear,
     "transformers.pytorch_utils.Conv1D": ConvertedConv1D,
     "transformers.models.llama4.modeling_llama4.Llama4TextExperts": BatchedExperts,
     "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": ParallelExperts,
@@ -140,6 +141,9 @@ def linear_shapes(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
         kernel = module.get_parameter("weight")
         return {"weight": (len(kernel), kernel[0].numel())}
     kind = kind_of(module)
+    if kind is ConvertedBilinear:
+        matrix = module.get_parameter("weight").flatten(0, 1)
+        return {"weight": (matrix.shape[0], matrix.shape[1])}
     own = vars(module).get("is_transposed")  # the flag of transformers' interface
     is_transposed = own if isinstance(own, bool) else kind is not None and kind.is_transposed
     weights = {name: weight for name, weight in module.named_parameters(recurse=False) if not name.endswith("bias")}
@@ -162,6 +166,17 @@ def other_modules(model: torch.nn.Module, *, convolutions: bool = False) -> dict
     return {
         path: module for path, module in model.named_modules() if kind_of(module, convolutions=convolutions) is not None
     }
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module that :func:`kind_of` knows has a matrix for each expert.
+
+    Example:
+        >>> is_experts(torch.nn.Bilinear(2, 3, 4))
+        False
+    """
+    has_stack = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    return has_stack and kind_of(module) not in (None, ConvertedBilinear)
 
 
 def left_as_they_are(model: torch.nn.Module) -> str:

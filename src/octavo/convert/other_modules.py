@@ -4,8 +4,8 @@ A module keeps its parameters, its name and its place: it becomes a subclass of 
 weight as a submodule, ``fp8_`` and the weight's name, which holds a recipe and scaling state and no parameter. In high
 precision, as inside ``octavo.autocast(enabled=False)``, its own forward runs.
 
-Which modules these are: :mod:`octavo.convert.experts`, :mod:`octavo.convert.convolutions`, and transformers'
-``Conv1D``, a linear layer of GPT-2's family whose weight is stored transposed.
+Which modules these are: :mod:`octavo.convert.experts`, :mod:`octavo.convert.convolutions`, ``nn.Bilinear``, and
+transformers' ``Conv1D``, a linear layer of GPT-2's family whose weight is stored transposed.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,14 @@ from octavo.recipes import Recipe
 from octavo.scaling import ScaleUpdates
 from octavo.scaling.scale_updates import stop_following
 
-__all__ = ["ConvertedConv1D", "ConvertedModule", "OwnersProjection", "convert_module", "restore_module"]
+__all__ = [
+    "ConvertedBilinear",
+    "ConvertedConv1D",
+    "ConvertedModule",
+    "OwnersProjection",
+    "convert_module",
+    "restore_module",
+]
 
 _PREFIX = "fp8_"
 
@@ -111,10 +118,10 @@ def restore_module(module: ConvertedModule) -> None:
 class OwnersProjection(ScaledLayer):
     """``y = x @ matrix.T + bias`` with another module's parameters; the matrix [N, K] is a view of its weight."""
 
-    def __init__(self, owner: torch.nn.Module, view: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, owner: torch.nn.Module, view: Callable[[Tensor], Tensor], *, adds_bias: bool = True) -> None:
         super().__init__()
         self.__dict__["owner"] = owner  # it is no submodule of this one
-        self.view = view
+        self.view, self.adds_bias = view, adds_bias
         self.out_features, self.in_features = view(self.stored_weight).shape
 
     @property
@@ -130,7 +137,7 @@ class OwnersProjection(ScaledLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
-        recipe, bias = self.recipe_now(), self.__dict__["owner"].bias
+        recipe, bias = self.recipe_now(), self.__dict__["owner"].bias if self.adds_bias else None
         check_float(x, f"the input of {self.called}")
         matrix = self.view(self.stored_weight)
         y = fp8_linear(in_autocast_dtype(x), matrix, bias, recipe, scaling=self._layer_scaling(recipe))
@@ -162,3 +169,32 @@ class ConvertedConv1D(ConvertedModule):
         if layer.recipe_now().is_high_precision:
             return super().forward(x)  # type: ignore[no-any-return]
         return layer(x)  # type: ignore[no-any-return]
+
+
+class ConvertedBilinear(ConvertedModule):
+    """``nn.Bilinear``, y[n] = x1 W[n] x2 + b[n]: one GEMM of x2 by the weight [N · K1, K2], then sums over K1."""
+
+    in1_features: int
+    out_features: int
+    bias: Tensor | None
+
+    def weights(self) -> tuple[str, ...]:
+        """Its one weight, [N, K1, K2]."""
+        return ("weight",)
+
+    def new_layer(self, weight: str) -> ScaledLayer:
+        """A layer that multiplies by all matrices, one below the other."""
+        return OwnersProjection(self, _stacked, adds_bias=False)
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        """Map [..., K1] and [..., K2] to [..., N]."""
+        layer = self.layer("weight")
+        if layer.recipe_now().is_high_precision:
+            return super().forward(input1, input2)  # type: ignore[no-any-return]
+        mapped = layer(input2).unflatten(-1, (self.out_features, self.in1_features))
+        y: Tensor = (mapped @ input1.to(mapped.dtype).unsqueeze(-1)).squeeze(-1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def _stacked(weight: Tensor) -> Tensor:
+    return weight.flatten(0, 1)

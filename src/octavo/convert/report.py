@@ -98,6 +98,7 @@ class ConversionReport:
         converted: paths of the layers that run it, or what ``overrides`` give them.
         overridden: path of each converted layer that runs another recipe, and its name.
         weights: names of the parameters of other modules, such as experts, that run a recipe.
+        attention: paths of the modules whose attention multiplies in FP8.
         stored: paths of the layers whose weight is stored as FP8 codes.
         not_stored: path of each converted layer whose frozen weight could not be stored as FP8 codes, and why.
         skipped: path of every other linear or embedding layer, and why it stays as it is.
@@ -111,6 +112,7 @@ class ConversionReport:
     converted: tuple[str, ...]
     overridden: dict[str, str] = field(default_factory=dict)
     weights: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     not_stored: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -155,6 +157,8 @@ class ConversionReport:
         experts = f", {len(self.weights)} of them weights of experts and other modules" if self.weights else ""
         rest = f"{left} {'stays as it is' if left == 1 else 'stay as they are'}"
         lines = [f"{runs}{experts}, {rest}", self.shares.sentence()]
+        if self.attention:
+            lines.append(f"the attention of {counted(len(self.attention), 'module')} multiplies in FP8")
         if self.stored:
             lines.append(f"{len(self.stored)} store their weight as FP8 codes")
         lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
@@ -180,6 +184,8 @@ class ConversionReport:
         }
         if self.gains:
             facts["more with"] = self._gains()
+        if self.attention:
+            facts["attention in FP8"] = counted(len(self.attention), "module")
         if self.stored:
             facts["stored as codes"] = counted(len(self.stored), "weight")
         runs = {path: self.overridden.get(path, self.recipe) for path in (*self.converted, *self.weights)}

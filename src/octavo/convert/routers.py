@@ -1,11 +1,12 @@
 """Routers, which choose among the experts beside them; they stay in high precision.
 
-They decide which experts run on differences smaller than FP8's steps.
+They decide which experts run on differences smaller than FP8's steps. So does a weight of one row beside experts, which
+decides the share of the expert that every token goes to, as in Qwen2-MoE.
 """
 
 import torch
 
-from octavo.convert.experts import kind_of
+from octavo.convert.experts import is_experts
 from octavo.convert.unfused_experts import UnfusedExperts
 
 __all__ = ["routers"]
@@ -16,7 +17,8 @@ _ROUTER = "router: it decides which experts a token is sent to, and stays in hig
 def routers(model: torch.nn.Module) -> dict[str, str]:
     """Names of the weights of two dimensions that choose among experts, with the reason why they stay.
 
-    Such a weight has a row for each expert, and is its module's own beside the experts or in what is called a router.
+    Such a weight has a row for each expert, or one for the share of an expert that every token goes to, and is its
+    module's own beside the experts or in what is called a router.
     """
     found = {}
     for path, module in model.named_modules():
@@ -29,7 +31,7 @@ def routers(model: torch.nn.Module) -> dict[str, str]:
             own = f"{inside}{name}"
             sibling, *rest = name.split(".")
             beside = len(rest) == 1 or sibling in ("router", "gate")
-            if parameter.ndim == 2 and parameter.shape[0] == experts and beside and not own.startswith(f"{path}."):
+            if parameter.ndim == 2 and parameter.shape[0] in (experts, 1) and beside and not own.startswith(f"{path}."):
                 found[own] = _ROUTER
     return found
 
@@ -38,4 +40,4 @@ def _number_of_experts(module: torch.nn.Module) -> int | None:
     if isinstance(module, UnfusedExperts):
         return module.num_experts
     stacks = (parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3)
-    return None if kind_of(module) is None else next(stacks, None)
+    return next(stacks, None) if is_experts(module) else None

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.convert.experts import InterfaceExperts, kind_of
+from octavo.convert.experts import InterfaceExperts, is_experts, kind_of
 
-__all__ = ["TensorNames", "UnfusedExperts", "file_names", "unfuse_experts"]
+__all__ = ["TensorNames", "UnfusedExperts", "expert_layers", "file_names", "unfuse_experts"]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight$")
 
@@ -96,15 +96,34 @@ def unfuse_experts(model: nn.Module) -> dict[str, str]:
     """
     reasons = {}
     for path, module in list(model.named_modules()):
-        kind = kind_of(module)
-        if kind is None or not any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+        if not is_experts(module):
             continue
-        parts = _parts(model, path, module) if kind is InterfaceExperts else "octavo does not know how files name them"
+        parts = (
+            _parts(model, path, module)
+            if kind_of(module) is InterfaceExperts
+            else "octavo does not know how files name them"
+        )
         if isinstance(parts, str):
             reasons[path] = parts
         else:
             model.set_submodule(path, UnfusedExperts(module, parts))
     return reasons
+
+
+def expert_layers(model: nn.Module) -> set[str]:
+    """Paths of the linear layers of all experts that :func:`unfuse_experts` gave layers of their own.
+
+    Example:
+        >>> expert_layers(torch.nn.Linear(4, 4))
+        set()
+    """
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, UnfusedExperts)
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
 
 
 def _parts(model: nn.Module, path: str, module: Any) -> tuple[_Rows, ...] | str:

@@ -54,6 +54,8 @@ CAUSES = {
     "sensitive-module": "a module that should not run in FP8 does",
     "batch-norm": "a batch norm next to FP8 layers has erratic statistics",
     "starved-experts": "the router sends an expert few tokens or none",
+    "attention-logits": "attention's logits are so large that FP8's steps change its probabilities",
+    "attention-gradient": "the gradients of attention's scores do not add up to zero as codes",
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
     "learning-rate": "the learning rate is too large, or jumped, or updates did, such as at a change of precision",

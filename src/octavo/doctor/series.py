@@ -89,7 +89,7 @@ class Sample:
         parameters: PARAMETER_FIELDS of each trained matrix.
         modules: other numbers by name, then by module path: "alignment", "batch_norm", "batch_norm_rows",
             "rank_scale_ratio", "rank_of_largest_scale", "rank_of_smallest_scale", and those of
-            :mod:`octavo.doctor.expert_statistics`.
+            :mod:`octavo.doctor.expert_statistics` and :mod:`octavo.doctor.attention_statistics`.
         scalars: numbers of the whole step: "gradient_to_noise".
         layers: facts about each watched layer: its recipe's name and casts, its shape, its device type.
     """

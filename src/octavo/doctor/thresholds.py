@@ -92,6 +92,10 @@ class Thresholds:
     batch_norm_settling: float = _ours(0.5, "a distance that halves is converging")
     batch_norm_sizes: float = _ours(4.0, "a quarter of the rows: the batch's variance scatters twice as far")
     starved_share: float = _ours(0.1, "of an even share: the expert sees a tenth of the tokens that others learn from")
+    attention_divergence: float = _ours(0.02, "nats: random queries and keys have 0.001, with logits of ±70 0.02")
+    attention_divergence_fail: float = _ours(0.2, "nats: a logit is off by 0.6, its probability by a factor of 1.9")
+    score_imbalance: float = _ours(0.1, "of a row's magnitude: random queries and keys have 0.013, a scale a row less")
+    score_imbalance_fail: float = _ours(0.3, "one scale a head and logits of ±150; a scale a row has 0.02 there")
     slow_weight_elements: float = _published(
         2.0**24, "torchao: rowwise linears forward and backward, 8192x4096x4096 1.00x BF16, 4096^3 0.84x, 1024^3 0.42x"
     )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo.doctor.attention_statistics import AttentionStatistics
 from octavo.doctor.capture import Captures
 from octavo.doctor.capture_scheduler import CaptureScheduler
 from octavo.doctor.diagnose import diagnose
@@ -139,7 +140,7 @@ class Watcher:
         _check_device(self.layers)
         self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
-        self.experts = ExpertStatistics(model)
+        self.experts, self.attention = ExpertStatistics(model), AttentionStatistics(model)
         self.overflows = Overflows(optimizer)
         capture_folder = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = (
@@ -218,6 +219,7 @@ class Watcher:
         batch_norms: dict[str, Tensor] = {}
         parameters: dict[str, Tensor] = {}
         experts: dict[str, Tensor] = {}
+        attention: dict[str, Tensor] = {}
         for path, layer in self.layers.items():
             recorder = LayerRecorder(path, casts, products)
             layer.watch = recorder if self.captor is None else self.captor.wrap(recorder, path, self.number)
@@ -227,8 +229,9 @@ class Watcher:
                 watching_batch_norms(self.model, batch_norms),
                 OptimizerRecorder.recording(self.optimizer, parameters),
                 self.experts.recording(experts),
+                self.attention.recording(attention),
             ):
-                yield lambda: self._sample(casts, products, parameters, batch_norms, experts)
+                yield lambda: self._sample(casts, products, parameters, batch_norms, experts, attention=attention)
         finally:
             for layer in self.layers.values():
                 layer.watch = None
@@ -240,12 +243,14 @@ class Watcher:
         parameters: dict[str, Tensor],
         batch_norms: dict[str, Tensor],
         experts: dict[str, Tensor],
+        *,
+        attention: dict[str, Tensor],
     ) -> Sample:
         counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
         sums_of_casts, sums_of_products, parameter_numbers, batch_norm_numbers, *others = _fetch(
-            casts, products, parameters, batch_norms, alignments(self.model), counts, experts
+            casts, products, parameters, batch_norms, alignments(self.model), counts, experts, attention
         )
-        alignment_numbers, nonfinite_counts, expert_numbers = others
+        alignment_numbers, nonfinite_counts, expert_numbers, attention_numbers = others
         sums_of_casts, sums_of_products, rank_numbers = self.ranks.reduce(sums_of_casts, sums_of_products)
         cast_table, product_table = (
             _apply_formula(cast_numbers, sums_of_casts),
@@ -261,7 +266,10 @@ class Watcher:
             casts=cast_table,
             products=product_table,
             parameters=parameter_numbers,
-            modules=numbers | rank_numbers | self.experts.numbers(expert_numbers),
+            modules=numbers
+            | rank_numbers
+            | self.experts.numbers(expert_numbers)
+            | self.attention.numbers(attention_numbers),
             scalars={"gradient_to_noise": _gradient_to_noise(parameter_numbers, product_table)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )

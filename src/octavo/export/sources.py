@@ -199,6 +199,7 @@ def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request:
 
 def _apply_mix(loaded: LanguageModel, path: Path, fmt: str) -> ExportSource:
     mix = load_mix(path)
+    unfuse_experts(loaded.model)  # as for finding it
     if mix.tables and fmt != OWN:
         raise ConfigError(
             f"{str(path)!r} has rows of {next(iter(mix.tables))!r} in FP8, which only the format {OWN} supports; leave "

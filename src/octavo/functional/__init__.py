@@ -1,5 +1,6 @@
-"""The linear layer in FP8 as a function: operands cast by their roles, three GEMMs, and what backward needs of them."""
+"""Layers in FP8 as functions: operands cast by their roles, GEMMs forward and backward, and what backward needs."""
 
+from octavo.functional.attention import AttentionWatch, check_attention_recipe, fp8_attention
 from octavo.functional.grouped_linear import fp8_grouped_linear
 from octavo.functional.linear import fp8_linear, multiply
 from octavo.functional.saved_operands import (
@@ -14,6 +15,7 @@ from octavo.functional.saved_operands import (
 from octavo.functional.weight_cache import OperandSource, WeightCache
 
 __all__ = [
+    "AttentionWatch",
     "InputOperands",
     "OperandSource",
     "Recompute",
@@ -22,6 +24,8 @@ __all__ = [
     "WeightOperands",
     "cast_input",
     "cast_operand",
+    "check_attention_recipe",
+    "fp8_attention",
     "fp8_grouped_linear",
     "fp8_linear",
     "multiply",

@@ -4,9 +4,11 @@
 |---------------|---------|--------------------------------------------------------------------------|
 | llama, qwen2  | one     | biases                                                                   |
 | mixtral       | experts |                                                                          |
+| qwen2_moe     | experts | biases, an expert that every token goes to                               |
 | qwen3_moe     | experts | norms of each head's queries and keys, heads of any width, biases        |
 | olmoe         | experts | norms of a token's queries and keys over all heads, biases               |
 
+Some layers of qwen2_moe and qwen3_moe may have one MLP.
 Modules are moved, not copied: layers that store FP8 codes keep them. Experts in one weight become linear layers of
 their own first (:mod:`octavo.convert.unfused_experts`).
 """
@@ -29,11 +31,13 @@ __all__ = ["as_llama", "why_not_llama"]
 class _Mixture(NamedTuple):
     width: str  # setting with the width inside an expert
     qk_norm: str | None
+    shared: str | None = None  # setting with the width inside the expert that every token goes to
 
 
 _DENSE = ("llama", "qwen2")
 _MIXTURES = {
     "mixtral": _Mixture("intermediate_size", None),
+    "qwen2_moe": _Mixture("moe_intermediate_size", None, "shared_expert_intermediate_size"),
     "qwen3_moe": _Mixture("moe_intermediate_size", "head"),
     "olmoe": _Mixture("intermediate_size", "row"),
 }
@@ -47,10 +51,7 @@ _OTHER_EXPERTS = {
     "n_group": "its router chooses experts by groups",
     "swiglu_limit": "its experts have biases and clamp their activations",
 }
-_SOME_DENSE = "some of its layers have one MLP, among others with experts"
 _OTHER_LAYERS = {
-    "mlp_only_layers": _SOME_DENSE,
-    "decoder_sparse_step": _SOME_DENSE,
     "sliding_window": "its attention has a sliding window",
     "clip_qkv": "its attention clips queries, keys and values",
 }
@@ -93,7 +94,7 @@ def _layout(config: Any) -> tuple[str | None, LlamaConfig | None]:
     if config.model_type in _MIXTURES:
         try:
             return None, _mixture_shape(config)
-        except (ConfigError, TypeError) as error:
+        except (ConfigError, TypeError, ZeroDivisionError) as error:
             return str(error), None
     shape = shape_from_record(config.to_dict())
     return ("its configuration has settings that octavo's Llama does not support" if shape is None else None), shape
@@ -102,10 +103,11 @@ def _layout(config: Any) -> tuple[str | None, LlamaConfig | None]:
 def _reasons(config: Any) -> Iterator[str]:
     """Properties that octavo's Llama does not compute, the most telling first."""
     settings, model_type = config.to_dict(), config.model_type
+    shared = _MIXTURES[model_type].shared if model_type in _MIXTURES else None
     others = [
         f"{words} ({name} is {settings[name]})"
         for name, words in _OTHER_EXPERTS.items()
-        if settings.get(name) and (name, settings[name]) != ("n_group", 1)
+        if settings.get(name) and name != shared and (name, settings[name]) != ("n_group", 1)
     ]
     if others:
         yield " and ".join(others)
@@ -125,7 +127,7 @@ def _reasons(config: Any) -> Iterator[str]:
 
 def _other_layers(settings: Mapping[str, Any]) -> Iterator[str]:
     """Properties of a mixture's layers that octavo's Llama does not compute."""
-    usual = {"decoder_sparse_step": 1}
+    usual = {}
     if (settings.get("sliding_window") or 0) >= settings["max_position_embeddings"]:  # which hides no token
         usual["sliding_window"] = settings["sliding_window"]
     for name, words in _OTHER_LAYERS.items():
@@ -135,6 +137,7 @@ def _other_layers(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _mixture_shape(config: Any) -> LlamaConfig:
     mixture, has_biases = _MIXTURES[config.model_type], bool(getattr(config, "attention_bias", False))
+    dense = _dense_layers(config)
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -146,14 +149,23 @@ def _mixture_shape(config: Any) -> LlamaConfig:
         rope_theta=config.rope_parameters["rope_theta"],
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=config.tie_word_embeddings,
-        qkv_bias=has_biases,
+        qkv_bias=has_biases or bool(getattr(config, "qkv_bias", False)),
         out_bias=has_biases,
         head_size=getattr(config, "head_dim", None),
         qk_norm=mixture.qk_norm,
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_tok,
         normalize_shares=getattr(config, "norm_topk_prob", True),  # Mixtral always does
+        dense_layers=dense,
+        dense_size=config.intermediate_size if dense else None,
+        shared_size=None if mixture.shared is None else getattr(config, mixture.shared),
     )
+
+
+def _dense_layers(config: Any) -> tuple[int, ...]:
+    """Layers with one MLP: those in ``mlp_only_layers``, and all but every ``decoder_sparse_step``-th."""
+    alone, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    return tuple(i for i in range(config.num_hidden_layers) if i in alone or (i + 1) % step)
 
 
 def _move(model: nn.Module, llama: Llama) -> str | None:

@@ -120,9 +120,14 @@ class ModelRunner:
         A separate embedding and routers are not included.
         """
         return self._decoder.head.nbytes + sum(
-            layer.qkv.nbytes + layer.out.nbytes + (self.config.experts_per_token or 1) * layer.mlps[0].nbytes
-            for layer in self._decoder.layers
+            layer.qkv.nbytes + layer.out.nbytes + self._mlp_bytes(layer) for layer in self._decoder.layers
         )
+
+    def _mlp_bytes(self, layer: DecoderLayerTensors) -> int:
+        """Bytes that a token reads of a layer's MLPs."""
+        own = 1 if layer.router is None else self.config.experts_per_token or 0
+        shared = 0 if layer.shared_gate is None else layer.mlps[-1].nbytes
+        return own * layer.mlps[0].nbytes + shared
 
     @property
     def resident_bytes(self) -> int:
@@ -344,8 +349,14 @@ def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> Decoder
             for each in llama.mlps_of(layer)
         ],
         router=_copied(mlp.gate.weight) if isinstance(mlp, llama.Experts) else None,
+        shared_gate=_shared_gate(mlp),
         qk_norms=None if norms[0] is None or norms[1] is None else (_copied(norms[0].weight), _copied(norms[1].weight)),
     )
+
+
+def _shared_gate(mlp: nn.Module) -> Tensor | None:
+    gate = mlp.shared_expert_gate if isinstance(mlp, llama.Experts) else None
+    return None if gate is None else _copied(gate.weight)[0]
 
 
 def _copied(tensor: Tensor) -> Tensor:

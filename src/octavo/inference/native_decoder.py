@@ -71,8 +71,9 @@ class DecoderLayerTensors:
         out: [hidden, heads · D].
         mlp_norm: float32 [hidden].
         key_mean: float32 [kv heads, D], subtracted from the rotated keys before storing; it cancels in the softmax.
-        mlps: weights of the MLP, or of each expert.
+        mlps: weights of the MLP, or of each expert and then of the one that every row goes to, if there is one.
         router: float32 [experts, hidden]; None without experts.
+        shared_gate: float32 [hidden], of the share of the expert that every row goes to; None without one.
         qk_norms: weights of the norms of queries and keys, float32; None without them.
     """
 
@@ -83,13 +84,14 @@ class DecoderLayerTensors:
     key_mean: Tensor
     mlps: Sequence[MLPWeights]
     router: Tensor | None = None
+    shared_gate: Tensor | None = None
     qk_norms: tuple[Tensor, Tensor] | None = None
 
     @property
     def numbers(self) -> list[Tensor]:
         """Tensors in high precision."""
-        others = [*(self.qk_norms or ()), *([] if self.router is None else [self.router])]
-        return [self.attention_norm, self.mlp_norm, self.key_mean, *others]
+        others = [each for each in (self.router, self.shared_gate) if each is not None]
+        return [self.attention_norm, self.mlp_norm, self.key_mean, *(self.qk_norms or ()), *others]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class DecoderTensors:
             "head": (self.head, (self.head.shape[0], c.hidden_size)),
         }
         for index, layer in enumerate(self.layers):
-            tensors |= {f"{index}.{name}": each for name, each in _expected_shapes(c, layer).items()}
+            tensors |= {f"{index}.{name}": each for name, each in _expected_shapes(c, layer, index).items()}
         for name, (tensor, expected) in tensors.items():
             if tensor.shape != expected:
                 raise BackendError(f"a decoder of this shape has {name} {expected}, not {tuple(tensor.shape)}")
@@ -139,11 +141,12 @@ class DecoderTensors:
 
 
 def _expected_shapes(
-    c: LlamaConfig, layer: DecoderLayerTensors
+    c: LlamaConfig, layer: DecoderLayerTensors, index: int
 ) -> dict[str, tuple[Tensor | DecoderWeight, tuple[int, ...]]]:
     """Tensors of a layer with the shapes that the kernels read; BackendError for another number of them."""
+    sizes, is_routed = c.mlp_sizes(index), c.has_experts(index)
     numbers = (len(layer.mlps), layer.router is not None, layer.qk_norms is not None)
-    if numbers != (expected := (c.num_experts or 1, c.num_experts is not None, c.qk_norm is not None)):
+    if numbers != (expected := (len(sizes), is_routed, c.qk_norm is not None)):
         raise BackendError(
             f"a layer of this decoder has {expected[0]} MLPs, a router: {expected[1]}, norms of queries and keys: "
             f"{expected[2]}, not {numbers[0]}, {numbers[1]} and {numbers[2]}"
@@ -156,11 +159,15 @@ def _expected_shapes(
         "qkv": (layer.qkv, (queries + 2 * keys, c.hidden_size)),
         "out": (layer.out, (c.hidden_size, queries)),
     }
-    for index, mlp in enumerate(layer.mlps):
-        shapes[f"{index}.gate_up"] = (mlp.gate_up, (2 * c.intermediate_size, c.hidden_size))
-        shapes[f"{index}.down"] = (mlp.down, (c.hidden_size, c.intermediate_size))
+    for number, (mlp, size) in enumerate(zip(layer.mlps, sizes, strict=True)):
+        shapes[f"{number}.gate_up"] = (mlp.gate_up, (2 * size, c.hidden_size))
+        shapes[f"{number}.down"] = (mlp.down, (c.hidden_size, size))
     if layer.router is not None:
-        shapes["router"] = (layer.router, (len(layer.mlps), c.hidden_size))
+        shapes["router"] = (layer.router, (c.num_experts or 0, c.hidden_size))
+    if (layer.shared_gate is not None) != (is_routed and c.shared_size is not None):
+        raise BackendError("a layer of this decoder has a shared_gate if, and only if, it has a shared expert")
+    if layer.shared_gate is not None:
+        shapes["shared_gate"] = (layer.shared_gate, (c.hidden_size,))
     for name, norm, size in zip(("query_norm", "key_norm"), layer.qk_norms or (), c.qk_norm_sizes, strict=False):
         shapes[name] = (norm, (size,))
     return shapes
@@ -298,7 +305,6 @@ class NativeDecoder:
         self._decoder = native_bindings.extension().Decoder(
             native_bindings.level_number(level),
             config.hidden_size,
-            config.intermediate_size,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -319,7 +325,9 @@ class NativeDecoder:
                 *map(self._address, numbers),
                 *map(self._weight, (layer.qkv, layer.out)),
                 [(self._weight(mlp.gate_up), self._weight(mlp.down)) for mlp in layer.mlps],
+                0 if layer.router is None else len(layer.router),
                 self._address(layer.router),
+                self._address(layer.shared_gate),
             )
 
     def run(

@@ -58,9 +58,11 @@ class ReferenceDecoder:
                 attention.q_norm.weight, attention.k_norm.weight = map(_fixed, tensors.qk_norms)
             if tensors.router is not None:
                 layer.mlp.gate.weight = _fixed(tensors.router)
+            if tensors.shared_gate is not None:
+                layer.mlp.shared_expert_gate.weight = _fixed(tensors.shared_gate[None])
             mlps: list[Any] = [*mlps_of(layer)]
             for mlp, weights in zip(mlps, tensors.mlps, strict=True):
-                mlp.gate_proj, mlp.up_proj = _parts(weights.gate_up, [config.intermediate_size] * 2, saturation)
+                mlp.gate_proj, mlp.up_proj = _parts(weights.gate_up, [weights.down.shape[1]] * 2, saturation)
                 mlp.down_proj = _Linear(weights.down, saturation)
 
     def run(self, tokens: Tensor, cache: PagedKVCache, start: int, *, every: bool = False) -> Tensor:

@@ -8,8 +8,8 @@
 | folder in FP8 (``octavo export``)          | eos tokens of the generation config    |
 
 Supported Hugging Face models are listed in octavo.inference.llama_layout: Llama, Qwen2 and the mixtures Mixtral,
-Qwen3-MoE and OLMoE, with default rotary positions and no sliding window. Others are refused rather than computed
-without their features.
+Qwen2-MoE, Qwen3-MoE and OLMoE, with default rotary positions and no sliding window. Others are refused rather than
+computed without their features.
 """
 
 from collections.abc import Mapping

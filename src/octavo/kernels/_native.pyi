@@ -163,7 +163,6 @@ class Decoder:
         self,
         level: int,
         hidden_size: int,
-        intermediate_size: int,
         heads: int,
         kv_heads: int,
         head_dim: int,
@@ -192,7 +191,9 @@ class Decoder:
         qkv: tuple[int, ...],
         out: tuple[int, ...],
         mlps: list[tuple[tuple[int, ...], tuple[int, ...]]],
+        experts: int,
         router: int,
+        shared_gate: int,
         /,
     ) -> None: ...
     def run(

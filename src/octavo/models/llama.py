@@ -13,9 +13,9 @@ unchanged and gives the same logits.
 | logits               | [B, T, V]        |                                                  |
 
 The seven linears of a layer are ``nn.Linear``, which ``octavo.convert`` replaces. Llama's have no bias. Qwen2 is the
-same model with biases of queries, keys and values (arXiv 2407.10671, section 2.2). Mixtral, Qwen3-MoE and OLMoE are the
-same with experts in place of the MLP, the latter two with norms of queries and keys; octavo serves them and does not
-train them by this class. There is no dropout and no padding mask; a training batch is always full.
+same model with biases of queries, keys and values (arXiv 2407.10671, section 2.2). Mixtral, Qwen2-MoE, Qwen3-MoE and
+OLMoE have experts in place of the MLP, the latter two norms of queries and keys; octavo serves them and does not train
+them by this class. There is no dropout and no padding mask; a training batch is always full.
 
 One forward serves training, generation and export. Without a cache, attention is causal over the T tokens. With a
 :class:`DecoderCache`, the tokens follow the cached positions, and the cache implements attention.
@@ -84,6 +84,8 @@ class LlamaConfig:
         vocab_size: number of token ids, V.
         hidden_size: width of the residual stream, H.
         intermediate_size: width inside the SwiGLU block, or inside each expert's.
+        dense_size: width inside the one MLP of ``dense_layers``; only with those.
+        shared_size: width inside the expert that every token goes to, by a share of its own; None has none.
         num_layers: number of decoder layers.
         num_heads: query heads.
         num_kv_heads: key and value heads; divides num_heads.
@@ -98,6 +100,7 @@ class LlamaConfig:
         qk_norm: one of ``QK_NORMS``: norms of queries and keys before they are rotated; None has none.
         num_experts: experts of each layer; None has one MLP.
         experts_per_token: experts that each token goes to, those with the highest probabilities; only with num_experts.
+        dense_layers: indices of the layers that have one MLP among others with experts.
         normalize_shares: whether the probabilities of a token's experts are divided by their sum.
 
     Raises:
@@ -123,6 +126,9 @@ class LlamaConfig:
     num_experts: int | None = None
     experts_per_token: int | None = None
     normalize_shares: bool = False
+    dense_layers: tuple[int, ...] = ()
+    dense_size: int | None = None
+    shared_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -137,6 +143,15 @@ class LlamaConfig:
                 f"experts_per_token must be from 1 to num_experts, or None if that is None; {self.experts_per_token} "
                 f"does not fit {self.num_experts}"
             )
+        self._check_mixture()
+
+    def _check_mixture(self) -> None:
+        if self.num_experts is None and (self.dense_layers or self.shared_size):
+            raise ConfigError("dense_layers and shared_size are of a mixture; give num_experts")
+        if bool(self.dense_layers) != (self.dense_size is not None):
+            raise ConfigError("dense_layers and dense_size go together; give both or neither")
+        if not {*self.dense_layers} <= {*range(self.num_layers)}:
+            raise ConfigError(f"dense_layers must be from 0 to {self.num_layers - 1}, not {self.dense_layers}")
 
     def _check_heads(self) -> None:
         if self.head_size is not None and self.head_size % 2:
@@ -155,6 +170,19 @@ class LlamaConfig:
     def head_dim(self) -> int:
         """Width of one head, D."""
         return self.head_size or self.hidden_size // self.num_heads
+
+    def mlp_sizes(self, layer: int) -> list[int]:
+        """Widths inside the MLPs of a layer: the only one, or those of each expert and of the shared one."""
+        if self.num_experts is None:
+            return [self.intermediate_size]
+        if layer in self.dense_layers:
+            assert self.dense_size is not None
+            return [self.dense_size]
+        return [self.intermediate_size] * self.num_experts + ([self.shared_size] if self.shared_size else [])
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has a router."""
+        return self.num_experts is not None and layer not in self.dense_layers
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -179,12 +207,18 @@ class LlamaConfig:
             ... ).parameters
             13408
         """
-        H, inner, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
-        queries, mlp = self.num_heads * self.head_dim, 3 * H * inner + self.mlp_bias * (2 * inner + H)
+        H, kv, queries = self.hidden_size, self.num_kv_heads * self.head_dim, self.num_heads * self.head_dim
         biases = self.qkv_bias * (queries + 2 * kv) + self.out_bias * H
-        experts = mlp if self.num_experts is None else self.num_experts * (mlp + H)
-        layer = 2 * H * (queries + kv) + experts + 2 * H + sum(self.qk_norm_sizes) + biases
-        return self.num_layers * layer + H + self.vocab_size * H * (1 if self.tie_embeddings else 2)
+        attention = 2 * H * (queries + kv) + 2 * H + sum(self.qk_norm_sizes) + biases
+        routed = 0 if self.num_experts is None else self.num_layers - len(self.dense_layers)
+        experts = (self.num_experts or 0) * (self._mlp_parameters(self.intermediate_size) + H)  # with the router's row
+        shared = self._mlp_parameters(self.shared_size) + H if self.shared_size else 0
+        dense = self._mlp_parameters(self.dense_size or self.intermediate_size)
+        mlps = routed * (experts + shared) + (self.num_layers - routed) * dense
+        return self.num_layers * attention + mlps + H + self.vocab_size * H * (1 if self.tie_embeddings else 2)
+
+    def _mlp_parameters(self, size: int) -> int:
+        return 3 * self.hidden_size * size + self.mlp_bias * (2 * size + self.hidden_size)
 
     @property
     def described(self) -> str:
@@ -239,11 +273,11 @@ def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202, equation 6)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map each position independently, [B, T, H] to [B, T, H]."""
@@ -269,12 +303,19 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Σ share · expert(x) over each token's experts (Shazeer et al., arXiv 1701.06538, equation 1), in their order."""
+    """Σ share · expert(x) over each token's experts (Shazeer et al., arXiv 1701.06538, equation 1), in their order.
+
+    Then sigmoid(gate · x) · expert(x) of the expert that every token goes to, if there is one, as in Qwen2-MoE.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = nn.ModuleList(MLP(config) for _ in range(config.num_experts or 0))
+        self.experts = nn.ModuleList(MLP(config, config.intermediate_size) for _ in range(config.num_experts or 0))
+        self.shared_expert = self.shared_expert_gate = None
+        if config.shared_size is not None:
+            self.shared_expert = MLP(config, config.shared_size)
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map each position independently, [B, T, H] to [B, T, H]."""
@@ -285,18 +326,20 @@ class Experts(nn.Module):
             row, place = torch.where(experts == index)
             if len(row):
                 out.index_add_(0, row, expert(rows[row]) * shares[row, place, None])
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            out += self.shared_expert_gate(rows).sigmoid() * self.shared_expert(rows)
         return out.view_as(hidden)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP or experts, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, index: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config) if config.num_experts is None else Experts(config)
+        self.mlp = Experts(config) if config.has_experts(index) else MLP(config, *config.mlp_sizes(index))
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
         """Add the outputs of attention and MLP to ``hidden``."""
@@ -306,9 +349,11 @@ class DecoderLayer(nn.Module):
 
 
 def mlps_of(layer: DecoderLayer) -> list[MLP]:
-    """The experts of a layer, or its one MLP."""
-    mlps: Any = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
-    return list(mlps)
+    """The experts of a layer, the one that every token goes to last; or its one MLP."""
+    if not isinstance(layer.mlp, Experts):
+        return [layer.mlp]
+    experts: Any = layer.mlp.experts
+    return [*experts, *([] if layer.mlp.shared_expert is None else [layer.mlp.shared_expert])]
 
 
 class Decoder(nn.Module):
@@ -320,7 +365,7 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         cos, sin = rotary_table(config.head_dim, config.max_positions, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)

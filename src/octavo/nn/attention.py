@@ -1,4 +1,4 @@
-"""Attention of given queries, keys and values: softmax(Q K^T · scale + mask) V, in high precision.
+"""Attention of given queries, keys and values: softmax(Q K^T · scale + mask) V, in high precision or in FP8.
 
 | tensor       | shape             | note                                                                   |
 |--------------|-------------------|------------------------------------------------------------------------|
@@ -11,7 +11,8 @@
 
 A 4-D mask is [B, heads, T, S]. Any size of a mask may be 1. What a query may see is the intersection of all that is
 given. A query that may see nothing gives zeros and takes no gradient. Torch's ``scaled_dot_product_attention`` does the
-work; a mask is made only where its causal flag cannot say the same, since flags reach its fastest kernels.
+work; a mask is made only where its causal flag cannot say the same, since flags reach its fastest kernels. With a
+recipe, :func:`octavo.functional.fp8_attention` multiplies in FP8 instead.
 
 References: Vaswani et al., arXiv 1706.03762, equation 1; Ainslie et al., arXiv 2305.13245 (grouped heads); Beltagy et
 al., arXiv 2004.05150, section 3.1 (sliding window).
@@ -24,10 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from octavo import recipes
+from octavo.autocast import active_recipe
 from octavo.errors import ConfigError
+from octavo.functional import AttentionWatch, check_attention_recipe, fp8_attention
 from octavo.kernels import needs_widening
 from octavo.nn.arguments import check_probability, check_whole
+from octavo.nn.scaled_layer import in_autocast_dtype
 from octavo.numerics.cast import is_eager_cpu
+from octavo.recipes import Recipe
 
 __all__ = ["DotProductAttention", "attend", "check_visibility"]
 
@@ -40,9 +46,12 @@ class DotProductAttention(nn.Module):
         window: a query sees its own position and this many before (and after, if not causal); None sees all.
         dropout: of the attention probabilities, in training.
         scale: of the scores; None is 1 / sqrt(D).
+        recipe: of both products, a preset's name or a recipe with dynamic scales; None runs them in high precision, as
+            ``octavo.autocast(enabled=False)`` does with any.
 
     Raises:
-        ConfigError: a negative ``window``, a ``dropout`` outside 0 ≤ p < 1, a ``scale`` that is not positive.
+        ConfigError: a negative ``window``, a ``dropout`` outside 0 ≤ p < 1, a ``scale`` that is not positive, a recipe
+            with delayed or static scales.
 
     Example:
         >>> attention = DotProductAttention(window=4)
@@ -51,8 +60,16 @@ class DotProductAttention(nn.Module):
         torch.Size([2, 7, 8, 16])
     """
 
+    watch: AttentionWatch | None = None  # set for the steps that the doctor inspects
+
     def __init__(
-        self, *, causal: bool = True, window: int | None = None, dropout: float = 0.0, scale: float | None = None
+        self,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        recipe: str | Recipe | None = None,
     ) -> None:
         check_whole("window", window, least=0)
         check_probability("dropout", dropout)
@@ -60,6 +77,18 @@ class DotProductAttention(nn.Module):
             raise ConfigError(f"scale must be a positive number, or None for 1 / sqrt(D), not {scale!r}")
         super().__init__()
         self.causal, self.window, self.dropout, self.scale = causal, window, dropout, scale
+        self.set_recipe(recipe)
+
+    def set_recipe(self, recipe: str | Recipe | None) -> None:
+        """Run both products with another recipe from now on; None runs them in high precision."""
+        self.recipe = None if recipe is None else recipes.get(recipe)
+        if self.recipe is not None:
+            check_attention_recipe(self.recipe)
+
+    def recipe_now(self) -> Recipe | None:
+        """The recipe of this call; None in high precision. ``octavo.autocast`` can only switch it off."""
+        own = self.recipe
+        return None if own is None or own.is_high_precision or active_recipe(own).is_high_precision else own
 
     def forward(
         self,
@@ -85,11 +114,14 @@ class DotProductAttention(nn.Module):
             mask=mask,
             dropout=self.dropout if self.training else 0.0,
             scale=self.scale,
+            recipe=self.recipe_now(),
+            watch=self.watch,
         )
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
-        return f"causal={self.causal}, window={self.window}, dropout={self.dropout}, scale={self.scale}"
+        recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
+        return f"causal={self.causal}, window={self.window}, dropout={self.dropout}, scale={self.scale}{recipe}"
 
 
 def attend(
@@ -103,6 +135,8 @@ def attend(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    recipe: Recipe | None = None,
+    watch: AttentionWatch | None = None,
 ) -> Tensor:
     """Functional form of :class:`DotProductAttention`.
 
@@ -119,11 +153,15 @@ def attend(
     if causal and asked > known:
         raise ConfigError(f"causal queries are the last of the keys' positions; {asked} are more than {known} keys")
     sees_all = window is None and padding is None and mask is None
-    if sees_all and causal and asked == known:
+    in_fp8 = recipe is not None and queries.numel() > 0 and keys.numel() > 0
+    if sees_all and causal and asked == known and not in_fp8:
         return _attend(queries, keys, values, None, causal=True, dropout=dropout, scale=scale)
     if not (sees_all and (not causal or asked == 1)):
         visible = _visible(queries, keys, causal=causal, window=window, padding=padding)
         mask = visible if mask is None else _intersection(visible, mask)
+    if recipe is not None and in_fp8:
+        queries, keys, values = (in_autocast_dtype(each) for each in (queries, keys, values))
+        return fp8_attention(queries, keys, values, recipe, mask=mask, dropout=dropout, scale=scale, watch=watch)
     return _attend(queries, keys, values, mask, causal=False, dropout=dropout, scale=scale)
 
 

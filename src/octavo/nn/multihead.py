@@ -40,7 +40,7 @@ class MultiheadAttention(nn.Module):
     """Self-attention over x, or cross-attention from x to an encoder's output.
 
     Queries, keys and values of self-attention come from one weight, so that their common input is quantized once.
-    Attention itself runs in high precision.
+    Attention itself runs in high precision unless ``attention_recipe`` says otherwise.
 
     Args:
         hidden_size: of input and output, H.
@@ -58,6 +58,7 @@ class MultiheadAttention(nn.Module):
         window: see ``DotProductAttention``.
         dropout: of the attention probabilities, in training.
         recipe: of the linear layers, a preset's name or a recipe.
+        attention_recipe: of the products of attention, see ``DotProductAttention``.
         manual_scale_updates: see ``octavo.nn.Linear``.
         device: of the parameters.
         dtype: of the parameters.
@@ -90,6 +91,7 @@ class MultiheadAttention(nn.Module):
         window: int | None = None,
         dropout: float = 0.0,
         recipe: str | Recipe = "tensorwise",
+        attention_recipe: str | Recipe | None = None,
         manual_scale_updates: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -124,7 +126,10 @@ class MultiheadAttention(nn.Module):
             for _ in range(2)
         )
         self.attention = DotProductAttention(
-            causal=not cross_attention if causal is None else causal, window=window, dropout=dropout
+            causal=not cross_attention if causal is None else causal,
+            window=window,
+            dropout=dropout,
+            recipe=attention_recipe,
         )
         self.out: nn.Linear = Linear(q_size, hidden_size, bias, **options)
 

@@ -56,6 +56,7 @@ class TransformerLayer(nn.Module):
         dropout: of what is added to the residual stream, in training.
         attention_dropout: of the attention probabilities, in training.
         recipe: of the linear layers, a preset's name or a recipe.
+        attention_recipe: of the products of attention, see ``DotProductAttention``.
         manual_scale_updates: see ``octavo.nn.Linear``.
         device: of the parameters.
         dtype: of the parameters.
@@ -91,6 +92,7 @@ class TransformerLayer(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         recipe: str | Recipe = "tensorwise",
+        attention_recipe: str | Recipe | None = None,
         manual_scale_updates: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -117,6 +119,7 @@ class TransformerLayer(nn.Module):
             input_layernorm=True,
             qk_norm=qk_norm,
             dropout=attention_dropout,
+            attention_recipe=attention_recipe,
             **inner,
             **options,
         )

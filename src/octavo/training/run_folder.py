@@ -292,7 +292,7 @@ def _difference(before: RunConfig, now: RunConfig) -> str:
 
 def _llama_config(path: Path, state: CheckpointState) -> LlamaConfig:
     try:
-        return LlamaConfig(**state.model)
+        return LlamaConfig(**state.model | {"dense_layers": tuple(state.model.get("dense_layers", ()))})
     except (TypeError, ConfigError) as error:
         raise CheckpointError(
             f"the model's shape in {str(path)!r} cannot be read: {error}; use another checkpoint"

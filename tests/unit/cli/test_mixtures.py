@@ -8,21 +8,40 @@ import torch
 import torch.nn.functional as F
 
 import octavo as octavo_package
-from octavo.convert import unfuse_experts
+from octavo.convert import expert_layers, unfuse_experts
 from octavo.export import save_quantized
-from octavo.inference import ModelRunner
+from octavo.inference import Engine, EngineThread, ModelRunner, load_served_model
 from octavo.inference import generate as continue_by_runner
 from octavo.inference.llama_layout import as_llama
 from octavo.language_model import load_language_model
 from octavo.models.llama_folder import write_tokenizer
+from octavo.quantization import load_mix, load_qat
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.server import Limits, Service, create_app
 from tests.tiny_mixtures import CONTEXT, mixture
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 PROMPT = "some text"
 
 
-@pytest.fixture(params=["Mixtral", "Qwen3Moe"])
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("some text, some more text, and others of another kind\n" * 300)
+    return path
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A folder of a Mixtral whose experts are one weight."""
+    made = mixture("Mixtral")
+    model: Any = made.model
+    model.save_pretrained(tmp_path / "mixtral")
+    write_tokenizer(tmp_path / "mixtral", made.tokenizer, context=CONTEXT)
+    return tmp_path / "mixtral"
+
+
+@pytest.fixture(params=["Mixtral", "Qwen2Moe", "Qwen3Moe"])
 def folders(tmp_path, request):
     """The model in high precision and in FP8."""
     made = mixture(request.param)
@@ -74,3 +93,60 @@ def test_generate_of_other_experts_passes_over_the_whole_text(octavo, tmp_path):
     save_quantized(made, tmp_path / "fp8", format="octavo", verify_folder=False)
     result = octavo("generate", tmp_path / "fp8", "--prompt", PROMPT, "--max-new-tokens", 3)
     assert result.exit_code == 0, result.output
+
+
+def test_answers_over_http_are_those_of_the_runner_alone(folders):
+    from starlette.testclient import TestClient
+
+    prompts = [PROMPT, "another text"]
+    for folder in folders:
+        served = load_served_model(folder)
+        alone = []
+        for prompt in prompts:
+            ids = served.tokenizer.encode(prompt).ids
+            new = list(continue_by_runner(served.runner, ids, max_new_tokens=8, temperature=0.0))
+            alone.append(served.tokenizer.decode(new).rstrip("\ufffd"))
+        thread = EngineThread(Engine(served.runner, served.tokenizer))
+        limits = Limits(max_tokens=50)
+        service = Service(name="m", thread=thread, tokenizer=served.tokenizer, template=None, limits=limits)
+        asked = {"model": "m", "prompt": prompts, "max_tokens": 8, "temperature": 0}
+        with TestClient(create_app(service), base_url="http://127.0.0.1") as client:
+            answer = client.post("/v1/completions", json=asked)
+        assert thread.drain(60)
+        service.close()
+        assert answer.status_code == 200, answer.text
+        assert [choice["text"].rstrip("\ufffd") for choice in answer.json()["choices"]] == alone
+
+
+def test_qat_tunes_experts_and_its_folder_is_the_tuned_model(octavo, plain, text_file, tmp_path):
+    out = tmp_path / "qat"
+    small = ["--steps", 3, "--batch-size", 2, "--context", 16, "--eval-windows", 2, "--warmup", 1, "--lr", 1e-2]
+    result = octavo("qat", plain, "--data", text_file, *small, "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert "left" not in record
+    tuned = load_qat(out).model
+    experts, before = expert_layers(tuned), load_language_model(plain).model
+    assert len(experts) == 2 * 4 * 3
+    assert experts <= {*json.loads((out / "qat.json").read_text())["layers"]}
+    unfuse_experts(before)
+    changed = [not torch.equal(tuned.get_submodule(p).weight, before.get_submodule(p).weight) for p in experts]
+    assert all(changed)
+    assert all(key in octavo_package.scaling_state(tuned) for key in (f"{path}.input.scale" for path in experts))
+    windows = evaluation_windows(load_language_model(plain), str(text_file), "test", count=2, length=16)
+    with torch.no_grad():
+        nats = [F.cross_entropy(tuned(ids[None]).logits[0, :-1], ids[1:]).item() for ids in windows]
+    assert torch.tensor(nats).mean().exp() == pytest.approx(record["measured"]["fp8-qat"]["perplexity"], rel=0.02)
+
+
+def test_sensitivity_ranks_experts_and_its_mix_is_applied(octavo, plain, text_file, tmp_path):
+    small = ["--data", text_file, "--windows", 2, "--verify-windows", 2, "--pairs", 2, "--context", 16]
+    result = octavo("sensitivity", plain, *small, "--budget-bytes", "0.7", "--out", tmp_path / "mix", "--json")
+    assert result.exit_code == 0, result.output
+    assert "left" not in json.loads(result.stdout)
+    model, mix = load_language_model(plain).model, load_mix(tmp_path / "mix" / "mix.toml")
+    unfuse_experts(model)
+    experts = expert_layers(model)
+    assert experts & mix.overrides.keys()
+    report = mix.apply(model)
+    assert experts <= {*report.converted, *report.skipped}

@@ -23,6 +23,13 @@ def test_head_is_recognised_by_name(name):
     assert report.converted == ("up", "down")
 
 
+def test_heads_in_a_list_are_recognised_and_parts_of_a_classifier_are_not():
+    names = {"lm_heads": nn.ModuleList([nn.Linear(8, 30), nn.Linear(8, 30)]), "classifier": _mlp()}
+    report = octavo.convert(nn.ModuleDict(names))
+    assert report.skipped == dict.fromkeys(["lm_heads.0", "lm_heads.1"], "head: by its name")
+    assert report.converted == ("classifier.0", "classifier.2", "classifier.4")
+
+
 def test_head_is_recognised_by_shared_weight():
     model = TinyLanguageModel(tied=True, head="out")
     report = octavo.convert(model)

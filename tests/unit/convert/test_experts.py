@@ -218,3 +218,26 @@ def test_frozen_experts_are_named_as_not_stored_and_run():
     report = octavo.convert(model, frozen="fp8")
     assert all("keep their weights" in report.not_stored[name] for name in report.weights)
     assert model(torch.arange(8)[None])[0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+def test_adapters_of_experts_run_in_fp8_with_the_weights_that_they_change_and_merge_exactly():
+    peft = pytest.importorskip("peft")
+    plain, tokens = build("Mixtral"), torch.arange(40).view(2, 20)
+    converted = copy.deepcopy(plain)
+    octavo.convert(converted, "rowwise")
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    adapted = peft.get_peft_model(converted, peft.LoraConfig(r=4, target_modules=[], target_parameters=names))
+    adapters = [each for each in adapted.parameters() if each.requires_grad]
+    assert len(adapters) == 2 * 2 * 2
+    generator = torch.Generator().manual_seed(0)
+    for each in adapters:
+        each.data = torch.randn(each.shape, generator=generator) / 8
+    found = adapted(input_ids=tokens, labels=tokens)
+    found.loss.backward()
+    assert all(each.grad is not None and each.grad.any() for each in adapters)
+    octavo.restore(adapted)
+    merged = adapted.merge_and_unload()
+    assert not torch.equal(merged.model.layers[0].mlp.experts.down_proj, plain.model.layers[0].mlp.experts.down_proj)
+    octavo.convert(merged, "rowwise")
+    assert torch.equal(merged(input_ids=tokens).logits, found.logits)

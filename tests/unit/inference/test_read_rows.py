@@ -89,6 +89,7 @@ def check_rows(runner, lengths, fmt, most=(2, 20, 128)):
 MIXTURES: dict[str, dict[str, Any]] = {
     "normalized": {"num_experts": 6, "experts_per_token": 2, "normalize_shares": True, "qk_norm": "head"},
     "many": {"num_experts": 40, "experts_per_token": 5, "qk_norm": "row"},
+    "shared": {"num_experts": 4, "experts_per_token": 2, "shared_size": 56, "dense_layers": (0,), "dense_size": 24},
     "one": {"num_experts": 3, "experts_per_token": 1, "head_size": 24},
 }
 

@@ -117,7 +117,15 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": "row"}, {"num_experts": None, "experts_per_token": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": "row"},
+        {"num_experts": None, "experts_per_token": None},
+        {"shared_size": 24, "dense_layers": (1,), "dense_size": 40},
+    ],
+)
 def test_parameters_of_mixtures_are_counted(changes):
     c = config(**MIXTURE | changes)
     assert c.parameters == sum(parameter.numel() for parameter in Llama(c).parameters())
@@ -147,6 +155,10 @@ def test_experts_add_their_outputs_by_their_shares(normalize):
         ({"num_experts": 0, "experts_per_token": 1}, "num_experts must be a whole number of at least 1, not 0"),
         ({"qk_norm": "all"}, "qk_norm must be one of head, row or None, not 'all'"),
         ({"head_size": 7}, "head_size must be even"),
+        ({"shared_size": 8}, "dense_layers and shared_size are of a mixture; give num_experts"),
+        ({**MIXTURE, "dense_layers": (0,)}, "dense_layers and dense_size go together"),
+        ({**MIXTURE, "dense_size": 8}, "dense_layers and dense_size go together"),
+        ({**MIXTURE, "dense_layers": (2,), "dense_size": 8}, r"dense_layers must be from 0 to 1, not \(2,\)"),
     ],
 )
 def test_impossible_mixtures_are_refused(changes, words):

@@ -249,6 +249,14 @@ FIXED_REMEDIES = {
             "router_aux_loss_coef), or give each step more tokens."
         ),
     ),
+    "attention-logits": (
+        Remedy(text='Run attention in high precision: octavo.convert(model, ..., attention="bf16").'),
+        Remedy(text="Normalise queries and keys before their product (octavo.nn: qk_norm=True), or lower the rate."),
+    ),
+    "attention-gradient": (
+        Remedy(text='Give each row a scale of its own: octavo.convert(model, ..., attention="rowwise").'),
+        Remedy(text='Run attention in high precision: octavo.convert(model, ..., attention="bf16").'),
+    ),
     "nondeterministic": (
         Remedy(
             text="Find operators that depend on a random generator, the time or the order of threads; "

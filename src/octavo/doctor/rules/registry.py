@@ -6,6 +6,7 @@ CONTRIBUTING.md ("Add something") lists the steps of adding a rule; its remedy g
 from collections.abc import Callable, Iterator
 
 from octavo.doctor.findings import Finding
+from octavo.doctor.rules.attention import attention_gradient, attention_logits
 from octavo.doctor.rules.divergence import divergence, loss_spike
 from octavo.doctor.rules.experts import starved_experts
 from octavo.doctor.rules.learning_rate import learning_rate
@@ -38,6 +39,8 @@ RULES: tuple[Rule, ...] = (
     sensitive_module,
     batch_norm,
     starved_experts,
+    attention_logits,
+    attention_gradient,
     outlier_growth,
     zero_tensor,
     saturation,

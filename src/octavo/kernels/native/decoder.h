@@ -1,7 +1,8 @@
 // A Llama-style decoder for the next positions of some sequences, in one call.
 //
 //   h += out(attention(rope(qkv(norm(h)))));   h += mlp(norm(h));   logits = head(norm(h))
-//   mlp(x) = down(silu(gate(x)) · up(x)), or Σ share · expert(x) over the experts of the row (routing.h), each such an MLP
+//   mlp(x) = down(silu(gate(x)) · up(x)), or Σ share · expert(x) over the experts of the row (routing.h), each such an MLP,
+//            and one that every row goes to, by the share sigmoid(x · shared_gate)
 //
 // hidden [rows, hidden] FP32, in and out; all intermediates [rows, ...] FP32, dense, in one scratch buffer a thread keeps;
 // weights [N, K] row-major (kernels.h). Keys and values of all rows are written to the cache before any row attends, so that
@@ -65,7 +66,12 @@ struct Decoder {
     const DecoderProblem& p;
     const int64_t rows = p.rows.count, dim = p.cache.head_dim, kv_heads = p.cache.kv_heads, kv_size = kv_heads * dim;
     const int64_t query_size = p.heads * dim, qkv_size = query_size + 2 * kv_size;
-    const int64_t experts = p.layer_count ? p.layers[0].experts : 0;
+    const int64_t experts = most([](const DecoderLayer& layer) { return layer.experts; });  // of any layer
+    const int64_t width = most([](const DecoderLayer& layer) {                              // inside any MLP
+        int64_t widest = 0;
+        for (int64_t j = 0; j < layer.mlp_count; ++j) widest = largest(widest, layer.mlps[j].width);
+        return widest;
+    });
     float *normed = nullptr, *qkv = nullptr, *new_kv = nullptr, *scales = nullptr, *attended = nullptr, *gate_up = nullptr,
           *gated = nullptr;
     float *logits = nullptr, *gathered = nullptr, *mixed = nullptr;  // of experts
@@ -73,6 +79,13 @@ struct Decoder {
     uint8_t* codes = nullptr;
     float *input_codes = nullptr, *input_scales = nullptr;  // of the input of a weight that wants it cast
     Pages keys{}, values{};     // of the layer
+
+    template <class Of>
+    int64_t most(const Of& of) const {
+        int64_t found = 0;
+        for (int64_t i = 0; i < p.layer_count; ++i) found = largest(found, int64_t{of(p.layers[i])});
+        return found;
+    }
 
     // Lays out all intermediates in `memory`, each at a multiple of 16 numbers (64 bytes); returns how many numbers they take.
     // Called with null first, to size the buffer.
@@ -89,9 +102,9 @@ struct Decoder {
         scales = take(4 * kv_heads);
         codes = reinterpret_cast<uint8_t*>(take((2 * kv_size + 3) / 4));
         attended = take(query_size);
-        gate_up = take(2 * p.intermediate_size);
-        gated = take(p.intermediate_size);
-        input_codes = take(padded_integers(largest(largest(p.hidden_size, p.intermediate_size), query_size)) / 2);
+        gate_up = take(2 * width);
+        gated = take(width);
+        input_codes = take(padded_integers(largest(largest(p.hidden_size, width), query_size)) / 2);
         input_scales = take(2 * most_blocks());
         logits = take(experts);
         gathered = take(experts ? p.hidden_size : 0);
@@ -101,18 +114,18 @@ struct Decoder {
 
     // Scales of a row of the input of any weight.
     int64_t most_blocks() const {
-        int64_t most = 1;
-        const auto count = [&](const Weight& weight, int64_t k) { most = largest(most, blocks_of(weight, k)); };
+        int64_t blocks = 1;
+        const auto count = [&](const Weight& weight, int64_t k) { blocks = largest(blocks, blocks_of(weight, k)); };
         for (int64_t i = 0; i < p.layer_count; ++i) {
             count(p.layers[i].qkv, p.hidden_size);
             count(p.layers[i].out, query_size);
-            for (int64_t j = 0; j < largest<int64_t>(1, experts); ++j) {
+            for (int64_t j = 0; j < p.layers[i].mlp_count; ++j) {
                 count(p.layers[i].mlps[j].gate_up, p.hidden_size);
-                count(p.layers[i].mlps[j].down, p.intermediate_size);
+                count(p.layers[i].mlps[j].down, p.layers[i].mlps[j].width);
             }
         }
         count(p.head, p.hidden_size);
-        return most;
+        return blocks;
     }
 
     static int64_t blocks_of(const Weight& weight, int64_t k) { return weight.block ? (k + weight.block - 1) / weight.block : 1; }
@@ -283,41 +296,41 @@ struct Decoder {
         linear(attended, query_size, layer.out, normed);
         add_to_hidden(normed);
         norm(layer.mlp_norm);
-        if (experts) mix(layer);
+        if (layer.experts) mix(layer);
         else mlp(normed, rows, layer.mlps[0], normed);
-        add_to_hidden(experts ? mixed : normed);
+        add_to_hidden(layer.experts ? mixed : normed);
     }
 
     // y = down(silu(gate(x)) · up(x)) for `count` rows; y may be x.
     void mlp(const float* x, int64_t count, const Mlp& own, float* y) const {
         linear(x, count, p.hidden_size, own.gate_up, gate_up);
-        for_rows(count, p.intermediate_size, [&](int64_t row) {
-            const float* gate = gate_up + row * 2 * p.intermediate_size;
-            silu_times(gate, gate + p.intermediate_size, p.intermediate_size, gated + row * p.intermediate_size);
+        for_rows(count, own.width, [&](int64_t row) {
+            const float* gate = gate_up + row * 2 * own.width;
+            silu_times(gate, gate + own.width, own.width, gated + row * own.width);
         });
-        linear(gated, count, p.intermediate_size, own.down, y);
+        linear(gated, count, own.width, own.down, y);
     }
 
     // Fills `visits`, sorted by expert and then row.
-    void route(const float* router) {
-        const int64_t size = p.hidden_size;
-        for_rows(rows * experts, size, [&](int64_t i) {
-            logits[i] = dot_f32(normed + i / experts * size, router + i % experts * size, size);
+    void route(const DecoderLayer& layer) {
+        const int64_t size = p.hidden_size, count = layer.experts;
+        for_rows(rows * count, size, [&](int64_t i) {
+            logits[i] = dot_f32(normed + i / count * size, layer.router + i % count * size, size);
         });
         visits.resize(rows * p.top_k);
-        for_rows(experts, [&](int64_t row) {
-            softmax(logits + row * experts, experts);
-            choose(logits + row * experts, experts, p.top_k, p.normalize_shares, row, visits.data() + row * p.top_k);
+        for_rows(count, [&](int64_t row) {
+            softmax(logits + row * count, count);
+            choose(logits + row * count, count, p.top_k, p.normalize_shares, row, visits.data() + row * p.top_k);
         });
         std::sort(visits.begin(), visits.end(), [](const Visit& a, const Visit& b) {
             return a.expert < b.expert || (a.expert == b.expert && a.row < b.row);
         });
     }
 
-    // mixed = Σ share · expert(normed) over each row's experts.
+    // mixed = Σ share · expert(normed) over each row's experts, then the one that every row goes to.
     void mix(const DecoderLayer& layer) {
         const int64_t size = p.hidden_size;
-        route(layer.router);
+        route(layer);
         std::memset(mixed, 0, rows * size * sizeof(float));
         for (size_t first = 0, last; first < visits.size(); first = last) {
             for (last = first; last < visits.size() && visits[last].expert == visits[first].expert; ++last)
@@ -327,6 +340,17 @@ struct Decoder {
                 for (int64_t d = 0; d < size; ++d)
                     mixed[visits[i].row * size + d] += visits[i].share * gathered[(i - first) * size + d];
         }
+        if (layer.shared_gate) add_shared(layer);
+    }
+
+    // mixed += sigmoid(normed · gate) · shared(normed)
+    void add_shared(const DecoderLayer& layer) {
+        const int64_t size = p.hidden_size;
+        mlp(normed, rows, layer.mlps[layer.experts], gathered);
+        for_rows(size, [&](int64_t row) {
+            const float share = 1.0f / (1.0f + exponential(-dot_f32(normed + row * size, layer.shared_gate, size)));
+            for (int64_t d = 0; d < size; ++d) mixed[row * size + d] += share * gathered[row * size + d];
+        });
     }
 
     // Last norm and head, for the rows that get logits: of a prompt only the last needs the largest GEMM.

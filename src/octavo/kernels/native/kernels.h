@@ -195,6 +195,7 @@ struct Saturation {
 // An MLP, or an expert of a mixture.
 struct Mlp {
     Weight gate_up, down;                       // gate, then up
+    int64_t width;                              // inside, half the rows of gate_up
 };
 
 struct DecoderLayer {
@@ -202,9 +203,11 @@ struct DecoderLayer {
     const float* key_mean;                      // [kv heads, head dim], subtracted from keys before they are stored
     const float *query_norm, *key_norm;         // [query_norm_size], [key_norm_size], or null
     Weight qkv, out;                            // qkv: heads of queries, keys, values
-    const Mlp* mlps;                            // one, or one for each expert
+    const Mlp* mlps;                            // one; or one for each expert, then the one that every row goes to, if any
+    int64_t mlp_count;
     int64_t experts;                            // 0 without a router
     const float* router;                        // [experts, hidden], or null
+    const float* shared_gate;                   // [hidden], of the expert that every row goes to, or null
 };
 
 // A Llama-style decoder above its embedding, for the next positions of some sequences; numbers between weights are FP32.
@@ -213,7 +216,7 @@ struct DecoderProblem {
     const DecoderLayer* layers;
     const float* norm;          // the last, [hidden]
     Weight head;
-    int64_t layer_count, hidden_size, intermediate_size, heads;
+    int64_t layer_count, hidden_size, heads;
     int64_t query_norm_size, key_norm_size;     // elements normed together: a head, or all heads; 0: no norms
     int64_t top_k;              // experts of a row; 0 without experts
     bool normalize_shares;      // whether the shares of a row's experts are divided by their sum

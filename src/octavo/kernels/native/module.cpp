@@ -63,14 +63,13 @@ public:
     // a Python tuple.
     using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t, int, uintptr_t>;
 
-    Decoder(int level, int64_t hidden_size, int64_t intermediate_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
+    Decoder(int level, int64_t hidden_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
             int64_t query_norm_size, int64_t key_norm_size, int64_t top_k, bool normalize_shares, float norm_eps, float attention_scale, double amax_floor, float half_range, float least_scale, uintptr_t cos,
             uintptr_t sin, uintptr_t norm, BoundWeight head)
         : level_(level) {
         problem_.norm = at<const float>(norm);
         problem_.head = weight(head);
         problem_.hidden_size = hidden_size;
-        problem_.intermediate_size = intermediate_size;
         problem_.heads = heads;
         problem_.query_norm_size = query_norm_size;
         problem_.key_norm_size = key_norm_size;
@@ -86,15 +85,16 @@ public:
         problem_.cache.head_dim = head_dim;
     }
 
-    // `mlps` are pairs of gate and up in one weight, and down: one, or one for each row of the router.
+    // `mlps` are pairs of gate and up in one weight, and down: one; or one for each of `experts`, rows of the router, then one
+    // that every row goes to, if any.
     void add_layer(uintptr_t attention_norm, uintptr_t mlp_norm, uintptr_t key_mean, uintptr_t query_norm, uintptr_t key_norm,
                    BoundWeight qkv, BoundWeight out, const std::vector<std::tuple<BoundWeight, BoundWeight>>& mlps,
-                   uintptr_t router) {
+                   int64_t experts, uintptr_t router, uintptr_t shared_gate) {
         std::vector<Mlp>& own = mlps_.emplace_back();
-        for (const auto& [gate_up, down] : mlps) own.push_back({weight(gate_up), weight(down)});
+        for (const auto& [gate_up, down] : mlps) own.push_back({weight(gate_up), weight(down), std::get<6>(gate_up) / 2});
         layers_.push_back({at<const float>(attention_norm), at<const float>(mlp_norm), at<const float>(key_mean),
                            at<const float>(query_norm), at<const float>(key_norm), weight(qkv), weight(out), own.data(),
-                           router ? static_cast<int64_t>(own.size()) : 0, at<const float>(router)});
+                           static_cast<int64_t>(own.size()), experts, at<const float>(router), at<const float>(shared_gate)});
     }
 
     // Decodes the next positions; returns how many elements were cast with a static scale, and how many of them saturated.
@@ -295,7 +295,7 @@ NB_MODULE(_native, m) {
         kernels(level).attend(problem);
     });
     nb::class_<Decoder>(m, "Decoder")
-        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, float, float, double, float, float, uintptr_t, uintptr_t,
+        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, float, float, double, float, float, uintptr_t, uintptr_t,
                       uintptr_t, Decoder::BoundWeight>())
         .def("add_layer", &Decoder::add_layer)
         .def("run", &Decoder::run);

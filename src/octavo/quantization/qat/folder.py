@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from octavo import recipes
 from octavo.checksums import check_sums, write_sums
-from octavo.convert import convert
+from octavo.convert import convert, unfuse_experts
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.files import disk_errors, replacing_folder
 from octavo.language_model import LanguageModel, load_language_model
@@ -88,6 +88,7 @@ def load_qat(folder: str | Path) -> LanguageModel:
         scales = read_tensors(path / SCALES)
     except (OSError, UnicodeDecodeError, DataError, ConfigError) as error:
         raise CheckpointError(f"{str(path)!r} is damaged: {error}; tune the model again") from error
+    unfuse_experts(loaded.model)  # as for tuning it
     layers = set(mark["layers"])
     report = convert(loaded.model, recipe, layer_filter=lambda name, _: name in layers, convert_head=True)
     if missing := sorted(layers - set(report.converted)):

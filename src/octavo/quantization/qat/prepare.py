@@ -5,8 +5,9 @@ compute the converted model's outputs, bit for bit, so training optimises the ro
 through the rounding (``octavo.quantization.qat.straight_through``); the master weights stay in high precision.
 
 Layers and recipes are selected and reported by ``octavo.convert``; the projections of torch's attention become layers
-first (``octavo.nn.projected_attention``). Only a recipe's output GEMM is used: the other two run in high precision. A
-``static`` recipe determines a scale for each layer's input in training (``octavo.quantization.qat.linear``).
+first (``octavo.nn.projected_attention``), and ``octavo.convert.unfuse_experts`` gives experts theirs. Only a recipe's
+output GEMM is used: the other two run in high precision. A ``static`` recipe determines a scale for each layer's input
+in training (``octavo.quantization.qat.linear``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +56,9 @@ def prepare_qat(
     """Prepare a model for quantization-aware training with ``recipe``, in place.
 
     The projections of ``nn.MultiheadAttention`` are prepared as ``in_proj`` and ``out_proj``; the keys of the
-    ``state_dict`` do not change. Layers that are already static, such as those of a calibrated model, keep their
-    scales as initial values.
+    ``state_dict`` do not change. Experts need layers of their own (``octavo.convert.unfuse_experts``), or stay in high
+    precision. Layers that are already static, such as those of a calibrated model, keep their scales as initial
+    values.
 
     Args:
         model: any module.
@@ -97,7 +99,7 @@ def prepare_qat(
     report = convert(
         model,
         recipe,
-        skip=[*skip, *other_modules(model)] if not isinstance(skip, str) else skip,  # experts are not tuned
+        skip=[*skip, *other_modules(model)] if not isinstance(skip, str) else skip,  # fused experts
         layer_filter=layer_filter,
         convert_head=convert_head,
         min_weight_elements=min_weight_elements,

@@ -21,6 +21,8 @@ The cost of a table is estimated per row. In a look-up, a position's term belong
 that shares the table, only word v's logit changes, by Δ_tv, which costs ½ p_tv (1 − p_tv) Δ_tv² with p the reference's
 probability of the word: the diagonal of the softmax's Fisher matrix, which needs no sampling.
 
+An expert's layer that no token reaches in any window is left in BF16, with no other choice.
+
 Cost: one forward and backward pass, and one forward pass of each layer for each choice. Input, output and gradient of
 every layer are stored for one window.
 
@@ -37,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.convert import expert_layers
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
 from octavo.quantization.sensitivity.units import BF16, WEIGHT_ONLY, Unit, applied
@@ -66,7 +69,7 @@ def estimate(
 ) -> tuple[tuple[Unit, ...], dict[Key, float]]:
     """Estimate the cost of each unit under each of its choices, in nats per token, with everything else in BF16.
 
-    Tables are returned with their rows ranked.
+    Tables are returned with their rows ranked, and experts that no token reaches with the choice BF16 alone.
 
     Args:
         model: in BF16 (:func:`octavo.quantization.sensitivity.bf16_reference.in_bf16`).
@@ -80,9 +83,11 @@ def estimate(
     """
     generator = torch.Generator().manual_seed(seed)
     sums = {(unit.path, choice): 0.0 for unit in units for choice in unit.choices}
+    unreached = expert_layers(model) & {unit.path for unit in units}
     rows = {unit.path: torch.zeros(unit.shape[0], dtype=torch.float64) for unit in units if unit.is_table}
     for done, window in enumerate(windows, 1):
         calls = _backward(model, units, window[None], generator)
+        unreached -= {path for path in unreached if calls[path]}
         for unit in units:
             if unit.is_table:
                 rows[unit.path] += _row_costs(model, unit, calls[unit.path])
@@ -92,10 +97,12 @@ def estimate(
         on_window(done)
     predicted = len(windows) * (windows.shape[1] - 1)
     ranked = tuple(replace(u, row_order=rows[u.path].argsort(stable=True)) if u.is_table else u for u in units)
+    ranked = tuple(replace(unit, choices=(BF16,)) if unit.path in unreached else unit for unit in ranked)
     for unit in ranked:
         if unit.is_table:
             sums |= _sums_of_rows(unit, rows[unit.path])
-    return ranked, {key: total / predicted for key, total in sums.items()}
+    known = {(unit.path, choice) for unit in ranked for choice in unit.choices}
+    return ranked, {key: total / predicted for key, total in sums.items() if key in known}
 
 
 def _sums_of_rows(unit: Unit, rows: Tensor) -> dict[Key, float]:
@@ -116,8 +123,10 @@ def _backward(
         probabilities = logits.detach().float().softmax(-1).cpu()
         labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
         F.cross_entropy(logits.float(), labels, reduction="sum").backward()
+    experts = expert_layers(model)
     for unit in units:
-        if not calls[unit.path] or any(call.gradient is None for call in calls[unit.path]):
+        is_missing = not calls[unit.path] and unit.path not in experts
+        if is_missing or any(call.gradient is None for call in calls[unit.path]):
             raise ConfigError(
                 f"the loss does not reach {unit.path!r}; sensitivity needs a model whose embedding is an nn.Embedding "
                 "and whose layers all run"

@@ -1,0 +1,208 @@
+"""Loss of mixtures trained in FP8 against BF16: a small Mixtral and a small Qwen3-MoE, paired over seeds.
+
+    python -m benchmarks.mixtures [--steps 300] [--seeds 3] [--only mixtral] [--out runs/mixtures] [--quick]
+
+Both learn the built-in corpus with their own routers and the loss that balances these. The runs of a seed share initial
+weights and batches; a gap is the mean over held-out windows, and its interval the 95 % one of Student's t over the
+seeds. "one scale" is tensorwise with one scale for all experts of a layer, where octavo has one for each. Each finished
+run is a line of ``runs.jsonl`` in ``--out``, and is not computed again.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import octavo
+from benchmarks.measure import hardware, markdown_table, publish
+from octavo.functional import grouped_linear
+from octavo.kernels import cast_each
+from octavo.numerics import CastSpec, PerTensor
+from octavo.text.tokens import TokenData, prepare
+from octavo.training.comparison import GAP_BAR_NATS, paired_gap
+from octavo.training.config import demo_config
+from octavo.training.schedules import learning_rate
+
+BASE, ONE_SCALE = "bf16", "one scale"
+RECIPES = (BASE, "tensorwise", "delayed", "rowwise", "blockwise", ONE_SCALE)
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 %, by the number of seeds
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.02, "use_cache": False,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "intermediate_size": 320}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 16, "moe_intermediate_size": 160, "norm_topk_prob": True}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Settings of one run; a run with others is not the same."""
+
+    model: str
+    recipe: str
+    seed: int
+    steps: int
+    batch_size: int
+    context: int
+    lr: float
+    warmup: int
+    eval_tokens: int
+
+
+def build(name: str, vocab_size: int, context: int, seed: int) -> Any:
+    """Create a model of :data:`MODELS` with random weights."""
+    import transformers
+
+    base, options = MODELS[name]
+    config_class, model_class = getattr(transformers, f"{base}Config"), getattr(transformers, f"{base}ForCausalLM")
+    torch.manual_seed(seed)
+    return model_class(config_class(vocab_size=vocab_size, max_position_embeddings=context, **SIZES | options))
+
+
+@contextmanager
+def one_scale_for_all_experts() -> Iterator[None]:
+    """Cast the matrices of all experts with the largest amax of any of them, where the recipe has a scale a tensor."""
+
+    def cast(matrices: Sequence[Tensor], spec: CastSpec, *, amax: Tensor | None = None, **options: Any) -> Any:
+        if amax is None and isinstance(spec.granularity, PerTensor):
+            amax = torch.stack([each.abs().amax().float() for each in matrices]).amax().repeat(len(matrices))
+        return cast_each(matrices, spec, amax=amax, **options)[0], amax
+
+    with mock.patch.object(grouped_linear, "cast_each", cast):
+        yield
+
+
+def train(setting: Setting, data: TokenData) -> tuple[list[float], list[float]]:
+    """Train one model; returns the losses of its steps and of each held-out window, in nats."""
+    model = build(setting.model, data.vocab_size, setting.context, setting.seed)
+    octavo.convert(model, "tensorwise" if setting.recipe == ONE_SCALE else setting.recipe)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=setting.lr, betas=(0.9, 0.95))
+    losses = []
+    for step in range(1, setting.steps + 1):
+        rate = learning_rate(step, peak=setting.lr, floor=setting.lr / 10, warmup=setting.warmup, steps=setting.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        inputs, targets = data.batch(step, batch_size=setting.batch_size, context=setting.context, seed=setting.seed)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(input_ids=inputs)
+        loss = F.cross_entropy(output.logits.float().flatten(0, 1), targets.flatten())
+        (loss + model.router_aux_loss_coef * output.aux_loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, held_out(model.eval(), data, setting)
+
+
+@torch.no_grad()
+def held_out(model: Any, data: TokenData, setting: Setting) -> list[float]:
+    """Mean loss of each window of the validation split."""
+    nats: list[float] = []
+    windows = data.windows(setting.context, max_tokens=setting.eval_tokens)
+    for inputs, targets in zip(*(each.split(setting.batch_size) for each in windows), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(input_ids=inputs).logits.float()
+        nats += F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(dim=1).tolist()
+    return nats
+
+
+class Runs:
+    """Finished runs in a file of one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.is_file() else []
+        whole = [line for line in lines if line.endswith("}")]  # the last may have been cut
+        path.write_text("".join(f"{line}\n" for line in whole))
+        self._windows = {key(Setting(**run["setting"])): run["windows"] for run in map(json.loads, whole)}
+
+    def windows(self, setting: Setting, data: TokenData) -> list[float]:
+        """Held-out losses of a run, which is computed if it is not in the file."""
+        if key(setting) not in self._windows:
+            with one_scale_for_all_experts() if setting.recipe == ONE_SCALE else nullcontext():
+                losses, windows = train(setting, data)
+            self._windows[key(setting)] = windows
+            with self.path.open("a") as file:
+                file.write(json.dumps({"setting": asdict(setting), "windows": windows, "losses": losses}) + "\n")
+            print(setting.model, setting.recipe, setting.seed, f"{statistics.fmean(windows):.4f}", flush=True)
+        return self._windows[key(setting)]
+
+
+def key(setting: Setting) -> str:
+    """Text that two equal settings share."""
+    return json.dumps(asdict(setting), sort_keys=True)
+
+
+def interval(gaps: Sequence[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval; NaN for a single seed."""
+    if len(gaps) < 2:
+        return gaps[0], math.nan
+    return statistics.fmean(gaps), STUDENT_T[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
+
+
+def row(name: str, recipe: str, windows: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> list[str]:
+    """A line of the table: the loss, and the gap with its interval."""
+    nats = statistics.fmean(statistics.fmean(each) for each in windows)
+    if recipe == BASE:
+        return [name, recipe, f"{nats:.4f}", "", ""]
+    mean, half = interval([paired_gap(one, other).nats for one, other in zip(windows, base, strict=True)])
+    return [name, recipe, f"{nats:.4f}", f"{mean:+.4f} ± {half:.4f}", against_bar(mean, half)]
+
+
+def against_bar(mean: float, half: float) -> str:
+    """Verdict of a gap whose interval may reach over the bar."""
+    if mean + half <= GAP_BAR_NATS:
+        return "met"
+    return "missed" if mean - half > GAP_BAR_NATS else "undecided"
+
+
+def main() -> None:
+    """Train, compare, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 9))
+    parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path("runs/mixtures"))
+    parser.add_argument("--quick", action="store_true", help="three steps, to check that all runs; writes no result")
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    machine, data_config = hardware(), demo_config().data
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    data = prepare(data_config.source, arguments.out / "data", vocab_size=data_config.vocab_size)
+    common = {"batch_size": 4, "context": 128, "lr": 1.5e-3, "warmup": 100, "eval_tokens": 32768}
+    common |= {"steps": arguments.steps}
+    if arguments.quick:
+        common |= {"batch_size": 2, "context": 32, "warmup": 1, "eval_tokens": 256, "steps": 3}
+    runs, rows = Runs(arguments.out / "runs.jsonl"), []
+    for name in arguments.only.split(","):
+        windows: dict[str, list[list[float]]] = {recipe: [] for recipe in RECIPES}
+        for seed in range(arguments.seeds):
+            for recipe in RECIPES:
+                setting = Setting(model=name, recipe=recipe, seed=seed, **common)
+                windows[recipe].append(runs.windows(setting, data))
+        rows += [row(name, recipe, windows[recipe], windows[BASE]) for recipe in RECIPES]
+    header = ["model", "recipe", "held-out nats", "− bf16 (95 % interval)", f"bar of {GAP_BAR_NATS}"]
+    sizes = {name: sum(p.numel() for p in build(name, data.vocab_size, 64, 0).parameters()) for name in MODELS}
+    lines = [*markdown_table(header, rows), "", f"{arguments.seeds} seeds, {common['steps']} steps."]
+    lines += [f"- {name}: {size / 1e6:.1f} M parameters" for name, size in sizes.items()]
+    write = not (arguments.no_write or arguments.quick)
+    publish("mixtures", lines, title="Mixtures trained in FP8 against BF16", machine=machine, write=write)
+
+
+if __name__ == "__main__":
+    main()
