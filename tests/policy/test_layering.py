@@ -41,6 +41,7 @@ ROWS = (
     "quantization",
     "export",
     "onnx",
+    "engines",
     "inference",
     "serving",
     "bench",

@@ -58,10 +58,10 @@ def to_fnuz(q: QuantizedTensor) -> Converted:
 
     Example:
         >>> from octavo.numerics import PerTensor, quantize
-        >>> q = quantize(torch.tensor([1.0, -0.0, -3.0]), E4M3)
+        >>> q = quantize(torch.tensor([1.75, -0.0, -3.5]), E4M3)
         >>> converted = to_fnuz(q)
         >>> converted.tensor.dequantize(), (converted.tensor.scale / q.scale).item(), converted.changed
-        (tensor([ 1.0000,  0.0000, -3.0000]), 2.0, 0)
+        (tensor([ 1.7500,  0.0000, -3.5000]), 2.0, 0)
     """
     return _converted(q, FNUZ_FORMATS, "E4M3 and E5M2", doubled=True)
 
