@@ -7,6 +7,7 @@
 | `reference/configuration.md`  | the dataclasses of a run's configuration               |
 | `reference/findings.md`       | the doctor's rules, remedies and thresholds            |
 | `reference/statistics.md`     | the doctor's catalog of statistics                     |
+| `reference/engines.md`        | the profiles of other engines                          |
 | `results/<name>.md`           | benchmarks/results                                     |
 
 Links to source files, which are links in the repository, become their text, or lead to the page generated from them.
@@ -57,6 +58,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages["reference/configuration.md"] = configuration_page()
     pages["reference/findings.md"] = findings_page()
     pages["reference/statistics.md"] = statistics_page()
+    pages["reference/engines.md"] = engines_page()
     pages |= {f"results/{path.name}": path.read_text() for path in result_files()}
     for uri, content in pages.items():
         files.append(File.generated(config, uri, content=content))
@@ -264,6 +266,33 @@ def statistics_page() -> str:
         text += f"| {' | '.join(cell.translate(bar) for cell in cells)} |\n"
     return text
 
+
+def engines_page() -> str:
+    """Every profile: what is proven of its casts, then each property with its source and proof."""
+    from octavo.engines import PROFILES, properties_of, source_of
+
+    text = ENGINES_HEAD
+    for name, profile in PROFILES.items():
+        proofs = (source_of(profile, f"{role}.division").proof for role in ("weight", "input"))
+        text += f"| [`{name}`](#{name}) | {profile.engine} | {' | '.join(proofs)} |\n"
+    for name, profile in PROFILES.items():
+        text += (
+            f"\n## {name}\n\n{profile.engine}.\n\n| property | value | source | proof |\n| --- | --- | --- | --- |\n"
+        )
+        for prop, value in properties_of(profile).items():
+            source = source_of(profile, prop)
+            text += f"| `{prop}` | {value} | {source.project} {source.version}, `{source.file}` | {source.proof} |\n"
+    return text
+
+
+ENGINES_HEAD = """# Engines
+
+What each engine computes for a linear layer, from `octavo.engines`: casts of weights and inputs, the GEMM, and the
+cache. A proof is a test that runs the project's own code on a CPU and compares codes and scales bit for bit.
+
+| engine | | proof of the weights' cast | proof of the inputs' cast |
+| --- | --- | --- | --- |
+"""
 
 STATISTICS_HEAD = """# Statistics
 

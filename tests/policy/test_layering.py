@@ -42,6 +42,7 @@ ROWS = (
     "quantization",
     "export",
     "onnx",
+    "engines",
     "inference",
     "serving",
     "bench",

@@ -15,6 +15,7 @@ from octavo.functional import quantize_operand
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import runs_in_fp8
 from octavo.numerics import QuantizedTensor
+from octavo.numerics.fnuz import to_fnuz
 from octavo.recipes import Recipe
 
 __all__ = ["Contents", "FP8Layer", "KVScales", "attention_path", "contents_of", "nothing_in_fp8"]
@@ -71,6 +72,29 @@ class Contents:
             left_out=tuple(map(names.path, self.left_out)),
             unfused=tuple(map(names.path, self.unfused)),
         )
+
+    def in_fnuz(self) -> "Contents":
+        """The same values as FNUZ codes, with every scale doubled: of weights, static inputs, keys and values.
+
+        Raises:
+            ConfigError: a layer has a value that FNUZ codes cannot express.
+        """
+        return replace(
+            self,
+            layers={path: _in_fnuz(path, layer) for path, layer in self.layers.items()},
+            kv_scales={index: (key * 2, value * 2) for index, (key, value) in self.kv_scales.items()},
+        )
+
+
+def _in_fnuz(path: str, layer: FP8Layer) -> FP8Layer:
+    converted = to_fnuz(layer.weight)
+    if converted.changed:
+        raise ConfigError(
+            f"{converted.changed} weights of layer {path!r} are infinite, or have a scale that cannot be doubled, and "
+            "FNUZ codes cannot express them; write OCP codes"
+        )
+    scale = layer.input_scale
+    return replace(layer, weight=converted.tensor, input_scale=None if scale is None else scale * 2)
 
 
 def contents_of(

@@ -1,8 +1,11 @@
-"""Loading of FP8 checkpoint folders (``octavo.load_quantized``), without changing any code.
+"""Loading of FP8 checkpoint folders (``octavo.load_quantized``), without changing any code but FNUZ ones.
 
 A layer stored as codes becomes an ``octavo.nn.Linear`` that stores those codes and scales; all other tensors are
 converted to FP32, which is exact. Every inconsistency is an error: a tensor that belongs to neither the model nor the
 format, a scale of another shape, or a layer on which the configuration and the file disagree.
+
+Weights in FNUZ codes become OCP codes with half the scale; static scales of inputs and of keys and values are halved
+too (:mod:`octavo.numerics.fnuz`).
 
 A Llama is loaded as octavo's own model, without transformers; other architectures need transformers. Experts that the
 folder has one by one become linear layers of their own (:mod:`octavo.convert.unfused_experts`).
@@ -26,6 +29,7 @@ from octavo.checkpoints.tensor_files import TensorFiles
 from octavo.checksums import check_sums
 from octavo.convert import UnfusedExperts, convert, file_names, guard_save_pretrained, unfuse_experts
 from octavo.errors import CheckpointError, ConfigError
+from octavo.formats import format_of
 from octavo.models import Llama
 from octavo.models.llama import skip_init
 from octavo.models.llama_folder import read_tokenizer, shape_from_record
@@ -33,12 +37,13 @@ from octavo.models.sources import INSTALL
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import store_codes
 from octavo.numerics import PerTensor, QuantizedTensor
+from octavo.numerics.fnuz import FNUZ_FORMATS, to_ocp
 from octavo.recipes import Recipe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["QuantizedModel", "check_names", "load_layers", "load_quantized", "read_layout"]
+__all__ = ["LoadedLayers", "QuantizedModel", "check_names", "load_layers", "load_quantized", "read_layout"]
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # in a tensor's name
 AGAIN = "export or download the folder again"
@@ -59,6 +64,8 @@ class QuantizedModel:
         kv_scales: scales of keys and of values, float32 [] each, by decoder layer, if the folder has them. The model
             itself does not cast keys and values.
         tables: embeddings stored as codes in the folder; the model holds the decoded rows.
+        from_fnuz: layers that the folder stores as FNUZ codes: by path, the number of weights whose value is not in
+            OCP's format and was rounded; 0 for most.
     """
 
     model: nn.Module
@@ -69,6 +76,20 @@ class QuantizedModel:
     recipes: Mapping[str, Recipe]
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     tables: Mapping[str, CodedTable] = field(default_factory=dict)
+    from_fnuz: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLayers:
+    """Result of :func:`load_layers`.
+
+    Attributes:
+        scales: names of the layers' scales in the folder.
+        from_fnuz: as in :class:`QuantizedModel`.
+    """
+
+    scales: set[str] = field(default_factory=set)
+    from_fnuz: dict[str, int] = field(default_factory=dict)
 
 
 def load_quantized(folder: str | Path) -> QuantizedModel:
@@ -99,7 +120,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     dtype = _dtype(files, {name for name in model.state_dict() if name in files} - _code_names(layout))
     tables = _tables(path, model, files, layout)
     with torch.no_grad():
-        kv_scales = _load(model, files, fmt, layout, tables)
+        layers, kv_scales = _load(model, files, fmt, layout, tables)
     context = record.get("max_position_embeddings")
     if not isinstance(context, int) or isinstance(context, bool):
         raise CheckpointError(f"{CONFIG} in {str(folder)!r} needs an integer max_position_embeddings")
@@ -112,6 +133,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
         recipes=layout.recipes,
         kv_scales=kv_scales,
         tables=tables,
+        from_fnuz=layers.from_fnuz,
     )
 
 
@@ -207,19 +229,20 @@ def _tables(folder: Path, model: nn.Module, files: TensorFiles, layout: Layout) 
 
 def _load(
     model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout, tables: Mapping[str, CodedTable]
-) -> dict[int, tuple[Tensor, Tensor]]:
+) -> tuple[LoadedLayers, dict[int, tuple[Tensor, Tensor]]]:
     state_dict = model.state_dict()
     for path, table in tables.items():
         state_dict[f"{path}.weight"].copy_(table.decoded())
     used = _load_rest(state_dict, files, _code_names(layout), {f"{path}.weight" for path in tables})
     used |= {name for path in tables for name in table_names(path)}
-    used |= load_layers(model, files, fmt, layout)
+    layers = load_layers(model, files, fmt, layout)
+    used |= layers.scales
     kv_scales = dict[int, tuple[Tensor, Tensor]]()
     if layout.has_kv_scales:
-        kv_scales, names = _kv_scales(model, files, fmt.names)
+        kv_scales, names = _kv_scales(model, files, fmt.names, halved=bool(layers.from_fnuz))
         used |= names
     check_names(files, used, fmt)
-    return kv_scales
+    return layers, kv_scales
 
 
 def check_names(files: TensorFiles, used: set[str], fmt: FileFormat) -> None:
@@ -231,15 +254,15 @@ def check_names(files: TensorFiles, used: set[str], fmt: FileFormat) -> None:
         )
 
 
-def load_layers(model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout) -> set[str]:
-    """Convert the FP8 layers of a model and store the folder's codes and scales; returns the scales' names."""
-    used = set[str]()
+def load_layers(model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout) -> LoadedLayers:
+    """Convert the FP8 layers of a model and store the folder's codes and scales."""
+    loaded = LoadedLayers()
     for recipe in set(layout.recipes.values()):
         _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
     for path, recipe in layout.recipes.items():
-        used |= _load_layer(model.get_submodule(path), path, recipe, files, fmt.names)
+        _load_layer(model.get_submodule(path), path, recipe, files, fmt.names, loaded=loaded)
     guard_save_pretrained(model)
-    return used
+    return loaded
 
 
 def _convert(model: nn.Module, recipe: Recipe, paths: set[str]) -> None:
@@ -287,37 +310,44 @@ def _check_exact(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def _load_layer(layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles, names: ScaleNames) -> set[str]:
-    """Load a layer's codes and scales; returns the scales' names."""
+def _load_layer(
+    layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles, names: ScaleNames, *, loaded: LoadedLayers
+) -> None:
+    """Load a layer's codes and scales."""
     assert isinstance(layer, Linear)
     spec = recipe.output.b
     assert spec is not None
     codes = files[f"{path}.weight"]
-    if codes.dtype != spec.format.torch_dtype:
+    is_fnuz = format_of(codes.dtype) == FNUZ_FORMATS.get(spec.format)
+    if codes.dtype != spec.format.torch_dtype and not is_fnuz:
         raise CheckpointError(f"{path}.weight is {codes.dtype}, but its recipe has {spec.format}; {AGAIN}")
     if (codes.float()).isnan().any():
         raise CheckpointError(f"{path}.weight holds NaN; {AGAIN}")
     name = f"{path}.{names.weight}"
     scale = checked_scale(name, _require(files, name), spec.granularity, codes.shape, spec.scale_format)
     layer.weight.requires_grad_(False)
-    store_codes(layer, QuantizedTensor(codes, scale, spec.granularity, torch.float32))
-    used = {name}
+    weight = QuantizedTensor(codes, scale, spec.granularity, torch.float32)
+    if is_fnuz:
+        converted = to_ocp(weight)
+        weight, loaded.from_fnuz[path] = converted.tensor, converted.changed
+    store_codes(layer, weight)
+    loaded.scales.add(name)
     if recipe.has_static_input:
         name = f"{path}.{names.input}"
-        layer.input_scale.copy_(checked_scale(name, _require(files, name), PerTensor(), torch.Size()))
-        used.add(name)
-    return used
+        input_scale = checked_scale(name, _require(files, name), PerTensor(), torch.Size())
+        layer.input_scale.copy_(input_scale / 2 if is_fnuz else input_scale)
+        loaded.scales.add(name)
 
 
 def _kv_scales(
-    model: nn.Module, files: TensorFiles, names: ScaleNames
+    model: nn.Module, files: TensorFiles, names: ScaleNames, *, halved: bool
 ) -> tuple[dict[int, tuple[Tensor, Tensor]], set[str]]:
     kv_scales, used = dict[int, tuple[Tensor, Tensor]](), set[str]()
     for index in range(len(model.get_submodule("model.layers"))):  # type: ignore[arg-type]
         path = attention_path(model, index)
         key, value = f"{path}.{names.key}", f"{path}.{names.value}"
         pair = [checked_scale(name, _require(files, name), PerTensor(), torch.Size()) for name in (key, value)]
-        kv_scales[index] = pair[0], pair[1]
+        kv_scales[index] = (pair[0] / 2, pair[1] / 2) if halved else (pair[0], pair[1])
         used |= {key, value}
     return kv_scales, used
 

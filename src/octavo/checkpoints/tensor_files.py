@@ -27,7 +27,7 @@ from octavo.parsing import library_errors
 __all__ = ["TensorFiles", "check_no_codes", "read_json", "write_json", "write_tensors"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CODES = ("F8_E4M3", "F8_E5M2")
+CODES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 AGAIN = "write or download the folder again"
 
 

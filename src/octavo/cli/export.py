@@ -50,6 +50,9 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Most bytes of a checkpoint file, such as 500MB. [default: 5GB]")
     ] = None,
+    fnuz: Annotated[
+        bool, typer.Option("--fnuz", help="Write a checkpoint's codes in AMD's FNUZ formats, with doubled scales.")
+    ] = False,
     verify: Annotated[bool, typer.Option(help="Read a checkpoint back in a new process and compare logits.")] = True,
     device: options.Device = None,
     opset: Annotated[
@@ -95,7 +98,7 @@ def export(
         format=format_,
         request=request,
         dtype=dtype,
-        checkpoint=CheckpointOptions(max_shard_size=max_shard_size, device=device, no_verify=not verify),
+        checkpoint=CheckpointOptions(max_shard_size=max_shard_size, device=device, no_verify=not verify, fnuz=fnuz),
         graph=GraphOptions(
             opset=opset,
             kv_cache=kv_cache,

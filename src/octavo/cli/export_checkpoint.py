@@ -42,6 +42,7 @@ def write_checkpoint(job: Job, *, as_json: bool) -> None:
             tables=source.tables,
             dtype=job.dtype or DTYPE_NAMES[source.dtype or torch.bfloat16],
             max_shard_bytes=max_shard_bytes,
+            fnuz=job.checkpoint.fnuz,
             verify_folder=not job.checkpoint.no_verify,
             on_phase=show,
         )

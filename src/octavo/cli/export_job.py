@@ -22,11 +22,13 @@ class CheckpointOptions:
         max_shard_size: most bytes of a file, such as ``"500MB"``.
         device: device of the model.
         no_verify: skip the verification.
+        fnuz: write FNUZ codes.
     """
 
     max_shard_size: str | None = None
     device: str | None = None
     no_verify: bool = False
+    fnuz: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,10 @@ class Job:
         if self.format == TRITON:
             if self.graph.tensorrt:
                 raise ConfigError("--format triton always includes TensorRT's scripts; leave out --tensorrt")
+            if self.checkpoint.fnuz:
+                raise ConfigError(
+                    "--format triton has OCP codes, which onnxruntime and TensorRT read; leave out --fnuz"
+                )
             return
         others, of = (self.checkpoint, ", ".join(FORMATS)) if self.format == ONNX else (self.graph, ONNX)
         for option in _changed_options(others):

@@ -50,8 +50,19 @@ def _record(imported: QuantizedModel) -> dict[str, Any]:
         "format": imported.format,
         "context": imported.context,
         "layers": {path: recipe.name for path, recipe in imported.recipes.items()},
+        "from_fnuz": dict(imported.from_fnuz),
         "kv_scales": {layer: [float(scale) for scale in pair] for layer, pair in imported.kv_scales.items()},
     }
+
+
+def _fnuz_lines(imported: QuantizedModel) -> list[str]:
+    if not imported.from_fnuz:
+        return []
+    rounded = {path: count for path, count in imported.from_fnuz.items() if count}
+    lines = [f"{len(imported.from_fnuz)} layers are FNUZ codes, read as OCP codes with half the scale"]
+    return lines + [
+        f"{number(count)} weights of {path} are not in E4M3 and were rounded" for path, count in rounded.items()
+    ]
 
 
 def _print(folder: Path, imported: QuantizedModel, *, checked: tuple[int, int] | None) -> None:
@@ -59,6 +70,7 @@ def _print(folder: Path, imported: QuantizedModel, *, checked: tuple[int, int] |
     rows = [(name, number(count)) for name, count in layers.items()]
     print_table(f"{folder}, {imported.format}", ["recipe", "layers"], rows)
     lines = [f"keys and values have scales in {len(imported.kv_scales)} layers"] if imported.kv_scales else []
+    lines += _fnuz_lines(imported)
     print_lines(
         *lines,
         "every tensor is recognized, every scale positive and finite; octavo eval and octavo generate take the folder",

@@ -89,6 +89,7 @@ def save_quantized(
     tables: Mapping[str, CodedTable] | None = None,
     dtype: str = "bf16",
     max_shard_bytes: int = 5_000_000_000,
+    fnuz: bool = False,
     verify_folder: bool = True,
     on_phase: OnPhase = lambda _label, _done, _total: None,
 ) -> SavedCheckpoint:
@@ -103,6 +104,7 @@ def save_quantized(
             them.
         dtype: of every other tensor: "bf16", "fp16" or "fp32".
         max_shard_bytes: maximum size of a file of weights.
+        fnuz: write the codes of AMD's MI300 (:mod:`octavo.numerics.fnuz`), which decode to the same weights.
         verify_folder: read the folder back in a fresh process and compare, before it is renamed.
         on_phase: called with a phase's name, the number of steps done and their total.
 
@@ -130,20 +132,20 @@ def save_quantized(
     if (reason := fmt.unsupported_reason(contents)) is not None:
         raise ConfigError(reason)
     writer = _CheckpointWriter(
-        model=model, contents=contents, fmt=fmt, dtype=DTYPES[dtype], most=max_shard_bytes, on_phase=on_phase
+        model=model, contents=contents, fmt=fmt, dtype=DTYPES[dtype], most=max_shard_bytes, fnuz=fnuz, on_phase=on_phase
     )
     with claimed_folder(folder), replacing_folder(folder) as temporary:
         on_phase("write", 0, 1)
         writer.write(temporary)
         nbytes = sum(path.stat().st_size for path in temporary.glob("*.safetensors"))
-        reader = reader_of(fmt, contents) if verify_folder else ""
+        reader = (OCTAVO if fnuz else reader_of(fmt, contents)) if verify_folder else ""
         agreement = writer.verify(temporary, reader, beside=folder) if verify_folder else None
     return SavedCheckpoint(
         folder=folder,
         format=format,
         schemes=writer.schemes(),
         left_out=contents.left_out,
-        notes=writer.notes() + reader_note(fmt, contents, reader),
+        notes=writer.notes() + (() if fnuz else reader_note(fmt, contents, reader)),
         nbytes=nbytes,
         bf16_nbytes=writer.bf16_nbytes(),
         reader=reader,
@@ -176,6 +178,7 @@ class _CheckpointWriter:
     fmt: FileFormat
     dtype: torch.dtype
     most: int
+    fnuz: bool
     on_phase: OnPhase = field(repr=False)
 
     def write(self, folder: Path) -> None:
@@ -184,6 +187,7 @@ class _CheckpointWriter:
         for name, content in companions.files.items():
             (folder / name).write_bytes(content)
         contents = self.contents.renamed(file_names(self.model.model))
+        contents = contents.in_fnuz() if self.fnuz else contents
         for name, text in self.fmt.other_files(contents).items():
             (folder / name).write_text(text, encoding="utf-8")
         write_json(folder / "config.json", self._config(companions, contents))
@@ -230,6 +234,11 @@ class _CheckpointWriter:
     def notes(self) -> tuple[str, ...]:
         """One sentence for each recipe whose input cast differs on a server, and for experts and a cache."""
         sentences = []
+        if self.fnuz:
+            sentences.append(
+                "codes are FNUZ, with scales twice as large: for programs that load them as they are on an MI300; read "
+                "back by octavo alone"
+            )
         if self.contents.kv_scales:
             sentences.append(
                 f"keys and values of {len(self.contents.kv_scales)} layers have scales; a server uses them if it is "

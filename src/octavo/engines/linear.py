@@ -1,0 +1,68 @@
+"""A linear layer as an engine computes it: both casts, the GEMM, and the roundings around them."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.engines.profile import EngineProfile, Products
+from octavo.engines.tensor_cast import EngineCast, quantize_as
+from octavo.kernels import scaled_mm
+from octavo.numerics import QuantizedTensor
+
+__all__ = ["linear_as", "weight_as"]
+
+
+def weight_as(weight: Tensor | QuantizedTensor, profile: EngineProfile) -> QuantizedTensor:
+    """A weight's codes in an engine.
+
+    Args:
+        weight: [N, K] in high precision, as the engine has it before its cast, or codes of a file.
+        profile: the engine.
+    """
+    if not isinstance(weight, QuantizedTensor):
+        return quantize_as(weight, profile.weight)
+    return quantize_as(weight.dequantize().float(), profile.weight) if profile.requantizes else weight
+
+
+def linear_as(
+    x: Tensor,
+    weight: Tensor | QuantizedTensor,
+    profile: EngineProfile,
+    *,
+    bias: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    input_amax: Tensor | None = None,
+) -> Tensor:
+    """Compute ``x @ weight.T + bias`` as an engine does.
+
+    Args:
+        x: [..., K], rounded to the engine's activations first, unless it casts a norm's output before that rounding.
+        weight: as in :func:`weight_as`.
+        profile: the engine.
+        bias: [N] or None.
+        input_scale: float32 [], where the input's scale is from calibration.
+        input_amax: float32 [], where it is from past steps.
+
+    Returns:
+        [..., N] in the profile's ``output``, without a gradient.
+
+    Example:
+        >>> from octavo.engines import get
+        >>> linear_as(torch.ones(2, 256), torch.full((3, 256), 0.5), get("vllm-token"))[0]
+        tensor([128., 128., 128.], dtype=torch.bfloat16)
+    """
+    codes = weight_as(weight, profile)
+    rows = x.detach().reshape(-1, x.shape[-1])
+    bias = None if bias is None else bias.detach()
+    rows = rows if profile.fused_cast else rows.to(profile.activations)
+    if profile.input is None or profile.products == Products.DECODED:
+        rows = rows if profile.input is None else _decoded(rows, profile.input, input_scale, input_amax)
+        decoded = QuantizedTensor(codes.data, codes.scale, codes.granularity, rows.dtype).dequantize()
+        y = F.linear(rows, decoded, None if bias is None else bias.to(rows.dtype)).to(profile.output)
+    else:
+        operand = quantize_as(rows, profile.input, scale=input_scale, amax=input_amax)
+        y = scaled_mm(operand, codes, out_dtype=profile.output, bias=bias, accumulate=profile.accumulate)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _decoded(x: Tensor, cast: EngineCast, scale: Tensor | None, amax: Tensor | None) -> Tensor:
+    return quantize_as(x, cast, scale=scale, amax=amax).dequantize()

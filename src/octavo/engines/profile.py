@@ -1,0 +1,149 @@
+"""Profile of an engine: what it computes for a decoder's linear layers and its cache, and how that is known.
+
+Every property has a :class:`Source`: the project's file that says so, and the test that runs the project's own code and
+compares, bit for bit. A property without such a test is "read, not run" wherever it is shown.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import torch
+
+from octavo.engines.tensor_cast import EngineCast
+from octavo.errors import ConfigError
+from octavo.numerics import Accumulate
+from octavo.numerics.granularity import granularity_in_words
+
+__all__ = ["NOT_RUN", "EngineProfile", "Products", "Source", "properties_of", "source_of"]
+
+NOT_RUN = "read, not run"
+
+
+class Products(StrEnum):
+    """Operands of an engine's GEMM."""
+
+    CODES = "codes; the scales multiply sums"
+    DECODED = "decoded operands, in the activations' dtype"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a property comes from.
+
+    Attributes:
+        project: name of the project.
+        version: its release; "main" is a file of its repository that no package has.
+        file: path in the project.
+        test: test that runs the project's code; "" if the file was only read.
+    """
+
+    project: str
+    version: str
+    file: str
+    test: str = ""
+
+    @property
+    def proof(self) -> str:
+        """The test, or :data:`NOT_RUN`."""
+        return self.test or NOT_RUN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProfile:
+    """Computation of an engine.
+
+    Attributes:
+        name: on the command line.
+        engine: name in sentences, with the mode.
+        sources: source of each property by name or by the beginning of its name up to a dot; the longest counts. Names
+            are those of :func:`properties_of`.
+        weight: cast of a weight in high precision; codes of a file are kept, unless ``requantizes`` says otherwise.
+        input: cast of a layer's input; None casts none.
+        requantizes: whether weights that a file has as codes are decoded and cast again.
+        activations: dtype of the activations, to which a layer's input is rounded before its cast.
+        fused_cast: whether a norm's output is cast before that rounding.
+        products: operands of the GEMM.
+        accumulate: sums of a GEMM.
+        output: dtype of a layer's output.
+        head: whether the head's products are in FP8.
+        kv_cache: format and scales of the cache by default, in words.
+        skipped: linear layers in high precision, beside the head.
+    """
+
+    name: str
+    engine: str
+    sources: Mapping[str, Source]
+    weight: EngineCast
+    input: EngineCast | None
+    requantizes: bool = False
+    activations: torch.dtype = torch.bfloat16
+    fused_cast: bool = False
+    products: Products = Products.CODES
+    accumulate: Accumulate = Accumulate.FP32
+    output: torch.dtype = torch.bfloat16
+    head: bool = False
+    kv_cache: str = "high precision"
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in properties_of(self):
+            source_of(self, name)
+
+
+def source_of(profile: EngineProfile, name: str) -> Source:
+    """Source of a property.
+
+    Raises:
+        ConfigError: the profile has none.
+    """
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if (source := profile.sources.get(".".join(parts[:end]))) is not None:
+            return source
+    raise ConfigError(f"profile {profile.name!r} has no source for {name!r}; add one to its sources")
+
+
+def properties_of(profile: EngineProfile) -> dict[str, str]:
+    """Properties of a profile in words, by name; those of its two casts as ``weight.…`` and ``input.…``.
+
+    Example:
+        >>> from octavo.engines import get
+        >>> properties_of(get("vllm-block"))["input.granularity"]
+        '1×128 block'
+    """
+    shown: dict[str, str] = {}
+    for role, cast in (("weight", profile.weight), ("input", profile.input)):
+        shown |= {f"{role}.{name}": words for name, words in _cast_in_words(cast).items()}
+    rest = [
+        field.name for field in fields(profile) if field.name not in ("name", "engine", "sources", "weight", "input")
+    ]
+    return shown | {name: in_words(getattr(profile, name)) for name in rest}
+
+
+def _cast_in_words(cast: EngineCast | None) -> dict[str, str]:
+    if cast is None:
+        return {"format": "not cast"}
+    words = {field.name: in_words(getattr(cast, field.name)) for field in fields(cast)}
+    return words | {"granularity": granularity_in_words(cast.granularity), "limit": in_words(cast.largest)}
+
+
+def in_words(value: object) -> str:
+    """A property's value as the table shows it.
+
+    Example:
+        >>> in_words(torch.float32), in_words(None), in_words(True), in_words(1e-10)
+        ('float32', '–', 'yes', '1e-10')
+    """
+    match value:
+        case None | "" | ():
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
+        case float():
+            return f"{value:g}"
+        case tuple():
+            return ", ".join(map(str, value))
+    return str(value)

@@ -1,0 +1,66 @@
+"""compressed-tensors' own rounding of inputs and weights, from its package, against the profiles.
+
+It makes no codes for an input but rounds it to E4M3 and back, in the input's dtype.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize, quantize
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+
+from octavo.engines import get, quantize_as
+from tests.oracle.engines.adversarial import FINITE, finite_tensors, input_cast, nonfinite_tensors
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+TOKEN = QuantizationArgs(**E4M3, strategy="token", dynamic=True)
+CHANNEL = QuantizationArgs(**E4M3, strategy="channel")
+TENSOR = QuantizationArgs(**E4M3, strategy="tensor")
+every_tensor = pytest.mark.parametrize("name", [*FINITE, "Inf", "NaN"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def tensor(name, dtype):
+    return (finite_tensors(dtype) | nonfinite_tensors(dtype))[name]
+
+
+def equal(ours, theirs):
+    """Equal numbers, -0 and 0 too: a zero point of 0 is added, which takes the sign of a zero away."""
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours.nan_to_num(-7777), theirs.nan_to_num(-7777))
+
+
+@every_dtype
+@every_tensor
+def test_inputs(name, dtype):
+    x = tensor(name, dtype)[None]  # [B, T, K]: of two dimensions all tokens would share a scale
+    scale, zero_point = compute_dynamic_scales_and_zp(x, TOKEN, SimpleNamespace())
+    theirs = fake_quantize(x, scale, zero_point, TOKEN)
+    ours = quantize_as(x[0], input_cast("compressed-tensors"))
+    equal(ours.scale.to(dtype), scale[0])
+    equal(ours.dequantize(), theirs[0])
+
+
+@every_dtype
+@every_tensor
+def test_weights(name, dtype):
+    x = tensor(name, dtype)
+    scale, zero_point = calculate_qparams(x.amin(1, keepdim=True), x.amax(1, keepdim=True), CHANNEL)
+    theirs = quantize(x, scale, zero_point, CHANNEL, dtype=torch.float8_e4m3fn)
+    ours = quantize_as(x, get("compressed-tensors").weight)
+    equal(ours.scale.to(dtype), scale)
+    equal(ours.data.float(), theirs.float())
+
+
+@every_dtype
+@every_tensor
+@pytest.mark.parametrize("value", [1e-3, 0.37, 2.0])
+def test_static_inputs(value, name, dtype):
+    x = tensor(name, dtype)
+    scale = torch.tensor([value], dtype=dtype)
+    theirs = fake_quantize(x, scale, None, TENSOR)
+    ours = quantize_as(x, input_cast("compressed-tensors-static"), scale=scale.reshape(()))
+    equal(ours.dequantize(), theirs)

@@ -1,0 +1,183 @@
+"""vLLM's own quantizers, from its package, against the profiles: PyTorch operations, and Triton under its interpreter.
+
+The interpreter's maximum lets NaN through, which a GPU's does not: tensors of Triton's kernels are finite here. Its
+cast to FP8 drops the carry of a mantissa: the kernels store quotients in FP32, and ml_dtypes casts these.
+"""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.engines import get, quantize_as, weight_as
+from octavo.numerics import PerBlock, QuantizedTensor
+from octavo.numerics.fnuz import to_fnuz
+from tests.oracle.engines.adversarial import FINITE, finite_tensors, input_cast, nonfinite_tensors, same_codes
+from tests.oracle.engines.interpreted import cast_by_peer, run_interpreted
+from tests.oracle.engines.sources import importable, load_engine_module
+
+REQUIREMENT = "vllm==0.33.0"
+PACKAGE = "vllm.model_executor.layers.quantization"
+UTILS = f"{PACKAGE}.utils.quant_utils"
+DTYPES = (torch.float32, torch.bfloat16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+SCRIPT = """
+from tests.oracle.engines.test_vllm import fp8_utils
+quantize = fp8_utils().per_token_group_quant_fp8
+results = {
+    name: quantize(x, 128, use_ue8m0=name.startswith("ue8m0"), out_q=x.float()) for name, x in tensors.items()
+}
+"""
+
+
+class Platform:
+    """What the code asks about a GPU."""
+
+    def __init__(self, dtype):
+        self._dtype = dtype
+
+    def fp8_dtype(self):
+        return self._dtype
+
+    def is_fp8_fnuz(self):
+        return self._dtype is torch.float8_e4m3fnuz
+
+    def is_cuda_alike(self):
+        return False
+
+    is_xpu = is_cuda = is_rocm = is_cuda_alike
+
+    def __getattr__(self, name):
+        return lambda *_, **__: False
+
+    simple_compile_backend = "eager"
+
+
+class CustomOp(nn.Module):
+    """Base class of vLLM's operations."""
+
+    register = staticmethod(lambda name: lambda cls: cls)
+
+    def __init__(self, **_):
+        super().__init__()
+
+
+def given(dtype=torch.float8_e4m3fn):
+    import triton
+    import triton.language as tl
+
+    false = staticmethod(lambda *_, **__: False)
+    return {
+        "vllm.platforms": {"current_platform": Platform(dtype)},
+        "vllm.model_executor.custom_op": {"CustomOp": CustomOp},
+        "vllm._aiter_ops": {"rocm_aiter_ops": SimpleNamespace(is_linear_fp8_enabled=false.__func__)},
+        "vllm.triton_utils": {"triton": triton, "tl": tl},
+        "vllm.utils.math_utils": {"cdiv": lambda a, b: -(-a // b)},
+    }
+
+
+@cache
+def input_quantizer(dtype=torch.float8_e4m3fn):
+    return load_engine_module(REQUIREMENT, f"{PACKAGE}.input_quant_fp8", real=(UTILS,), given=given(dtype))
+
+
+@cache
+def fp8_utils():
+    return load_engine_module(
+        REQUIREMENT, f"{PACKAGE}.utils.fp8_utils", real=(UTILS, "vllm.utils.deep_gemm"), given=given()
+    )
+
+
+@cache
+def deep_gemm():
+    return load_engine_module(REQUIREMENT, "vllm.utils.deep_gemm", real=(UTILS,), given=given())
+
+
+def by_quant_fp8(x, scale=None, *, shape, dtype=torch.float8_e4m3fn):
+    """``QuantFP8.forward_native``: what a compiled model runs."""
+    module = input_quantizer(dtype)
+    quantizer = module.QuantFP8(
+        static=scale is not None, group_shape=getattr(module.GroupShape, shape), use_ue8m0=False
+    )
+    return quantizer.forward_native(x, scale)
+
+
+def compare(ours, codes, scale):
+    assert torch.equal(ours.scale.nan_to_num(-1), scale.reshape(ours.scale.shape).nan_to_num(-1))
+    assert same_codes(ours.data, codes)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", [*FINITE, "Inf", "NaN"])
+def test_inputs_per_token(name, dtype):
+    x = (finite_tensors(dtype) | nonfinite_tensors(dtype))[name]
+    compare(quantize_as(x, input_cast("vllm-token")), *by_quant_fp8(x, shape="PER_TOKEN"))
+
+
+@every_dtype
+@pytest.mark.parametrize("name", [*FINITE, "Inf", "NaN"])
+@pytest.mark.parametrize("value", [1e-3, 0.37])
+def test_static_inputs(value, name, dtype):
+    x = (finite_tensors(dtype) | nonfinite_tensors(dtype))[name]
+    scale = torch.tensor([value])
+    codes, kept = by_quant_fp8(x, scale, shape="PER_TENSOR")
+    compare(quantize_as(x, input_cast("vllm-tensor"), scale=scale.reshape(())), codes, kept)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", [*FINITE, "Inf", "NaN"])
+def test_inputs_in_fnuz(name, dtype):
+    x = (finite_tensors(dtype) | nonfinite_tensors(dtype))[name]
+    compare(quantize_as(x, input_cast("vllm-fnuz")), *by_quant_fp8(x, shape="PER_TOKEN", dtype=torch.float8_e4m3fnuz))
+
+
+def test_weights_in_fnuz():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[codes.float().isfinite()][None]
+    utils = load_engine_module(REQUIREMENT, f"{PACKAGE}.utils.w8a8_utils", given=given())
+    theirs, scale, _ = utils.normalize_e4m3fn_to_e4m3fnuz(codes.clone(), torch.tensor(0.3))
+    ours = to_fnuz(QuantizedTensor(codes, torch.tensor(0.3), get("vllm-tensor").weight.granularity, torch.float32))
+    assert same_codes(ours.tensor.data, theirs)
+    assert torch.equal(ours.tensor.scale, scale)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", FINITE)
+@pytest.mark.parametrize(
+    ("engine", "ue8m0"), [("vllm-block", False), ("vllm-block-cuda", False), ("vllm-block-ue8m0", True)]
+)
+def test_weights_in_blocks(engine, ue8m0, name, dtype):
+    x = finite_tensors(dtype)[name].repeat(20, 1)  # a ragged block
+    with torch.compiler.set_stance("force_eager"):
+        theirs = deep_gemm().per_block_cast_to_fp8(x, use_ue8m0=ue8m0)
+    compare(quantize_as(x, get(engine).weight), *theirs)
+
+
+def test_weights_of_a_file_are_quantized_again():
+    q = quantize_as(finite_tensors(torch.bfloat16)["mixed rows"].repeat(20, 1), get("vllm-block").weight)
+    codes, scale = q.data.clone(), q.scale.clone()
+    with torch.compiler.set_stance("force_eager"), importable(fp8_utils()):
+        fp8_utils().requant_weight_ue8m0_inplace(codes, scale)
+    compare(weight_as(q, get("vllm-block-ue8m0")), codes, scale)
+    assert q.granularity == PerBlock(128, 128)
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    tensors = {
+        f"{kind} {dtype} {name}": x
+        for kind in ("float", "ue8m0")
+        for dtype in DTYPES
+        for name, x in finite_tensors(dtype).items()
+    }
+    return run_interpreted(SCRIPT, tensors, tmp_path_factory.mktemp("vllm"))
+
+
+@every_dtype
+@pytest.mark.parametrize("name", FINITE)
+@pytest.mark.parametrize(("kind", "engine"), [("float", "vllm-block"), ("ue8m0", "vllm-block-ue8m0")])
+def test_inputs_in_groups(groups, kind, engine, name, dtype):
+    quotients, scale = groups[f"{kind} {dtype} {name}"]
+    compare(quantize_as(finite_tensors(dtype)[name], input_cast(engine)), cast_by_peer(quotients), scale)

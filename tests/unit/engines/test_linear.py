@@ -1,0 +1,64 @@
+"""A linear layer under a profile: operands, the roundings around them, and weights of a file."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import octavo
+from octavo.engines import PROFILES, Products, get, linear_as, quantize_as, weight_as
+from octavo.numerics import Accumulate, Scaling
+from tests.oracle.engines.adversarial import input_cast
+
+X = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+W = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)) / 16
+BIAS = torch.arange(5.0)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_approximates_the_layer(name):
+    profile = PROFILES[name]
+    assert profile.input is not None
+    scale = X.abs().amax() / 448 if profile.input.scaling == Scaling.STATIC else None
+    y = linear_as(X[None], W.bfloat16(), profile, bias=BIAS, input_scale=scale)
+    expected = F.linear(X, W, BIAS)
+    assert y.shape == (1, 3, 5)
+    assert y.dtype == profile.output
+    assert (y[0].float() - expected).norm() < 0.06 * expected.norm()
+
+
+def test_codes_are_multiplied_with_their_scales():
+    profile = get("vllm-token-cuda")
+    a, b = quantize_as(X.bfloat16(), input_cast("vllm-token-cuda")), quantize_as(W, profile.weight)
+    expected = octavo.scaled_mm(a, b, out_dtype=torch.bfloat16, accumulate=Accumulate.HOPPER_FAST)
+    assert torch.equal(linear_as(X, W, profile), expected)
+
+
+def test_decoded_operands_are_multiplied_in_the_activations_dtype():
+    profile = get("compressed-tensors")
+    assert profile.products == Products.DECODED
+    a, b = quantize_as(X.bfloat16(), input_cast("compressed-tensors")), quantize_as(W.bfloat16(), profile.weight)
+    assert torch.equal(linear_as(X, W.bfloat16(), profile), F.linear(a.dequantize(), b.dequantize()))
+
+
+def test_an_input_is_rounded_before_its_cast_unless_the_norm_casts():
+    profile = get("octavo-token")
+    narrow = replace(profile, activations=torch.bfloat16)
+    assert torch.equal(linear_as(X, W, narrow), linear_as(X.bfloat16().float(), W, profile))
+    assert not torch.equal(linear_as(X, W, narrow), linear_as(X, W, profile))
+    assert torch.equal(linear_as(X, W, replace(narrow, fused_cast=True)), linear_as(X, W, profile))
+
+
+def test_codes_of_a_file_are_kept_or_cast_again():
+    codes = quantize_as(W, get("vllm-block").weight)
+    assert weight_as(codes, get("vllm-block")) is codes
+    again = weight_as(codes, get("vllm-block-ue8m0"))
+    assert torch.equal(again.scale.log2(), again.scale.log2().round())
+    assert not torch.equal(again.scale, codes.scale)
+
+
+def test_inputs_that_are_not_cast():
+    profile = replace(get("octavo-token"), input=None)
+    decoded = quantize_as(W, profile.weight).dequantize()
+    assert torch.equal(linear_as(X, W, profile), F.linear(X, decoded))
