@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.measure import hardware, markdown_table, publish
-from octavo.experiments.study import Phase, run_study
+from octavo.experiments.run_measures import Phase
+from octavo.experiments.study import run_study
 from octavo.text.tokens import prepare
 from octavo.training.comparison import GAP_BAR_NATS, Study
 from octavo.training.config import demo_config

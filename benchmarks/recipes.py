@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio
-from octavo.experiments.study import Phase, run_study
+from octavo.experiments.run_measures import Phase
+from octavo.experiments.study import run_study
 from octavo.models import Llama
 from octavo.text.tokens import TokenData, prepare
 from octavo.training.comparison import Study

@@ -27,7 +27,7 @@ import tomllib
 
 project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-for requirement in [*project["dependencies"], *extras["report"], *extras["gguf"], *extras["export"], *extras["serve"], *extras["docs"], *extras["dev"]]:
+for requirement in [*project["dependencies"], *extras["report"], *extras["gguf"], *extras["study"], *extras["export"], *extras["serve"], *extras["docs"], *extras["dev"]]:
     if not requirement.startswith("octavo["):
         print(requirement)
 PY

@@ -26,6 +26,7 @@ from octavo.cli.options import read_api_key
 from octavo.doctor import Captures, load_capture
 from octavo.doctor.trainer_settings import read_trainer_settings, write_trainer_settings
 from octavo.errors import DataError
+from octavo.experiments.bars import Bars, read_bars, save_bars
 from octavo.export.lockstep import load_probe, make_probe, save_probe
 from octavo.inference import load_served_model
 from octavo.language_model import load_language_model
@@ -228,6 +229,11 @@ READERS: dict[str, Reader] = {
             folder / "config.toml",
         ),
         read=lambda folder: load_config(folder / "config.toml"),
+    ),
+    "bars of a study": Reader(
+        functions=(read_bars,),
+        write=lambda folder: save_bars(Bars(targets=(0.5, 0.9)), folder / "bars.toml"),
+        read=lambda folder: read_bars(folder / "bars.toml"),
     ),
     "recipe": Reader(
         functions=(from_toml,),

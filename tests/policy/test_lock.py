@@ -29,7 +29,7 @@ def test_the_lock_has_what_the_project_asks_for():
     extras = project["optional-dependencies"]
     wanted = [
         *project["dependencies"],
-        *(one for name in ("report", "gguf", "export", "serve", "docs", "dev") for one in extras[name]),
+        *(one for name in ("report", "gguf", "study", "export", "serve", "docs", "dev") for one in extras[name]),
     ]
     names = {canonical(re.split(r"[\[<>=; ]", one)[0]) for one in wanted} - {"octavo", "torch"}
     assert names <= {canonical(line.split("==")[0]) for line in LOCK}

@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from octavo.cli import options
+from octavo.cli.study_grid import GridOptions, refuse, study_grid
 from octavo.cli.study_run import compare, print_study
 from octavo.cli.thread_choice import sets_threads, threads_of
+from octavo.experiments.presets import PRESETS
 from octavo.experiments.study import DEFAULT_RECIPES
 
 __all__ = ["study"]
@@ -19,6 +21,16 @@ def study(
     recipes: Annotated[str, typer.Option(help="Recipes separated by commas, baseline first.")] = ",".join(
         DEFAULT_RECIPES
     ),
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Seeds of weights and batches; several give gaps with intervals.")
+    ] = 1,
+    lr_factors: Annotated[str, typer.Option(help="Factors of the learning rate, separated by commas.")] = "1",
+    warmup_factors: Annotated[str, typer.Option(help="Factors of the warm-up, separated by commas.")] = "1",
+    preset: Annotated[str | None, typer.Option(help=f"Rerun published claims: {', '.join(PRESETS)}.")] = None,
+    bars: Annotated[
+        Path | None, typer.Option(help="TOML file of what counts as a loss, fixed before the first run.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the runs of several seeds.")] = 1,
     prompt: Annotated[str | None, typer.Option(help="Prompt for the trained models to continue.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Start over in a folder that holds a study.")] = False,
     config: options.ConfigFile = None,
@@ -60,7 +72,18 @@ def study(
         device=device,
     )
     if threads is None and not sets_threads(config):
-        run_config = run_config.with_training(threads=threads_of(out, goes_on=not force))
+        run_config = run_config.with_training(threads=threads_of(out, goes_on=not force, ranks=jobs))
     recipe_names = tuple(name.strip() for name in recipes.split(",") if name.strip())
+    grid_options = GridOptions(seeds=seeds, lr_factors=lr_factors, warmup_factors=warmup_factors, preset=preset)
+    if grid_options.is_one_run:
+        refuse(bars is not None, "--bars", "several seeds or factors; add --seeds 5")
+        refuse(jobs > 1, "--jobs", "several seeds or factors; add --seeds 5")
+    else:
+        refuse(prompt is not None, "--prompt", "one seed; leave it out")
+        refuse(force, "--force", "one seed; remove the folder, or name another with --out")
+        names = None if recipes == ",".join(DEFAULT_RECIPES) else recipe_names
+        grid, chosen = grid_options.grid(names, first_seed=run_config.training.seed)
+        study_grid(run_config, out, grid=grid, preset=chosen, bars=bars, jobs=jobs, as_json=as_json)
+        return
     study_result = compare(run_config, out, recipes=recipe_names, prompt=prompt, force=force)
     print_study(study_result, run_config, out, as_json=as_json)

@@ -8,7 +8,8 @@ from typing import Any
 from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
-from octavo.experiments.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
+from octavo.experiments.run_measures import MEASURES, Phase
+from octavo.experiments.study import STUDY, check_prompt, check_study_data, configs_of, run_study
 from octavo.models.sources import has_run
 from octavo.reports.rendering import write_page
 from octavo.reports.study import study_page
@@ -22,7 +23,7 @@ from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, is_own_config, remove_runs, resumable_state
 from octavo.training.setup import build_model
 
-__all__ = ["compare", "print_study"]
+__all__ = ["DATA", "REPORT", "check_same_config", "compare", "print_study"]
 
 SAMPLE_LINES = 12
 DATA, REPORT = "data", "report.html"
@@ -52,7 +53,7 @@ def compare(
     if force:
         _check_ownership(out, recipes)
     else:
-        _check_same_config(config, out)
+        check_same_config(config, out)
         _check_runs(out, configs)
     with open_display() as display:
         show = phases(display)
@@ -133,7 +134,8 @@ def _check_ownership(out: Path, recipes: Sequence[str]) -> None:
             raise ConfigError(f"{str(folder)!r} holds files that octavo did not write; name another folder with --out")
 
 
-def _check_same_config(config: RunConfig, out: Path) -> None:
+def check_same_config(config: RunConfig, out: Path) -> None:
+    """Raise ConfigError if ``out`` holds a study of another configuration."""
     path = out / CONFIG
     if not path.exists() and (out / REPORT).exists():
         raise ConfigError(f"{str(out / REPORT)!r} was not written by a study; name another folder with --out")

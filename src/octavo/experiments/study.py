@@ -14,70 +14,41 @@ study.
 
 import json
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from octavo.checksums import sealed, unsealed
+from octavo.checksums import sealed
 from octavo.errors import ConfigError, DataError, NonFiniteLossError
+from octavo.experiments.run_measures import MEASURES, OnPhase, Phase, known_measures, measures_of, noise_at, on_step
 from octavo.files import write_atomically
-from octavo.models import Llama, generate
+from octavo.models import generate
 from octavo.models.sources import has_run
-from octavo.nn.scaling_state import update_scales
-from octavo.parsing import read_object
 from octavo.text.corpus import Split
 from octavo.text.sources import is_unicode
 from octavo.text.tokens import TokenData
 from octavo.training.comparison import RunMeasures, Study, run_from_json
 from octavo.training.config import RunConfig, config_from_dict
-from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
-from octavo.training.events import Event, StepDone
-from octavo.training.gradient_noise import GradientNoise, GradientProbe, gradient_noise
-from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
+from octavo.training.evaluate import unigram_entropy
+from octavo.training.gradient_noise import GradientNoise
 from octavo.training.loop import train
 from octavo.training.memory import fitting_in_memory
-from octavo.training.metrics import read_metrics
-from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, load_run
 from octavo.training.setup import check_data
 from octavo.training.signals import StoppedBySignal
 from octavo.training.study_facts import facts_of
 from octavo.training.threads import using_threads
 
-__all__ = [
-    "DEFAULT_RECIPES",
-    "MEASURES",
-    "STUDY",
-    "OnPhase",
-    "Phase",
-    "check_prompt",
-    "check_study_data",
-    "configs_of",
-    "run_study",
-]
+__all__ = ["DEFAULT_RECIPES", "STUDY", "check_prompt", "check_study_data", "configs_of", "run_study"]
 
 DEFAULT_RECIPES = ("fp32", "bf16", "tensorwise")
-STUDY, MEASURES = "study.json", "measures.json"
+STUDY = "study.json"
 NOISE_BATCHES = 16
 SAMPLE_TOKENS = 96
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.7, 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """Progress of a phase: ``done`` of ``total``."""
-
-    name: str
-    done: float
-    total: float
-    note: str = ""
-
-
-OnPhase = Callable[[Phase], None]
 
 
 def run_study(
@@ -134,7 +105,7 @@ def _studied(
     """Finish the study's runs and measure all of them."""
     recipes = list(configs)
     runs = [_measured(folder / recipe, configs[recipe], data, test_tokens, report) for recipe in recipes]
-    noise = _gradient_noise(folder / recipes[0], configs, data, report)
+    noise = noise_at(folder / recipes[0], configs, data, batches=NOISE_BATCHES, report=report)
     baseline = load_run(folder / recipes[0])
     return Study(
         runs=tuple(_with_noise(run, noise[run.recipe]) for run in runs),
@@ -196,117 +167,25 @@ def _measured(
 ) -> RunMeasures:
     """Train or resume one run and evaluate it, or read the measures of an earlier call."""
     identity = {"config": config.config_hash(), "data": data.content_hash, "test_tokens": test_tokens}
-    known = _known_measures(run_dir / MEASURES, identity)
+
+    def read(content: dict[str, Any]) -> RunMeasures | None:
+        same = all(content[key] == value for key, value in identity.items())
+        return run_from_json(content["run"]) if same else None
+
+    known = known_measures(run_dir / MEASURES, read)
     if known is not None:
         return known
-    recipe = config.training.recipe
-    result = train(config, run_dir, data=data, resume=has_run(run_dir), on_event=_as_phase(f"train {recipe}", report))
+    on_event = on_step(f"train {config.training.recipe}", report)
+    result = train(config, run_dir, data=data, resume=has_run(run_dir), on_event=on_event)
     if result.stopped_by is not None:
         raise StoppedBySignal(result.stopped_by)
-    window_nats = _window_nats(load_run(run_dir), data, test_tokens, report)
-    if not all(map(math.isfinite, window_nats)):
+    measures = measures_of(result, config, data, test_tokens=test_tokens, report=report)
+    if not all(map(math.isfinite, measures.window_nats)):
         raise NonFiniteLossError(f"the held-out loss of {str(run_dir)!r} is not finite; lower the learning rate")
-    measures = RunMeasures(
-        recipe=recipe,
-        steps=result.step,
-        train_curve=result.train_curve,
-        validation_curve=result.validation_curve,
-        window_nats=window_nats,
-        tokens_per_second=_tokens_per_second(run_dir, config),
-        peak_memory_bytes=result.peak_memory_bytes,
-        threads=_threads(run_dir),
-    )
     write_atomically(
         run_dir / MEASURES, json.dumps(sealed({**identity, "run": asdict(measures)}), allow_nan=False) + "\n"
     )
     return measures
-
-
-def _known_measures(path: Path, identity: Mapping[str, object]) -> RunMeasures | None:
-    if not path.exists():
-        return None
-    try:
-        content = unsealed(read_object(path))
-        same = all(content[key] == value for key, value in identity.items())
-        return run_from_json(content["run"]) if same else None
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{str(path)!r} is damaged ({error}); delete it and run the study again") from error
-
-
-def _as_phase(name: str, report: OnPhase) -> Callable[[Event], None]:
-    def on_event(event: Event) -> None:
-        if isinstance(event, StepDone):
-            note = f"loss {event.loss:.3f}, {event.tokens_per_second:,.0f} tokens/s"
-            report(Phase(name=name, done=event.step, total=event.steps, note=note))
-
-    return on_event
-
-
-def _window_nats(run: TrainedRun, data: TokenData, test_tokens: int | None, report: OnPhase) -> tuple[float, ...]:
-    training = run.config.training
-    total = batches_of(data, training.context, max_tokens=test_tokens)
-
-    def on_forward(done: int) -> None:
-        report(Phase(name=f"evaluate {training.recipe}", done=done, total=total))
-
-    with watching_forwards(run.model, on_forward):
-        evaluation = evaluate(
-            run.model,
-            data,
-            context=training.context,
-            split=Split.TEST,
-            max_tokens=test_tokens,
-            batch_size=BATCH_WINDOWS,
-            surroundings=run.surroundings,
-        )
-    return evaluation.window_nats
-
-
-def _tokens_per_second(run_dir: Path, config: RunConfig) -> float:
-    """Tokens of an update over the median duration of all updates of the run, including those before a resume."""
-    seconds = [float(line["seconds"]) for line in read_metrics(run_dir) if line["kind"] == "step"]
-    typical: float = statistics.median(seconds)
-    return config.training.tokens_per_step / max(typical, 1e-4)
-
-
-def _threads(run_dir: Path) -> tuple[int, ...]:
-    """Distinct numbers of CPU threads in the run's steps."""
-    return tuple(sorted({int(line["threads"]) for line in read_metrics(run_dir) if "threads" in line}))
-
-
-def _gradient_noise(
-    baseline_dir: Path, configs: Mapping[str, RunConfig], data: TokenData, report: OnPhase
-) -> dict[str, GradientNoise]:
-    """Noise under every recipe at the baseline's final weights, on the micro-batches after the last step."""
-    weights = load_run(baseline_dir).model
-    probes = {recipe: _probe(weights, config) for recipe, config in configs.items()}
-    first = next(iter(configs.values())).training
-    start = first.steps * first.grad_accumulation
-    batches = [
-        torch.stack(data.batch(step, batch_size=first.batch_size, context=first.context, seed=first.seed))
-        for step in range(start, start + NOISE_BATCHES)
-    ]
-
-    def on_batch(done: int) -> None:
-        report(Phase(name="gradient noise", done=done, total=NOISE_BATCHES))
-
-    return gradient_noise(probes, batches, on_batch=on_batch)
-
-
-def _probe(weights: Llama, config: RunConfig) -> GradientProbe:
-    device = resolve_device(config.training.device)
-    model = Llama(weights.config).to(device)
-    model.load_state_dict(weights.state_dict())
-    apply_recipe(model, config.training, step=config.training.steps)
-    context = surroundings(config.training, device)
-
-    def loss(batch: Tensor) -> Tensor:
-        update_scales(model)  # a delayed recipe computes its scales from the previous batch
-        inputs, targets = batch.to(device)
-        with context:
-            return token_loss(model(inputs), targets)
-
-    return GradientProbe(model=model, loss=loss)
 
 
 def _with_noise(run: RunMeasures, noise: GradientNoise) -> RunMeasures:

@@ -4,6 +4,7 @@ With g_i the gradient of all parameters on micro-batch i of n, and g the mean of
 
     variance    tr cov(g_i) = sum_i |g_i - g|^2 / (n - 1)                      the spread between micro-batches
     error       sqrt( sum_i |g_i - h_i|^2 / sum_i |h_i|^2 )                    h_i: the baseline's gradient, same batch
+    scale       variance / (|g|^2 - variance / n)                              micro-batches; B_simple, arXiv 1812.06162
 
 The variance is sampling noise, which all precisions share, plus quantization noise. On a small model sampling noise
 dominates, so the ratio of variances is near 1; the error is due to quantization alone. Sums are in float64, because the
@@ -32,10 +33,15 @@ class GradientProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise:
-    """``variance`` is the trace of the gradients' covariance, ``error`` their relative distance to the baseline's."""
+    """``variance`` is the trace of the gradients' covariance, ``error`` their relative distance to the baseline's.
+
+    ``scale`` is the noise scale: from about that many micro-batches a step on, more of them add little. It is infinite
+    if the mean gradient is within its own noise.
+    """
 
     variance: float
     error: float
+    scale: float
 
 
 def gradient_noise(
@@ -85,7 +91,8 @@ class _Sums:
         square_of_mean = float(self.gradient @ self.gradient) / count**2
         variance = max(0.0, self.squares - count * square_of_mean) / (count - 1)
         error = math.sqrt(self.distances / self.baseline_squares) if self.baseline_squares else 0.0
-        return GradientNoise(variance=variance, error=error)
+        signal = square_of_mean - variance / count
+        return GradientNoise(variance=variance, error=error, scale=variance / signal if signal > 0 else math.inf)
 
 
 def _gradient(probe: GradientProbe, batch: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 
 from octavo.doctor import diagnose
 from octavo.errors import ConfigError, DataError
-from octavo.experiments.study import Phase, run_study
+from octavo.experiments.run_measures import Phase
+from octavo.experiments.study import run_study
 from octavo.reports.study import study_page
 from octavo.text.corpus import Split
 from octavo.text.tokens import prepare

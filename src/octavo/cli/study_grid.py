@@ -1,0 +1,211 @@
+"""``octavo study`` of several seeds or factors, or of a preset: run a grid in a folder, print and write its tables."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from octavo.cli.console import print_json, print_lines, print_table, stdout
+from octavo.cli.progress import open_display, phases
+from octavo.cli.study_run import DATA, REPORT, check_same_config
+from octavo.errors import ConfigError
+from octavo.experiments import grid_tables
+from octavo.experiments.bars import Bars, read_bars, save_bars
+from octavo.experiments.cells import CellResult, Variant
+from octavo.experiments.grid import Grid, locked, run_grid
+from octavo.experiments.grid_comparison import GridComparison
+from octavo.experiments.grid_results import write_results
+from octavo.experiments.presets import Preset, outcome, preset_named
+from octavo.experiments.run_measures import Phase
+from octavo.experiments.study import DEFAULT_RECIPES, check_study_data
+from octavo.reports.grid import grid_page
+from octavo.reports.rendering import write_page
+from octavo.text.corpus import Split
+from octavo.text.tokenizer import SMALLEST_VOCABULARY
+from octavo.text.tokens import TokenData, open_data, preparing
+from octavo.training.config import RunConfig, save_config
+from octavo.training.evaluate import unigram_entropy
+from octavo.training.memory import check_run_fits
+from octavo.training.run_folder import CONFIG
+
+__all__ = ["GridOptions", "refuse", "study_grid"]
+
+BARS = "bars.toml"
+FACTOR = "1"  # of the learning rate and of the warm-up, by default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridOptions:
+    """Options of the command that make a grid of a study."""
+
+    seeds: int
+    lr_factors: str
+    warmup_factors: str
+    preset: str | None
+
+    @property
+    def is_one_run(self) -> bool:
+        """True if every recipe has a single run."""
+        factors = self.lr_factors, self.warmup_factors
+        return self.preset is None and self.seeds == 1 and factors == (FACTOR, FACTOR)
+
+    def grid(self, recipes: Sequence[str] | None, *, first_seed: int) -> tuple[Grid, Preset | None]:
+        """The grid, and its preset; ``recipes`` are None if they were not given.
+
+        Raises:
+            ConfigError: an unknown preset, a factor that is no number, or an option that the preset sets.
+        """
+        seeds = tuple(range(first_seed, first_seed + self.seeds))
+        if self.preset is not None:
+            factors = self.lr_factors, self.warmup_factors
+            refuse(recipes is not None, "--recipes", "no preset, which has its own; leave one of them out")
+            refuse(factors != (FACTOR, FACTOR), "--lr-factors or --warmup-factors", "no preset; leave one of them out")
+            preset = preset_named(self.preset)
+            return preset.grid(seeds), preset
+        names = DEFAULT_RECIPES if recipes is None else recipes
+        grid = Grid(
+            variants=tuple(Variant(name=name, recipe=name) for name in names),
+            seeds=seeds,
+            lr_factors=_factors("--lr-factors", self.lr_factors),
+            warmup_factors=_factors("--warmup-factors", self.warmup_factors),
+        )
+        return grid, None
+
+
+def refuse(given: bool, option: str, needs: str) -> None:
+    """Raise ConfigError if an option was given that has no effect."""
+    if given:
+        raise ConfigError(f"{option} needs a study of {needs}")
+
+
+def _factors(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} takes numbers separated by commas, such as 0.5,1,2, not {text!r}") from error
+
+
+def study_grid(
+    config: RunConfig,
+    out: Path,
+    *,
+    grid: Grid,
+    preset: Preset | None = None,
+    bars: Path | None = None,
+    jobs: int = 1,
+    as_json: bool = False,
+) -> None:
+    """Run the cells of a grid that are not finished, and print and write what all of them say.
+
+    Raises:
+        ConfigError: an invalid cell; ``out`` holds a study of another configuration or with other bars.
+        DataError: a split of the text is too short.
+    """
+    check_run_fits(config, SMALLEST_VOCABULARY)
+    check_same_config(config, out)
+    for cell in grid.cells:
+        cell.config(config)
+    own_bars = _bars(out / BARS, bars)
+    out.mkdir(parents=True, exist_ok=True)
+    save_bars(own_bars, out / BARS)
+    with open_display() as display:
+        data = _prepared(config, out, phases(display))
+        save_config(config, out / CONFIG)
+        with _workers(jobs - 1, grid, config, out):
+            show = phases(display)
+            finished = 0
+
+            def on_cell(result: CellResult) -> None:
+                nonlocal finished
+                finished += 1
+                ending = f"diverged at step {result.failed_at}" if result.diverged else f"{result.run.nats:.4f} nats"
+                display.say(f"{finished}/{len(grid.cells)} {result.cell.name}: {ending}")
+
+            def on_phase(phase: Phase) -> None:
+                show(phase.name, phase.done, phase.total, phase.note)
+
+            results = run_grid(grid, config, out, data=data, on_phase=on_phase, on_cell=on_cell)
+    comparison = GridComparison(
+        results,
+        baseline=grid.variants[0].name,
+        bars=own_bars,
+        unigram_nats=unigram_entropy(data, Split.VALIDATION),
+    )
+    names = write_results(results, out)
+    _write_report(comparison, preset, out)
+    _print(comparison, preset, out, names, as_json=as_json)
+
+
+def _bars(own: Path, given: Path | None) -> Bars:
+    """The folder's bars, or the given ones in a new folder."""
+    if not own.exists():
+        return Bars() if given is None else read_bars(given)
+    bars = read_bars(own)
+    if given is not None and read_bars(given) != bars:
+        raise ConfigError(
+            f"{str(own)!r} was written before this study's runs and holds other bars than {str(given)!r}; "
+            "bars do not change once there are results: name another folder with --out"
+        )
+    return bars
+
+
+def _prepared(config: RunConfig, out: Path, show: Callable[..., None]) -> TokenData:
+    """The study's tokens, prepared by one process at a time."""
+    with locked(out / ".data.lock", wait=True):
+        with preparing(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show) as tokens:
+            check_study_data(tokens, config)
+        return open_data(out / DATA)
+
+
+@contextmanager
+def _workers(count: int, grid: Grid, config: RunConfig, out: Path) -> Iterator[None]:
+    """Processes that run cells beside this one."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_work, args=(grid, config, out), daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.join()
+
+
+def _work(grid: Grid, config: RunConfig, out: Path) -> None:
+    run_grid(grid, config, out, data=open_data(out / DATA), wait=False)
+
+
+def _write_report(comparison: GridComparison, preset: Preset | None, out: Path) -> None:
+    try:
+        page = grid_page(comparison, preset)
+    except ConfigError as error:
+        print_lines(f"note: no {REPORT}: {error}", to_stderr=True)
+        return
+    write_page(out / REPORT, page)
+
+
+def _print(
+    comparison: GridComparison, preset: Preset | None, out: Path, names: tuple[str, ...], *, as_json: bool
+) -> None:
+    measures = [comparison.measures(group) for group in comparison.groups]
+    outcomes = [outcome(claim, comparison) for claim in preset.claims] if preset else []
+    if as_json:
+        print_json(
+            {
+                "folder": str(out),
+                "bars": asdict(comparison.bars),
+                "groups": [asdict(one) | {"verdict": comparison.verdict(one)} for one in measures],
+                "claims": [asdict(one) for one in outcomes],
+            }
+        )
+        return
+    print_table("", grid_tables.GAP_COLUMNS, grid_tables.gap_rows(comparison, measures))
+    if outcomes:
+        print_table("Claims", grid_tables.CLAIM_COLUMNS, grid_tables.claim_rows(outcomes))
+    ranking = comparison.ranking(*next(iter(comparison.groups))[1:])
+    if ranking:
+        print_table("Pairs", grid_tables.RANKING_COLUMNS, grid_tables.ranking_rows(ranking))
+    for note in filter(None, (grid_tables.seeds_note(measures),)):
+        stdout().print(note, "", sep="\n", markup=False)
+    print_lines(f"Files: {out}/ {', '.join((REPORT, *names, CONFIG, BARS))}, cells/")

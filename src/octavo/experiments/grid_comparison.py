@@ -1,0 +1,247 @@
+"""Comparison of a grid's variants with its baseline, over paired seeds and windows.
+
+    gap         mean over seeds and windows of run − baseline; its interval: :mod:`octavo.experiments.intervals`
+    spread      standard deviation over seeds of the baseline's final loss
+    tail slope  least-squares slope of the validation gap over the last ``bars.tail`` of the steps, nats in 1,000 steps
+    spikes      training losses above median + bars.spike · 1.4826 · MAD of the 32 before, in 1,000 steps
+    diverged    the loss became NaN or infinite, or ended at or above the unigram entropy
+
+Diverged runs are counted; gaps and slopes are of the seeds that both finished.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.curves import difference
+from octavo.experiments.bars import Bars
+from octavo.experiments.cells import CellResult
+from octavo.experiments.intervals import Interval, holm, paired_interval, seeds_needed, slope, student_interval
+from octavo.training.comparison import RunMeasures, steps_to, value_at
+
+__all__ = ["GridComparison", "Group", "Ranking", "VariantMeasures", "spikes"]
+
+BEFORE = 32  # steps before one that may be a spike
+MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+DETECTABLE_NATS = 0.005
+
+Group = tuple[str, float, float]  # variant, factor of the learning rate, factor of the warm-up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantMeasures:
+    """Measures of one variant at one learning rate and warm-up, over its seeds.
+
+    Attributes:
+        group: variant and factors.
+        seeds: number of runs.
+        diverged: how many of them diverged.
+        nats: mean final loss over the seeds that did not.
+        gap: gap to the baseline at the same factors; None for the baseline and without a common seed.
+        spread: standard deviation over seeds of the baseline's final loss, nats; None with fewer than two.
+        tail_slope: slope of the gap at the end, nats in 1,000 steps; None as for ``gap``, or without two evaluations.
+        steps_to_targets: median over seeds of steps to each target over the baseline's; None where one never came.
+        seconds_to_targets: the same of seconds.
+        spikes: in 1,000 steps.
+        gradient_variance: median over seeds, relative to the baseline's.
+        gradient_error: median distance to the FP32 gradient.
+        noise_scale: median, in micro-batches.
+        tokens_per_second: median.
+        peak_memory_bytes: largest.
+        seeds_needed: paired seeds that would see 0.005 nats with a chance of 80 %; None with fewer than two seeds.
+    """
+
+    group: Group
+    seeds: int
+    diverged: int
+    nats: float | None
+    gap: Interval | None
+    spread: float | None
+    tail_slope: Interval | None
+    steps_to_targets: tuple[float | None, ...]
+    seconds_to_targets: tuple[float | None, ...]
+    spikes: float
+    gradient_variance: float | None
+    gradient_error: float | None
+    noise_scale: float | None
+    tokens_per_second: float | None
+    peak_memory_bytes: int | None
+    seeds_needed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """A pair of variants: the better one first, with Holm's p-value over all pairs."""
+
+    better: str
+    worse: str
+    difference: Interval
+    p_value: float
+
+
+class GridComparison:
+    """Everything that a study's tables say, from the results of its cells.
+
+    Args:
+        results: finished cells.
+        baseline: name of the variant that the others are measured against.
+        bars: what counts as a loss.
+        unigram_nats: entropy of the token frequencies.
+    """
+
+    def __init__(self, results: Iterable[CellResult], *, baseline: str, bars: Bars, unigram_nats: float) -> None:
+        self.baseline, self.bars, self.unigram_nats = baseline, bars, unigram_nats
+        self.groups: dict[Group, dict[int, CellResult]] = {}
+        for result in results:
+            cell = result.cell
+            self.groups.setdefault((cell.variant.name, cell.lr, cell.warmup), {})[cell.seed] = result
+
+    def has_diverged(self, result: CellResult) -> bool:
+        """True for a run that broke, or that predicts no better than token frequencies."""
+        return result.diverged or result.run.nats >= self.unigram_nats
+
+    def measures(self, group: Group) -> VariantMeasures:
+        """The measures of a group."""
+        runs = self._finished(group)
+        base = self._finished((self.baseline, *group[1:]))
+        common = [] if group[0] == self.baseline else sorted(runs.keys() & base.keys())
+        pairs = [(runs[seed], base[seed]) for seed in common]
+        gap = self.gap(group, (self.baseline, *group[1:])) if pairs else None
+        results = self.groups[group].values()
+        return VariantMeasures(
+            group=group,
+            seeds=len(results),
+            diverged=sum(map(self.has_diverged, results)),
+            nats=statistics.fmean(run.nats for run in runs.values()) if runs else None,
+            gap=gap,
+            spread=statistics.stdev(run.nats for run in base.values()) if len(base) > 1 else None,
+            tail_slope=self._tail_slope(pairs),
+            steps_to_targets=self._costs(pairs, lambda _: 1.0),
+            seconds_to_targets=self._costs(pairs, lambda run: 1 / run.tokens_per_second),
+            spikes=_rate(results, self.bars.spike),
+            gradient_variance=_median(
+                run.gradient_variance / other.gradient_variance
+                for run, other in pairs
+                if run.gradient_variance is not None and other.gradient_variance
+            ),
+            gradient_error=_median(run.gradient_error for run in runs.values()),
+            noise_scale=_median(result.noise_scale for result in results),
+            tokens_per_second=_median(run.tokens_per_second for run in runs.values()),
+            peak_memory_bytes=max((run.peak_memory_bytes or 0 for run in runs.values()), default=0) or None,
+            seeds_needed=self._seeds_needed(pairs),
+        )
+
+    def gap(self, group: Group, base: Group) -> Interval | None:
+        """Gap of one group over another on the seeds that both finished; None without one."""
+        runs, others = self._finished(group), self._finished(base)
+        common = sorted(runs.keys() & others.keys())
+        if not common:
+            return None
+        return paired_interval([np.subtract(runs[seed].window_nats, others[seed].window_nats) for seed in common])
+
+    def ranking(self, lr: float, warmup: float) -> list[Ranking]:
+        """Every pair of variants at these factors, by p-value."""
+        names = [name for name, *factors in self.groups if factors == [lr, warmup]]
+        gaps = {
+            (one, other): gap
+            for one, other in itertools.combinations(names, 2)
+            if (gap := self.gap((one, lr, warmup), (other, lr, warmup))) and not math.isnan(gap.error)
+        }
+        adjusted = holm({f"{one} {other}": gap.p_value for (one, other), gap in gaps.items()})
+        ranked = [
+            Ranking(
+                better=one if gap.estimate <= 0 else other,
+                worse=other if gap.estimate <= 0 else one,
+                difference=gap,
+                p_value=adjusted[f"{one} {other}"],
+            )
+            for (one, other), gap in gaps.items()
+        ]
+        return sorted(ranked, key=lambda pair: pair.p_value)
+
+    def verdict(self, measures: VariantMeasures) -> str:
+        """Whether a variant loses accuracy, by both bars, in one sentence."""
+        gap, bars = measures.gap, self.bars
+        if gap is None:
+            return "baseline" if measures.group[0] == self.baseline else "no seed that the baseline finished too"
+        if math.isnan(gap.error):
+            return "one seed and one window: no interval"
+        if gap.high <= bars.gap_nats:
+            within = f"within {bars.gap_nats:g} nats"
+        elif gap.low > bars.gap_nats:
+            within = f"above {bars.gap_nats:g} nats"
+        else:
+            within = f"undecided at {bars.gap_nats:g} nats"
+        if measures.spread is None:
+            return within
+        inside = gap.estimate <= bars.spread * measures.spread
+        return f"{within}, {'inside' if inside else 'outside'} the baseline's spread"
+
+    def _finished(self, group: Group) -> dict[int, RunMeasures]:
+        return {
+            seed: result.run for seed, result in self.groups.get(group, {}).items() if not self.has_diverged(result)
+        }
+
+    def _tail_slope(self, pairs: Sequence[tuple[RunMeasures, RunMeasures]]) -> Interval | None:
+        slopes = []
+        for run, other in pairs:
+            start = (1 - self.bars.tail) * run.steps
+            gaps = [point for point in difference(run.validation_curve, other.validation_curve) if point[0] >= start]
+            if len(gaps) < 2:
+                return None
+            slopes.append(1000 * slope(*zip(*gaps, strict=True)))
+        return student_interval(slopes) if slopes else None
+
+    def _costs(
+        self, pairs: Sequence[tuple[RunMeasures, RunMeasures]], cost: Callable[[RunMeasures], float]
+    ) -> tuple[float | None, ...]:
+        """Median over seeds of the relative cost to each target; None where a seed did not reach it."""
+        medians = []
+        for share in self.bars.targets:
+            costs = [_cost_to(run, other, share, cost) for run, other in pairs]
+            medians.append(None if not costs or None in costs else _median(costs))
+        return tuple(medians)
+
+    @staticmethod
+    def _seeds_needed(pairs: Sequence[tuple[RunMeasures, RunMeasures]]) -> int | None:
+        if len(pairs) < 2:
+            return None
+        return seeds_needed(statistics.stdev(run.nats - other.nats for run, other in pairs), DETECTABLE_NATS)
+
+
+def spikes(losses: Sequence[float], height: float) -> int:
+    """Number of losses more than ``height`` robust deviations above the median of the 32 before.
+
+    Example:
+        >>> spikes([1.0, 1.1] * 20 + [3.0] + [1.0, 1.1] * 5, height=6.0)
+        1
+    """
+    count = 0
+    for index in range(BEFORE, len(losses)):
+        before = np.asarray(losses[index - BEFORE : index])
+        middle = float(np.median(before))
+        deviation = MAD_TO_DEVIATION * float(np.median(np.abs(before - middle)))
+        count += losses[index] > middle + height * deviation
+    return count
+
+
+def _rate(results: Iterable[CellResult], height: float) -> float:
+    """Spikes in 1,000 steps of all runs."""
+    curves = [[loss for _, loss in result.run.train_curve] for result in results]
+    return 1000 * sum(spikes(losses, height) for losses in curves) / max(1, sum(map(len, curves)))
+
+
+def _cost_to(run: RunMeasures, base: RunMeasures, share: float, cost: Callable[[RunMeasures], float]) -> float | None:
+    """Cost until a run reaches the baseline's loss at a share of its steps, over the baseline's cost."""
+    target = value_at(base.validation_curve, share * base.steps)
+    steps, own = steps_to(run.validation_curve, target), steps_to(base.validation_curve, target)
+    return None if steps is None or not own else steps * cost(run) / (own * cost(base))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

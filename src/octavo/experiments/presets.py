@@ -1,0 +1,262 @@
+"""Grids that rerun published claims, each with what would confirm it.
+
+A claim is an order of two groups of the grid: the first ends at a lower held-out loss than the second. It is confirmed
+if the 95 % interval of their paired difference lies on the claimed side of 0, contradicted if it lies on the other, and
+open if it holds 0: more seeds, or a larger model, would have to decide.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.experiments.cells import Variant
+from octavo.experiments.grid import Grid
+from octavo.experiments.grid_comparison import GridComparison, Group
+from octavo.experiments.intervals import Interval
+from octavo.training.config_values import did_you_mean
+
+__all__ = ["PRESETS", "Claim", "Outcome", "Preset", "outcome", "preset_named"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A claimed order.
+
+    Attributes:
+        text: the claim in one sentence.
+        source: who says so.
+        better: the group said to end at the lower loss.
+        worse: the other one.
+    """
+
+    text: str
+    source: str
+    better: Group
+    worse: Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Variants and factors of a grid, and the claims that it tests."""
+
+    variants: tuple[Variant, ...]
+    claims: tuple[Claim, ...]
+    lr_factors: tuple[float, ...] = (1.0,)
+    warmup_factors: tuple[float, ...] = (1.0,)
+
+    def grid(self, seeds: tuple[int, ...]) -> Grid:
+        """The preset's grid over these seeds."""
+        return Grid(variants=self.variants, seeds=seeds, lr_factors=self.lr_factors, warmup_factors=self.warmup_factors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Verdict of a grid on a claim: "confirmed", "contradicted" or "open", and worse − better in nats."""
+
+    claim: Claim
+    verdict: str
+    difference: Interval | None
+
+
+def outcome(claim: Claim, comparison: GridComparison) -> Outcome:
+    """Test a claim."""
+    difference = comparison.gap(claim.worse, claim.better)
+    if difference is None or not difference.error > 0:
+        verdict = "open"
+    elif difference.low > 0:
+        verdict = "confirmed"
+    else:
+        verdict = "contradicted" if difference.high < 0 else "open"
+    return Outcome(claim=claim, verdict=verdict, difference=difference)
+
+
+def preset_named(name: str) -> Preset:
+    """A preset by name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(
+            f"there is no preset {name!r}{did_you_mean(name, list(PRESETS))}; use one of {', '.join(PRESETS)}"
+        )
+    return PRESETS[name]
+
+
+def _variant(name: str, recipe: str, training: dict[str, Any] | None = None, **options: Any) -> Variant:
+    return Variant(name=name, recipe=recipe, options=options, training=training or {})
+
+
+def _at(name: str, lr: float = 1.0, warmup: float = 1.0) -> Group:
+    return name, lr, warmup
+
+
+_BF16 = Variant(name="bf16", recipe="bf16")
+_TENSORWISE = Variant(name="tensorwise", recipe="tensorwise")
+_ARTICLE = "the article that octavo started from (2025)"
+_FIRST = {"precision_schedule": (("bf16", 0.0), ("fp8", 0.2))}
+_LAST = {"precision_schedule": (("fp8", 0.0), ("bf16", 0.8))}
+
+PRESETS: dict[str, Preset] = {
+    "learning-rate": Preset(
+        variants=(_BF16, _TENSORWISE),
+        lr_factors=(0.5, 0.85, 1.0, 1.5, 2.0),
+        warmup_factors=(1.0, 1.5),
+        claims=(
+            Claim(
+                text="FP8 wants 0.85 times the learning rate and 1.5 times the warm-up.",
+                source=_ARTICLE,
+                better=_at("tensorwise", 0.85, 1.5),
+                worse=_at("tensorwise"),
+            ),
+        ),
+    ),
+    "phases": Preset(
+        variants=(
+            _BF16,
+            _TENSORWISE,
+            _variant("bf16-first", "tensorwise", _FIRST),
+            _variant("bf16-last", "tensorwise", _LAST),
+        ),
+        claims=(
+            Claim(
+                text="The last fifth of the steps in BF16 ends lower than FP8 throughout.",
+                source=_ARTICLE,
+                better=_at("bf16-last"),
+                worse=_at("tensorwise"),
+            ),
+            Claim(
+                text="Precision matters more at the end than at the beginning.",
+                source="a question of octavo's own",
+                better=_at("bf16-last"),
+                worse=_at("bf16-first"),
+            ),
+        ),
+    ),
+    "delayed-scaling": Preset(
+        variants=(
+            _BF16,
+            _TENSORWISE,
+            _variant("max-of-16", "delayed"),
+            _variant("max-of-1024", "delayed", history_length=1024),
+            _variant("latest", "delayed", history_length=1),
+            _variant("mean-of-32", "article"),
+        ),
+        claims=(
+            Claim(
+                text="Scales from the maximum of a window lose nothing against scales of the tensor at hand.",
+                source="arXiv 2209.05433",
+                better=_at("tensorwise"),
+                worse=_at("max-of-16"),
+            ),
+            Claim(
+                text="A mean of scales every 4 steps trains worse than the maximum.",
+                source="octavo's docs/concepts/delayed-scaling.md, against the article",
+                better=_at("max-of-16"),
+                worse=_at("mean-of-32"),
+            ),
+        ),
+    ),
+    "gradient-format": Preset(
+        variants=(
+            _BF16,
+            _variant("tensor-E5M2", "tensorwise"),
+            _variant("tensor-E4M3", "tensorwise", gradient_format="E4M3"),
+            _variant("block-E5M2", "blockwise", gradient_format="E5M2"),
+            _variant("block-E4M3", "blockwise"),
+        ),
+        claims=(
+            Claim(
+                text="With one scale a tensor, gradients need E5M2's range.",
+                source="arXiv 2209.05433",
+                better=_at("tensor-E5M2"),
+                worse=_at("tensor-E4M3"),
+            ),
+            Claim(
+                text="With a scale a block, E4M3's third bit is worth more than E5M2's range.",
+                source="arXiv 2412.19437",
+                better=_at("block-E4M3"),
+                worse=_at("block-E5M2"),
+            ),
+        ),
+    ),
+    "stochastic-rounding": Preset(
+        variants=(
+            _BF16,
+            _TENSORWISE,
+            _variant("stochastic", "tensorwise", gradient_rounding="stochastic"),
+        ),
+        claims=(
+            Claim(
+                text="Stochastic rounding of gradients ends lower than rounding to nearest.",
+                source="arXiv 1905.12334",
+                better=_at("stochastic"),
+                worse=_at("tensorwise"),
+            ),
+        ),
+    ),
+    "accumulation": Preset(
+        variants=(
+            _BF16,
+            _TENSORWISE,
+            _variant("hopper", "tensorwise", emulate_tensor_cores=True),
+        ),
+        claims=(
+            Claim(
+                text="Hopper's 14-bit accumulation ends higher than float32 sums.",
+                source="arXiv 2412.19437 §3.3.2",
+                better=_at("tensorwise"),
+                worse=_at("hopper"),
+            ),
+        ),
+    ),
+    "mx-scales": Preset(
+        variants=(
+            _BF16,
+            _variant("round-up", "mxfp8"),
+            _variant("floor", "mxfp8", scale_rounding="floor"),
+        ),
+        claims=(
+            Claim(
+                text="MXFP8 scales rounded up end lower than the specification's floor.",
+                source="arXiv 2506.08027",
+                better=_at("round-up"),
+                worse=_at("floor"),
+            ),
+        ),
+    ),
+    "power-of-two": Preset(
+        variants=(
+            _BF16,
+            _variant("row-power", "rowwise"),
+            _variant("row-float", "rowwise", power_of_two=False),
+            _variant("block-power", "blockwise"),
+            _variant("block-float", "blockwise", power_of_two=False),
+        ),
+        claims=(
+            Claim(
+                text="Float scales of a row end lower than powers of two.",
+                source="a user would expect it: the scaled values lie closer to the format's maximum",
+                better=_at("row-float"),
+                worse=_at("row-power"),
+            ),
+            Claim(
+                text="Float scales of a block end lower than powers of two.",
+                source="as above",
+                better=_at("block-float"),
+                worse=_at("block-power"),
+            ),
+        ),
+    ),
+    "head": Preset(
+        variants=(_BF16, _TENSORWISE, _variant("head-in-fp8", "tensorwise", {"convert_head": True})),
+        claims=(
+            Claim(
+                text="The head belongs in high precision.",
+                source="arXiv 2412.19437 §3.3.1",
+                better=_at("tensorwise"),
+                worse=_at("head-in-fp8"),
+            ),
+        ),
+    ),
+}
