@@ -64,6 +64,17 @@ def test_calibration_check_warns_about_text_beyond_the_scales(octavo, finished_r
     assert "warning: the checked text exceeds the scales of" in result.stdout
 
 
+def test_an_input_that_is_warned_of_is_among_the_rows(octavo, finished_run, text, tmp_path, monkeypatch):
+    """One row is shown, that of lowest SQNR, and another that a warning names."""
+    monkeypatch.setattr("octavo.cli.calibrate.ROWS", 1)
+    sentence = "the last quarter of the samples still moved the scale of 'model.layers.0.self_attn.v_proj' (20.0%)"
+    for said, shown in ([], False), ([sentence], True):
+        monkeypatch.setattr("octavo.quantization.Calibration.warnings", lambda _, said=said: said)
+        result = octavo("calibrate", finished_run, "--data", text, "--samples", 32, "--out", tmp_path / "out")
+        assert "the 1 of lowest SQNR among 4 inputs, and those named below" in " ".join(result.stdout.split())
+        assert ("model.layers.0.self_attn.q_proj +2" in result.stdout) == shown  # it shares v_proj's input
+
+
 def test_a_text_too_short_for_its_check_is_refused_at_once(octavo, finished_run, text, tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.cli.calibrate.find_scales", lambda *_, **__: pytest.fail("calibrated"))
     (tmp_path / "short.txt").write_text("of course " * 40)
