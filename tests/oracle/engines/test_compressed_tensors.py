@@ -64,3 +64,15 @@ def test_static_inputs(value, name, dtype):
     theirs = fake_quantize(x, scale, None, TENSOR)
     ours = quantize_as(x, input_cast("compressed-tensors-static"), scale=scale.reshape(()))
     equal(ours.dequantize(), theirs)
+
+
+def test_in_fp32_it_gives_octavos_codes_but_for_one_in_a_hundred_thousand():
+    """Its scale is amax / 448 and octavo's 1 / (448 / amax): a last bit, which moves numbers next to a tie alone."""
+    x = torch.randn(2048, 576, generator=torch.Generator().manual_seed(0))
+    scale, zero_point = compute_dynamic_scales_and_zp(x[None], TOKEN, SimpleNamespace())
+    theirs = quantize(x[None], scale, zero_point, TOKEN, dtype=torch.float8_e4m3fn)[0].float()
+    ours = quantize_as(x, input_cast("octavo-token"))
+    steps = (ours.scale.view(torch.int32) - scale[0].view(torch.int32)).abs()
+    assert 0 < steps.float().mean() < 1
+    assert steps.max() == 1
+    assert (ours.data.float() != theirs).float().mean() < 1e-5
