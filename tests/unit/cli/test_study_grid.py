@@ -60,7 +60,7 @@ def test_other_bars_are_refused_once_there_are_results(octavo, printed, argument
         (["--preset", "phases", "--recipes", "bf16"], "--recipes needs a study of no preset"),
         (["--preset", "nothing"], "there is no preset 'nothing'"),
         (["--lr-factors", "1,x"], "--lr-factors takes numbers separated by commas"),
-        (["--seeds", "0"], "0 is not in the range"),
+        (["--seeds", "0"], "greater than or equal to 1"),
         (["--seeds", "2", "--recipes", "bf16,rowwize"], "did you mean 'rowwise'"),
     ],
 )
