@@ -73,6 +73,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("--rounds must be at least 2: ratios are given with their quartiles")
     machine = hardware()
     work = fitted_work(measured_on(1, arguments.rounds)["seconds"])
     measured = {ranks: measured_on(ranks, arguments.rounds) for ranks in RANKS}

@@ -92,8 +92,11 @@ def fsdp2(model: nn.Module, *, codes: bool, copies: int = 1) -> nn.Module:
 
 
 def layouts(ranks: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
-    of_all = {"DDP": ddp, "FSDP2": partial(fsdp2, codes=False), "FSDP2, codes": partial(fsdp2, codes=True)}
-    return of_all | ({"HSDP, codes": partial(fsdp2, codes=True, copies=2)} if ranks > 2 else {})
+    found: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": ddp, "FSDP2": partial(fsdp2, codes=False)}
+    found["FSDP2, codes"] = partial(fsdp2, codes=True)
+    if ranks > 2:
+        found["HSDP, codes"] = partial(fsdp2, codes=True, copies=2)
+    return found
 
 
 def same_operand(one: Any, other: Any) -> bool:

@@ -188,7 +188,7 @@ def unequal_slices(_rank: int, _: Path) -> Any:
     distributed.broadcast(x, 0)
     found = {}
     for recipe in ("tensorwise", "delayed", "rowwise"):
-        outputs = []
+        outputs = list[Any]()
         for style in (None, ColwiseParallel(use_local_output=False), ColwiseParallel()):
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(24, 50), nn.GELU(), nn.Linear(50, 24))

@@ -46,7 +46,7 @@ CHAIN: dict[str, Any] = {
 
 
 MOVED_RECIPES = ("delayed", "blockwise", "mxfp8")
-SLICED: tuple[tuple[int, dict[str, int]], ...] = (  # ranks and layouts that a state goes through
+SLICED: tuple[tuple[int, dict[str, Any]], ...] = (  # ranks and layouts that a state goes through
     (2, {"tensor": 2}), (2, {"shard": 2}), (2, {}), (4, {"shard": 4}), (2, {"tensor": 2}),
     (4, {"tensor": 2, "shard": 2}),
 )  # fmt: skip
