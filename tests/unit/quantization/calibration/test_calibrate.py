@@ -348,8 +348,6 @@ def test_coverage_includes_keys_and_values_by_their_scales():
     limit = 464 * float(smaller[0][0])
     saturated = torch.cat([keys.flatten() for keys in kept]).abs().gt(limit).double().mean().item()
     assert beyond["keys of layer 0"].saturation_fraction == pytest.approx(saturated, rel=0.1)
-    plain = coverage(model, calibrate(model, token_batches()), token_batches())
-    assert not {each.path for each in plain} & set(names)
 
 
 def test_one_huge_element_is_beyond_however_small_its_share():
