@@ -129,7 +129,9 @@ class Runs:
         lines = path.read_text().splitlines() if path.is_file() else []
         whole = [line for line in lines if line.endswith("}")]  # the last may have been cut
         path.write_text("".join(f"{line}\n" for line in whole))
-        self._windows = {key(Setting(**run["setting"])): run["windows"] for run in map(json.loads, whole)}
+        self._windows: dict[str, list[float]] = {
+            key(Setting(**run["setting"])): run["windows"] for run in map(json.loads, whole)
+        }
 
     def windows(self, setting: Setting, data: TokenData) -> list[float]:
         """Held-out losses of a run, which is computed if it is not in the file."""
@@ -184,7 +186,7 @@ def main() -> None:
     machine, data_config = hardware(), demo_config().data
     arguments.out.mkdir(parents=True, exist_ok=True)
     data = prepare(data_config.source, arguments.out / "data", vocab_size=data_config.vocab_size)
-    common = {"batch_size": 4, "context": 128, "lr": 1.5e-3, "warmup": 100, "eval_tokens": 32768}
+    common: dict[str, Any] = {"batch_size": 4, "context": 128, "lr": 1.5e-3, "warmup": 100, "eval_tokens": 32768}
     common |= {"steps": arguments.steps}
     if arguments.quick:
         common |= {"batch_size": 2, "context": 32, "warmup": 1, "eval_tokens": 256, "steps": 3}

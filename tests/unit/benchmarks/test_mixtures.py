@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from benchmarks import mixtures
 from octavo import recipes
 from octavo.functional import fp8_grouped_linear
 
+NO_DATA: Any = None  # the replaced training reads none
 SETTING = mixtures.Setting(
     model="mixtral", recipe="rowwise", seed=0, steps=2, batch_size=1, context=8, lr=1e-3, warmup=1, eval_tokens=16
 )
@@ -51,13 +53,13 @@ def test_finished_runs_are_read_and_a_cut_line_is_dropped(tmp_path, monkeypatch)
     monkeypatch.setattr(mixtures, "train", train)
     path = tmp_path / "runs.jsonl"
     first = mixtures.Runs(path)
-    assert first.windows(SETTING, None) == first.windows(SETTING, None) == [2.0, 4.0]
+    assert first.windows(SETTING, NO_DATA) == first.windows(SETTING, NO_DATA) == [2.0, 4.0]
     with path.open("a") as file:
         file.write('{"setting": {"model"')
     again = mixtures.Runs(path)
-    assert again.windows(SETTING, None) == [2.0, 4.0]
+    assert again.windows(SETTING, NO_DATA) == [2.0, 4.0]
     assert trained == [0]
-    mixtures.Runs(path).windows(replace(SETTING, seed=1), None)
+    mixtures.Runs(path).windows(replace(SETTING, seed=1), NO_DATA)
     assert trained == [0, 1]
     assert [json.loads(line)["windows"][0] for line in path.read_text().splitlines()] == [2.0, 3.0]
 

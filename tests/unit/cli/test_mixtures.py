@@ -130,7 +130,8 @@ def test_qat_tunes_experts_and_its_folder_is_the_tuned_model(octavo, plain, text
     assert len(experts) == 2 * 4 * 3
     assert experts <= {*json.loads((out / "qat.json").read_text())["layers"]}
     unfuse_experts(before)
-    changed = [not torch.equal(tuned.get_submodule(p).weight, before.get_submodule(p).weight) for p in experts]
+    pairs = [[model.get_parameter(f"{path}.weight") for model in (tuned, before)] for path in experts]
+    changed = [not torch.equal(now, then) for now, then in pairs]
     assert all(changed)
     assert all(key in octavo_package.scaling_state(tuned) for key in (f"{path}.input.scale" for path in experts))
     windows = evaluation_windows(load_language_model(plain), str(text_file), "test", count=2, length=16)

@@ -25,15 +25,17 @@ def test_it_is_a_linear_layer_of_its_matrices_and_sums_over_the_first_input(reci
     plain = nn.Sequential(nn.Bilinear(12, 10, 5, bias=bias))
     model = copy.deepcopy(plain)
     assert octavo.convert(model, recipe).weights == ("0.weight",)
-    own = model[0]
+    own, bilinear = model[0], plain[0]
+    assert isinstance(own, nn.Bilinear)
+    assert isinstance(bilinear, nn.Bilinear)
     y = own(x1, x2)
-    weight = plain[0].weight
+    weight = bilinear.weight
     mapped = fp8_linear(x2, weight.reshape(5 * 12, 10), None, recipes.get(recipe)).unflatten(-1, (5, 12))
     expected = torch.einsum("btnk,btk->btn", mapped, x1)
-    assert torch.allclose(y, expected if plain[0].bias is None else expected + plain[0].bias, atol=1e-5)
+    assert torch.allclose(y, expected + bilinear.bias if bias else expected, atol=1e-5)
     grad = torch.randn_like(y)
-    exact = plain[0](x1, x2)
-    pairs = [torch.autograd.grad(out, (x1, layer.weight), grad) for out, layer in ((exact, plain[0]), (y, own))]
+    exact = bilinear(x1, x2)
+    pairs = [torch.autograd.grad(out, (x1, layer.weight), grad) for out, layer in ((exact, bilinear), (y, own))]
     assert sqnr_db(exact.detach(), y.detach()) > 20
     assert min(sqnr_db(one, other) for one, other in zip(*pairs, strict=True)) > 20
 
