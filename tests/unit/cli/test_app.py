@@ -279,7 +279,12 @@ def test_a_library_s_records_are_printed_once_or_hidden(octavo, monkeypatch, lib
 def test_warnings_of_imports_are_shown_to_the_verbose_only(octavo, monkeypatch, name, level, is_shown):
     logger, shown = logging.getLogger(name), []
     before = logger.level
-    monkeypatch.setattr("octavo.cli.formats.errata", lambda: shown.append(logger.isEnabledFor(logging.WARNING)) or ())
+
+    def errata():
+        shown.append(logger.isEnabledFor(logging.WARNING))
+        return ()
+
+    monkeypatch.setattr("octavo.cli.formats.errata", errata)
     assert octavo(*level, "formats", "--errata").exit_code == 0
     assert (shown, logger.level) == ([is_shown], before)
 

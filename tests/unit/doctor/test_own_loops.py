@@ -49,7 +49,7 @@ def trained(
         updates.param_groups[0]["lr"] = lr * schedule(step, steps)
         if step == damage:
             with torch.no_grad():
-                model[2].weight.mul_(100)
+                model.get_parameter("2.weight").mul_(100)
         with watcher.step() as notes:
             x = torch.randn(64, 32)
             notes.loss = torch.nn.functional.cross_entropy(model(x), (3 * teacher(x)).argmax(1))

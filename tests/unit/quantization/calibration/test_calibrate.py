@@ -340,11 +340,15 @@ def test_coverage_includes_keys_and_values_by_their_scales():
     assert {path for path, each in beyond.items() if each.goes_beyond} == {"keys of layer 0", "keys of layer 1"}
     assert beyond["keys of layer 0"].ratio == pytest.approx(3.0, rel=1e-5)
     kept = []
+
+    def keep(layer, keys, values):
+        if layer == 0:
+            kept.append(keys)
+        return keys, values
+
     with torch.no_grad():
         for batch in token_batches():
-            model.logits(
-                batch, lambda layer, keys, values: (kept.append(keys) if layer == 0 else None, (keys, values))[1]
-            )
+            model.logits(batch, keep)
     limit = 464 * float(smaller[0][0])
     saturated = torch.cat([keys.flatten() for keys in kept]).abs().gt(limit).double().mean().item()
     assert beyond["keys of layer 0"].saturation_fraction == pytest.approx(saturated, rel=0.1)
