@@ -3,14 +3,13 @@
     python -m benchmarks.mixtures [--steps 300] [--seeds 3] [--only mixtral] [--out runs/mixtures] [--quick]
 
 Both learn the built-in corpus with their own routers and the loss that balances these. The runs of a seed share initial
-weights and batches; a gap is the mean over held-out windows, and its interval the 95 % one of Student's t over the
-seeds. "one scale" is tensorwise with one scale for all experts of a layer, where octavo has one for each. Each finished
-run is a line of ``runs.jsonl`` in ``--out``, and is not computed again.
+weights and batches; gaps have the 95 % interval of octavo.experiments.intervals over seeds and held-out windows. "one
+scale" is tensorwise with one scale for all experts of a layer, where octavo has one for each. Each finished run is a
+line of ``runs.jsonl`` in ``--out``, and is not computed again.
 """
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,23 +18,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import octavo
 from benchmarks.measure import hardware, markdown_table, publish
+from octavo.experiments.intervals import Interval, paired_interval
 from octavo.functional import grouped_linear
 from octavo.kernels import cast_each
 from octavo.numerics import CastSpec, PerTensor
 from octavo.text.tokens import TokenData, prepare
-from octavo.training.comparison import GAP_BAR_NATS, paired_gap
+from octavo.training.comparison import GAP_BAR_NATS
 from octavo.training.config import demo_config
 from octavo.training.schedules import learning_rate
 
 BASE, ONE_SCALE = "bf16", "one scale"
 RECIPES = (BASE, "tensorwise", "delayed", "rowwise", "blockwise", ONE_SCALE)
-STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 %, by the number of seeds
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.02, "use_cache": False,
@@ -150,27 +150,20 @@ def key(setting: Setting) -> str:
     return json.dumps(asdict(setting), sort_keys=True)
 
 
-def interval(gaps: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval; NaN for a single seed."""
-    if len(gaps) < 2:
-        return gaps[0], math.nan
-    return statistics.fmean(gaps), STUDENT_T[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-
-
 def row(name: str, recipe: str, windows: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> list[str]:
     """A line of the table: the loss, and the gap with its interval."""
     nats = statistics.fmean(statistics.fmean(each) for each in windows)
     if recipe == BASE:
         return [name, recipe, f"{nats:.4f}", "", ""]
-    mean, half = interval([paired_gap(one, other).nats for one, other in zip(windows, base, strict=True)])
-    return [name, recipe, f"{nats:.4f}", f"{mean:+.4f} ± {half:.4f}", against_bar(mean, half)]
+    gap = paired_interval(np.subtract(windows, base))
+    return [name, recipe, f"{nats:.4f}", f"{gap.estimate:+.4f} ± {gap.half_width:.4f}", against_bar(gap)]
 
 
-def against_bar(mean: float, half: float) -> str:
+def against_bar(gap: Interval) -> str:
     """Verdict of a gap whose interval may reach over the bar."""
-    if mean + half <= GAP_BAR_NATS:
+    if gap.high <= GAP_BAR_NATS:
         return "met"
-    return "missed" if mean - half > GAP_BAR_NATS else "undecided"
+    return "missed" if gap.low > GAP_BAR_NATS else "undecided"
 
 
 def main() -> None:
