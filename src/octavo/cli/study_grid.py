@@ -2,12 +2,12 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from octavo.cli.console import print_json, print_lines, print_table, stdout
-from octavo.cli.progress import open_display, phases
+from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.study_run import DATA, REPORT, check_same_config
 from octavo.errors import ConfigError
 from octavo.experiments import grid_tables
@@ -28,6 +28,7 @@ from octavo.training.config import RunConfig, save_config
 from octavo.training.evaluate import unigram_entropy
 from octavo.training.memory import check_run_fits
 from octavo.training.run_folder import CONFIG
+from octavo.training.signals import StoppedBySignal
 
 __all__ = ["GridOptions", "refuse", "study_grid"]
 
@@ -113,19 +114,7 @@ def study_grid(
         data = _prepared(config, out, phases(display))
         save_config(config, out / CONFIG)
         with _workers(jobs - 1, grid, config, out):
-            show = phases(display)
-            finished = 0
-
-            def on_cell(result: CellResult) -> None:
-                nonlocal finished
-                finished += 1
-                ending = f"diverged at step {result.failed_at}" if result.diverged else f"{result.run.nats:.4f} nats"
-                display.say(f"{finished}/{len(grid.cells)} {result.cell.name}: {ending}")
-
-            def on_phase(phase: Phase) -> None:
-                show(phase.name, phase.done, phase.total, phase.note)
-
-            results = run_grid(grid, config, out, data=data, on_phase=on_phase, on_cell=on_cell)
+            results = _run_shown(grid, config, out, data, display)
     comparison = GridComparison(
         results,
         baseline=grid.variants[0].name,
@@ -135,6 +124,23 @@ def study_grid(
     names = write_results(results, out)
     _write_report(comparison, preset, out)
     _print(comparison, preset, out, names, as_json=as_json)
+
+
+def _run_shown(grid: Grid, config: RunConfig, out: Path, data: TokenData, display: Display) -> tuple[CellResult, ...]:
+    """Run the grid with a line for each finished cell, and one bar."""
+    finished, advance = 0, display.phase("runs", len(grid.cells))
+
+    def on_cell(result: CellResult) -> None:
+        nonlocal finished
+        finished += 1
+        ending = f"diverged at step {result.failed_at}" if result.diverged else f"{result.run.nats:.4f} nats"
+        display.say(f"{finished}/{len(grid.cells)} {result.cell.name}: {ending}")
+        advance(finished)
+
+    def on_phase(phase: Phase) -> None:
+        advance(finished, f"{phase.name} {phase.done:,.0f}/{phase.total:,.0f}")
+
+    return run_grid(grid, config, out, data=data, on_phase=on_phase, on_cell=on_cell)
 
 
 def _bars(own: Path, given: Path | None) -> Bars:
@@ -167,13 +173,18 @@ def _workers(count: int, grid: Grid, config: RunConfig, out: Path) -> Iterator[N
         process.start()
     try:
         yield
+    except BaseException:
+        for process in processes:
+            process.terminate()  # each saves a checkpoint and ends
+        raise
     finally:
         for process in processes:
             process.join()
 
 
 def _work(grid: Grid, config: RunConfig, out: Path) -> None:
-    run_grid(grid, config, out, data=open_data(out / DATA), wait=False)
+    with suppress(StoppedBySignal, KeyboardInterrupt):
+        run_grid(grid, config, out, data=open_data(out / DATA), wait=False)
 
 
 def _write_report(comparison: GridComparison, preset: Preset | None, out: Path) -> None:

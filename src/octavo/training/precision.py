@@ -21,6 +21,7 @@ from octavo import recipes
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.nn.scaling_state import accept_new_histories
 from octavo.recipes import Recipe
 from octavo.training.config import Device, Precision, TrainingConfig
 from octavo.training.recipe_choice import BF16
@@ -62,6 +63,7 @@ def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -
     for module in model.modules():
         if isinstance(module, Linear):
             module.trained_recipe = None  # metrics.jsonl records the recipes of phases
+    accept_new_histories(model)  # a phase begins with them, and checkpoints have those of a phase that goes on
     plain = _leave_rest_plain(model, training, converted=(*report.converted, *report.weights) if report else ())
     return report or plain
 

@@ -150,6 +150,9 @@ def test_statistic_without_values_has_no_map():
 def test_every_field_can_be_shown_and_every_code_has_its_statistic():
     of_modules = [
         "alignment",
+        "attention_divergence",
+        "attention_gradient_imbalance",
+        "attention_logit",
         "batch_norm",
         "batch_norm_rows",
         "rank_scale_ratio",

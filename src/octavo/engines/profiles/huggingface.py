@@ -35,7 +35,7 @@ COMPRESSED_SOURCES = (
     dict.fromkeys(("weight", "input"), _compressed("utils/helpers.py"))
     | dict.fromkeys(
         ("activations", "fused_cast", "products", "accumulate", "output", "requantizes"),
-        _compressed("lifecycle/forward.py"),
+        _compressed("lifecycle/forward.py", ""),
     )
     | dict.fromkeys(("head", "skipped"), _compressed("quant_config.py", ""))
     | {"kv_cache": _compressed("quant_config.py", "")}
