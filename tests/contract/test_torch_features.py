@@ -266,7 +266,7 @@ def test_gradients_accumulate(recipe):
 def test_threads_train_as_if_alone(recipe):
     def train(seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        model = _linear(32, 32)
+        model = _linear(32, 32, "static" if octavo.recipes.get(recipe).has_static_input else "tensorwise")
         nn.init.normal_(model.weight, generator=generator)
         nn.init.zeros_(model.bias)
         with octavo.autocast(recipe):
