@@ -262,7 +262,7 @@ def test_gradients_accumulate(recipe):
     assert torch.equal(model.weight.grad, alone[0] + alone[1] + alone[2])
 
 
-@pytest.mark.parametrize("recipe", [each for each in RECIPES if not octavo.recipes.get(each).has_static_input])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_threads_train_as_if_alone(recipe):
     def train(seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
