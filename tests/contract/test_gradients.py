@@ -25,6 +25,7 @@ def test_averages_are_those_of_the_codes(found, check):
     assert of_check(found, check) == [[]] * RANKS
 
 
+@pytest.mark.long
 def test_bytes_are_half_of_bfloat16s(found):
     for ratios in of_check(found, "traffic"):
         assert all(0.5 < ratio <= 0.516 for ratio in ratios), ratios

@@ -34,6 +34,7 @@ def test_layers_compute_what_one_process_computes(found, check):
             assert max(worst.values()) <= ROUNDING, recipe
 
 
+@pytest.mark.long
 def test_names_classes_and_checkpoints_stay_megatrons(found):
     for paths, classes, kept, restored in of_check(found, "restored"):
         assert paths == ("0",)

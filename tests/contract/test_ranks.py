@@ -69,6 +69,7 @@ def test_ddp_scales_with_the_largest_amax_of_all_ranks(found, broadcast_buffers)
     _assert_true([each[broadcast_buffers] for each in of_check(found, "ddp")], _truth())
 
 
+@pytest.mark.long
 def test_micro_batches_under_ddp_are_one_step(found):
     _assert_true(of_check(found, "ddp_accumulating"), _truth(micro=3))
 

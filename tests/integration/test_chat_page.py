@@ -136,6 +136,7 @@ def test_a_model_without_a_chat_template_continues_a_text(page, start, width):
     assert page.locator(".error").count() == 0
 
 
+@pytest.mark.long
 def test_the_most_tokens_are_the_server_s(page, start):
     _, place = start(limits=Limits(max_tokens=40))
     page.goto(place)

@@ -62,6 +62,7 @@ def test_transformers_decodes_every_expert_to_the_right_place(name, tmp_path):
     assert all(tensors[f"{path}.weight"].dtype == torch.bfloat16 for path in routers)
 
 
+@pytest.mark.long
 def test_an_export_is_verified_by_transformers_and_by_octavo(tmp_path, monkeypatch):
     from octavo.export import checkpoint_writer, verification
 

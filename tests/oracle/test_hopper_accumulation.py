@@ -140,6 +140,7 @@ def test_every_product_of_two_codes(fmt_a, fmt_b):
     assert_same_bits(hopper_sums(a, b, accumulate=Accumulate.HOPPER_FAST), products)
 
 
+@pytest.mark.long
 @every_pair
 @every_way
 def test_every_product_beside_another(fmt_a, fmt_b, how):

@@ -56,6 +56,7 @@ def logits_of(runner):
     return torch.cat([runner(part, cache, every=True) for part in TOKENS.split([17, 1, 6])])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -118,6 +119,7 @@ def routers_alike(experts, top_k, cut):
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize(
     ("experts", "top_k", "cut"),

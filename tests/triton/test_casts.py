@@ -89,6 +89,7 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
     return [matrix, matrix.t(), matrix[:, 3:139], torch.randn(1, 1).to(dtype), torch.randn(5, 1).to(dtype)]
 
 
+@pytest.mark.long
 @every_granularity
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_codes_and_scales_of_both_orders_are_those_of_the_definition(granularity, dtype, device):
@@ -246,6 +247,7 @@ def test_a_row_that_does_not_fit_into_registers(device):
     assert not triton_bindings.fakes(x, PerRow())
 
 
+@pytest.mark.long
 @every_granularity
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_in_place_and_elsewhere_are_those_of_the_codes(granularity, dtype, device):
@@ -429,6 +431,7 @@ def _train(name: str, x: Tensor, weight: Tensor) -> Linear:
     return layer
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy's, of infinite elements
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_that_was_trained_remembers_the_same_without_operations_of_its_own(name, device, request, monkeypatch):

@@ -40,6 +40,7 @@ def assert_each_right(y: torch.Tensor, x: QuantizedTensor, weights: QuantizedTen
             assert_right(y[start:end], _part(x, slice(start, end)), _part(weights, expert), None)
 
 
+@pytest.mark.long
 @each_pair
 @each_tile
 def test_every_row_meets_its_own_expert(pair, tile, device, monkeypatch):

@@ -74,6 +74,7 @@ def test_every_kernel_fits_and_hardly_spills(builds: list[dict]) -> None:
     assert not unfit
 
 
+@pytest.mark.long
 def test_a_multiprocessor_is_kept_busy(builds: list[dict]) -> None:
     """While one program waits for memory another computes, or half of all threads are its own."""
     alone = [build for build in builds if build["threads"] < HALF_OF_ALL_THREADS and registers(build) * 2 > REGISTERS]

@@ -40,6 +40,7 @@ def inputs():
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FINITE)
 @pytest.mark.parametrize(("kind", "engine"), [("float", "sglang-block"), ("ue8m0", "sglang-block-ue8m0")])

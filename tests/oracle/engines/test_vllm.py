@@ -175,6 +175,7 @@ def groups(tmp_path_factory):
     return run_interpreted(SCRIPT, tensors, tmp_path_factory.mktemp("vllm"))
 
 
+@pytest.mark.long
 @every_dtype
 @pytest.mark.parametrize("name", FINITE)
 @pytest.mark.parametrize(("kind", "engine"), [("float", "vllm-block"), ("ue8m0", "vllm-block-ue8m0")])

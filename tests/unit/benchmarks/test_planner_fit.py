@@ -32,6 +32,7 @@ def test_the_package_holds_the_constants_that_the_fit_finds(points):
     assert values == pytest.approx(fitted_constants().values, abs=0.02)
 
 
+@pytest.mark.long
 def test_the_package_holds_the_intervals_of_rows_that_were_left_out(points):
     outcomes = leave_families_out(points, fitted_constants().values)
     found = intervals_of(outcomes, memory_outcomes(read_points(ROWS)[1], points))

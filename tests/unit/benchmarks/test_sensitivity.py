@@ -32,6 +32,7 @@ def with_best(found: Sensitivity, *, percent: float, share: float) -> Sensitivit
     return replace(found, best=made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("percent", "share", "outcome"),
     [(0.99, 0.6, "met"), (1.01, 0.55, "missed"), (0.5, 0.601, "missed"), (-0.2, 0.55, "met")],

@@ -56,6 +56,7 @@ def test_a_folder_in_fnuz_decodes_to_the_same_model(kind, tmp_path):
     assert all(torch.equal(expected[name].float(), got[name].float()) for name in expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["rows", "modelopt"])
 def test_it_is_verified_by_another_process(kind, tmp_path):
     model, fmt, scales = made(kind)
@@ -85,6 +86,7 @@ def test_a_value_beyond_e4m3_is_named(tmp_path):
     assert record["from_fnuz"] == dict(read.from_fnuz)
 
 
+@pytest.mark.long
 def test_importing_writes_ocp_codes(tmp_path):
     save_quantized(dynamic("tensorwise"), tmp_path / "fnuz", fnuz=True, verify_folder=False)
     run_octavo("import", tmp_path / "fnuz", "--out", tmp_path / "ocp", "--format", "compressed-tensors")

@@ -200,6 +200,7 @@ def test_text_that_was_calibrated_on_is_no_check(octavo, finished_run, text, tmp
     assert f"100% of {same}, test is in {text}, {split}; check other text" in " ".join(result.stderr.split())
 
 
+@pytest.mark.long
 def test_a_text_that_the_calibrated_one_holds_is_no_check(octavo, finished_run, tmp_path):
     arguments = ["--data", "builtin", "--check", "language-topics", "--out", tmp_path / "out"]
     result = octavo("calibrate", finished_run, *arguments)

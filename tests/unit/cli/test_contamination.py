@@ -32,6 +32,7 @@ def test_overlap_with_a_runs_training_text(octavo, finished_run, text, copied, m
     assert "warning" not in octavo("eval", finished_run, *more).stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["--compare", "bf16", *FEW]], ids=["alone", "compared"])
 def test_missing_training_text_gives_a_warning(octavo, setting, copied, tmp_path, more):
     assert octavo("train", *setting, "--data", copied, "--out", tmp_path / "run").exit_code == 0

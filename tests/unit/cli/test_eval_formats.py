@@ -95,6 +95,7 @@ def test_speed_table_has_latencies_and_notes_emulation(octavo, gguf):
     assert all(row["latency_ms"] > 0 and row["tokens_per_second"] > 0 for row in record["passes"])
 
 
+@pytest.mark.long
 def test_formats_of_a_run_on_its_own_test_split(octavo, finished_run, text):
     record = json.loads(octavo("eval", finished_run, "--compare", "bf16,fp8-dynamic", "--windows", 2, "--json").stdout)
     assert (record["data"], record["split"], record["context"]) == (str(text), "test", 32)
@@ -133,6 +134,7 @@ def test_static_is_calibrated_now_or_from_a_folder(octavo, gguf, tmp_path, monke
     assert "fp8-static is calibrated on" in octavo("eval", gguf, *arguments).stdout
 
 
+@pytest.mark.long
 def test_means_of_keys_come_from_a_folder(octavo, gguf, tmp_path):
     model = load_language_model(gguf)
     windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
@@ -144,6 +146,7 @@ def test_means_of_keys_come_from_a_folder(octavo, gguf, tmp_path):
     assert rows[1]["nats"] == wanted.entry("fp8-kv-centred").scores.nats
 
 
+@pytest.mark.long
 def test_a_tuned_model_comes_from_its_folder(octavo, gguf, tmp_path, monkeypatch):
     def load_qat(folder):
         made = load_language_model(gguf)
@@ -183,6 +186,7 @@ def hugging_face_folder(folder, kind):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "linears"), [("Llama", 7), ("Qwen2", 7)])
 def test_a_hugging_face_folder_is_evaluated_and_compared(octavo, tmp_path, kind, linears):
     """It holds a tokenizer.json, as a run's folder does."""

@@ -262,6 +262,7 @@ def test_a_graph_of_a_folder_in_fp8_with_everything(octavo, text, tmp_path):
     assert codes.raw_data == weight.data.t().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.long
 def test_sigterm_while_it_is_read_back_leaves_neither_a_folder_nor_a_process(
     octavo, finished_run, tmp_path, monkeypatch
 ):

@@ -118,6 +118,7 @@ def test_answers_over_http_are_those_of_the_runner_alone(folders):
         assert [choice["text"].rstrip("\ufffd") for choice in answer.json()["choices"]] == alone
 
 
+@pytest.mark.long
 def test_qat_tunes_experts_and_its_folder_is_the_tuned_model(octavo, plain, text_file, tmp_path):
     out = tmp_path / "qat"
     small = ["--steps", 3, "--batch-size", 2, "--context", 16, "--eval-windows", 2, "--warmup", 1, "--lr", 1e-2]
@@ -140,6 +141,7 @@ def test_qat_tunes_experts_and_its_folder_is_the_tuned_model(octavo, plain, text
     assert torch.tensor(nats).mean().exp() == pytest.approx(record["measured"]["fp8-qat"]["perplexity"], rel=0.02)
 
 
+@pytest.mark.long
 def test_sensitivity_ranks_experts_and_its_mix_is_applied(octavo, plain, text_file, tmp_path):
     small = ["--data", text_file, "--windows", 2, "--verify-windows", 2, "--pairs", 2, "--context", 16]
     result = octavo("sensitivity", plain, *small, "--budget-bytes", "0.7", "--out", tmp_path / "mix", "--json")

@@ -13,6 +13,7 @@ MODELS = ("llama-3-8b", "llama-3-70b", "deepseek-v3")
 PLAN = ("plan", "--model", "llama-3-8b", "--gpus", 64)
 
 
+@pytest.mark.long
 def test_plan_as_json_and_compared(octavo, tmp_path):
     paths = []
     for hardware in ("h100", "b200"):
@@ -102,6 +103,7 @@ def test_every_option_is_of_some_task():
     assert set.union(*map(set, USED.values())) == options
 
 
+@pytest.mark.long
 def test_the_table_shows_recomputation_and_the_cost_of_a_price(octavo):
     shown = octavo(*PLAN, "--price", 2).stdout
     record = json.loads(octavo(*PLAN, "--price", 2, "--json").stdout)["options"][0]
@@ -112,6 +114,7 @@ def test_the_table_shows_recomputation_and_the_cost_of_a_price(octavo):
     assert "cost" not in octavo(*PLAN).stdout.split("Where the time goes")[0]
 
 
+@pytest.mark.long
 def test_tokens_have_units(octavo):
     records = {text: json.loads(octavo(*PLAN, "--tokens", text, "--json").stdout) for text in ("5M", "3B", "2T")}
     assert [record["tokens"] for record in records.values()] == [5e6, 3e9, 2e12]
@@ -132,6 +135,7 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     assert 'src="http' not in html
 
 
+@pytest.mark.long
 def test_the_program_that_trains_can_be_chosen(octavo):
     records = [json.loads(octavo(*PLAN, "--framework", name, "--json").stdout) for name in ("torchtitan", "jax")]
     assert [record["framework"] for record in records] == ["torchtitan", "jax"]
@@ -174,6 +178,7 @@ def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
     assert all("no FP8 units" in option["reason"] for option in others)
 
 
+@pytest.mark.long
 def test_advice(octavo):
     assert octavo("advise", "llama-3-70b", "--gpus", 256).stdout.startswith("Use FP8")
     refused = json.loads(octavo("advise", "llama-3-8b", "--hardware", "a100", "--json").stdout)

@@ -31,6 +31,7 @@ def test_the_table_has_every_measure(printed):
     assert "0.0050 nats" in " ".join(printed.stdout.split())
 
 
+@pytest.mark.long
 def test_the_files_named_are_there(printed, folder):
     assert {"config.toml", "study.json", "report.html", "data", "fp32", "bf16", "tensorwise"} <= {
         path.name for path in folder.iterdir()
@@ -125,6 +126,7 @@ def test_force_refuses_a_source_before_it_removes_anything(refused, copy, tmp_pa
     refused(copy, "--force", "--data", tmp_path / "bad.txt", words=words)
 
 
+@pytest.mark.long
 def test_force_refuses_a_model_before_it_removes_anything(refused, copy, tiny, tmp_path):
     (tmp_path / "skip.toml").write_text(tiny.read_text() + 'skip = ["zz"]\n')
     refused(copy, "--force", "--config", tmp_path / "skip.toml", "--vocab-size", "290", words="zz")

@@ -55,6 +55,7 @@ def test_training_resumes_bit_for_bit_from_wherever_the_checkpoint_lies(tmp_path
     assert same["model.layers.0.self_attn.q_proj.input.steps"].item() == 6
 
 
+@pytest.mark.long
 def test_missing_callback_warns_on_saving_and_on_resuming(tmp_path):
     through = trainer_of(tmp_path / "through")
     with pytest.warns(UserWarning, match="saved without the scaling state"):
@@ -65,6 +66,7 @@ def test_missing_callback_warns_on_saving_and_on_resuming(tmp_path):
     assert losses_of(resumed) != losses_of(through), "the scaling state matters here"
 
 
+@pytest.mark.long
 def test_another_recipe_on_resuming_warns(tmp_path):
     options = {"convert": False, "steps": 4, "save_steps": 2}
     trainer_of(tmp_path, FP8Callback("tensorwise"), **options).train()
@@ -83,6 +85,7 @@ def test_callback_added_after_the_trainer_was_built_is_refused(tmp_path):
         trainer.train()
 
 
+@pytest.mark.long
 def test_callback_reused_by_another_trainer_starts_fresh(tmp_path):
     callback = FP8Callback("delayed", interval=0)
     first = trainer_of(tmp_path / "first", callback, steps=2, convert=False)

@@ -66,6 +66,7 @@ def test_generation_and_files_go_on(tmp_path):
     assert torch.isfinite(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))).all()
 
 
+@pytest.mark.long
 def test_training_with_it_learns_as_in_high_precision():
     losses = []
     for attention in (None, "tensorwise"):

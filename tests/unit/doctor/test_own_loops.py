@@ -63,6 +63,7 @@ def jump(step, steps):
     return 50.0 if step >= 60 else 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lr", [5e-3, 1e-3])  # at the second the loss comes back, and falls further than before
 @pytest.mark.parametrize(("steps", "interval"), [(78, 10), (100, 1), (100, 10), (200, 10)])
 def test_a_rate_that_jumps_is_the_first_finding_however_long_the_run(steps, interval, lr):
@@ -72,6 +73,7 @@ def test_a_rate_that_jumps_is_the_first_finding_however_long_the_run(steps, inte
     assert not {one.code for one in findings} & {"divergence", "loss-spike", "stale-scale", "gradient-underflow"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize(("interval", "steps"), [(1, (65, 65)), (10, (61, 70))])
 def test_a_weight_that_is_damaged_is_the_first_finding(interval, steps, optimizer):

@@ -108,6 +108,7 @@ def test_both_ranks_learn_how_far_their_scales_are_apart(found):
         assert (one["largest"]["0 input output"], one["smallest"]["0 input output"]) == (1, 0)
 
 
+@pytest.mark.long
 def test_every_rank_has_the_statistics_of_all(found):
     """Amaxes of the largest batch, and an expert that ran on the other rank alone."""
     first, second = (one["batches"] for one in found)

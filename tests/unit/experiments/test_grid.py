@@ -33,6 +33,7 @@ def uninterrupted(data, tmp_path_factory):
     return folder, run_grid(GRID, tiny_config(), folder, data=data)
 
 
+@pytest.mark.long
 def test_a_cell_is_the_run_of_its_configuration(uninterrupted, data, tmp_path):
     folder, results = uninterrupted
     cell = results[3].cell

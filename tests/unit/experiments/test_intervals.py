@@ -66,6 +66,7 @@ def test_a_single_number_has_no_interval():
     assert math.isnan(student_interval([1.0]).error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seeds", "windows", "of_seed", "of_window"),
     [(5, 200, 0.003, 0.01), (8, 200, 0.003, 0.01), (5, 100, 0.001, 0.02), (8, 100, 0.0, 0.02), (3, 100, 0.004, 0.0)],

@@ -61,6 +61,7 @@ def test_runs_start_equal_and_see_the_same_windows(finished):
     assert len({len(run.window_nats) for run in study.runs}) == 1
 
 
+@pytest.mark.long
 def test_final_loss_is_that_of_the_last_checkpoint_on_the_test_text(finished, data, config):
     folder, study = finished
     for recipe in RECIPES:
@@ -231,6 +232,7 @@ def test_a_changed_number_is_not_reported(finished, data, config, tmp_path, name
         run_study(config, folder, data=data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["study.json", "fp32/measures.json"])
 def test_a_file_without_a_sum_is_an_older_one_and_read(finished, data, config, tmp_path, name):
     folder = shutil.copytree(finished[0], tmp_path / "study")

@@ -85,6 +85,7 @@ TOKENIZERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=300, deadline=None)
 @given(st.data())

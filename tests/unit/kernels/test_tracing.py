@@ -54,6 +54,7 @@ def _calls(function: Callable[..., object], *tensors: Tensor) -> list[fx.Node]:
     return [node for graph in graphs for node in graph.nodes if "octavo.cast" in str(node.target)]
 
 
+@pytest.mark.long
 def test_a_cast_says_whether_it_is_measured_and_of_which_sources_it_is() -> None:
     """A layer counts what is not finite; a plain cast's caller gets no measurement."""
     layer = octavo.nn.Linear(16, 8, bias=False, recipe="tensorwise")

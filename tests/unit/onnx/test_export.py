@@ -102,6 +102,7 @@ def test_report_has_a_note_for_every_layer(exported):
     assert "8: input high precision, weight high precision: recipe bf16" in str(report)
 
 
+@pytest.mark.long
 def test_both_engines_give_octavos_codes(exported):
     _, report = exported
     assert len(report.engines) == 2
@@ -172,6 +173,7 @@ def test_decoder_with_cache_and_fp8_attention(decoder):
     assert report.build.skipped or report.build.fp8_products == 7 + 2
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_exported_cache_continues_a_sequence(decoder):
     source, report = decoder

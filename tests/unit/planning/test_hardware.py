@@ -73,6 +73,7 @@ def test_mx_formats_are_multiplied_where_they_are():
     assert having == {"b100", "b200", "gb200", "b300", "gb300", "mi350x", "mi355x"}
 
 
+@pytest.mark.long
 def test_the_bandwidth_of_this_cpu_is_what_a_copy_reaches():
     """Bytes that NumPy reads and writes in a second; beside other programs both vary."""
     source = np.ones(1 << 24, dtype=np.float32)

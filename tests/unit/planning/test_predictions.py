@@ -321,6 +321,7 @@ def test_a_70b_on_mi300x_gains_less_than_the_peak_of_fp8():
     assert plan("llama-3-70b", "mi300x").best_fp8.speedup[0] < 2
 
 
+@pytest.mark.long
 def test_a_row_is_predicted_without_its_id():
     for each in read_rows(PUBLISHED):
         anonymous = Row({**each.cells, "id": "row"})

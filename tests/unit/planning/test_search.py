@@ -17,6 +17,7 @@ def plan(name: str, gpus: int, hardware: str = "h100", **settings: Any) -> Any:
     return make_plan(request, CONSTANTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "gpus", "hardware", "seq"),
     [

@@ -114,6 +114,7 @@ def test_a_step_that_is_not_to_be_closed_stays_open(spec, sequence):
     assert all(torch.equal(buffer, before[name]) for name, buffer in history.named_buffers())
 
 
+@pytest.mark.long
 @given(specifications, st.lists(events, min_size=2, max_size=5), st.sampled_from([None, True, False]), st.booleans())
 def test_histories_that_are_closed_together_are_closed_each(spec, sequences, condition, others):
     """To the last bit, those of another length among them."""
@@ -252,6 +253,7 @@ def _two_layers(scale_updates: str) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.long
 def test_missing_manual_updates_give_one_warning_per_model_naming_a_layer():
     model = _two_layers("manual")
     _backwards(model, 99)

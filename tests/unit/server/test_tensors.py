@@ -20,6 +20,7 @@ def depth(value):
     return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
 
 
+@pytest.mark.long
 @given(NESTED)
 def test_nested_lists_are_flattened_in_order(data):
     if depth(data) <= MOST_DIMENSIONS:

@@ -41,6 +41,7 @@ def test_no_token_exceeds_the_bound(tokenizer):
             assert len(text.encode()) <= bound * len(tokenizer.encode(text).ids)
 
 
+@pytest.mark.long
 def test_nfc_shortens_at_most_by_its_factor():
     """Every character by itself, and every composed one from its parts, which is all that NFC does."""
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]

@@ -36,6 +36,7 @@ def test_corpus_excludes_generated_and_optional_files(documents):
     assert not [path for path in paths if "_sysconfigdata" in path]
 
 
+@pytest.mark.long
 def test_order_and_text_are_the_same_every_time(documents):
     again = builtin_documents()
     assert [d.path for d in again] == sorted(d.path for d in documents)
@@ -62,6 +63,7 @@ def test_held_out_splits_are_large_enough_for_a_stable_loss(documents):
         assert sum(len(d.text) for d in documents if split_of(d.path) is split) > 100_000
 
 
+@pytest.mark.long
 def test_summary_adds_up(documents):
     summary = corpus_summary()
     assert sum(summary.documents.values()) == len(documents)

@@ -331,6 +331,7 @@ def test_a_learning_rate_that_jumped_is_judged_by_the_loss_if_it_rose(begin, lat
     assert [sorted(line["changes"]) for line in lines] == ([] if helped else [["lr"], ["warmup"]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", range(10, 230, 30))
 def test_decisions_are_restored_from_the_lines(begin, tmp_path, cut):
     """From any look on, an autopilot that has read the lines decides what the one that wrote them did."""

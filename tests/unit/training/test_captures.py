@@ -15,6 +15,7 @@ from tests.unit.training.tiny_runs import comparable, tiny_config
 PATH = "model.layers.0.mlp.down_proj"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_run_captures_layers_with_findings_and_computes_the_same(tmp_path, data, recipe):
     config = tiny_config(recipe=recipe, statistics_interval=2, grad_accumulation=2)

@@ -140,6 +140,7 @@ def test_layer_is_captured_before_its_recipe_changes(tmp_path, data, loud, monke
     assert comparable(read_metrics(tmp_path / "without")) == comparable(read_metrics(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_capture_does_not_change_amax_histories(tmp_path, data, loud, monkeypatch):
     """Amaxes of delayed layers in that pass belong to no step, as its layer ran another recipe."""
     real = loop.Trainer._capture
@@ -203,6 +204,7 @@ def test_run_that_recovered_is_not_reported_as_broken(tmp_path, data):
     assert [(one.code, one.severity) for one in diagnose(series_of(broken))] == [("loss-scale", "fail")]
 
 
+@pytest.mark.long
 def test_statistics_of_a_changed_head_have_its_recipe(tmp_path, data):
     setting = {**SETTING, "convert_head": True, "steps": 8}
     for autopilot in (False, True):

@@ -82,6 +82,7 @@ def test_peak_of_a_call_does_not_depend_on_memory_freed_before(size, extra_mebib
     assert nothing < 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [64, 8])
 def test_extra_memory_does_not_depend_on_garbage_from_before(size, extra_mebibytes):
     """Freed during the call, it would be subtracted from the call's own memory."""

@@ -50,6 +50,7 @@ def test_hopper_owes_as_many_bars_as_its_issue_names(session):
     assert not any(bar.is_judged for bars in owed.values() for bar in bars)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_a_parts_sections_judge_what_it_owes(part, session):
     session.speeds["copy"] = 1.0
@@ -187,6 +188,7 @@ def test_memory_that_cannot_be_measured_of_one_is_of_the_others(name, session, m
     assert sections[-1].verdicts[0].found == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_runs_of_one_table_are_freed_before_the_next_is_built(part, session, monkeypatch):
     held: list[weakref.ref[object]] = []

@@ -26,6 +26,7 @@ from octavo.numerics.accumulate import Accumulate, hopper_sums
 KNOWN = ("torchao is not rehearsed", "not there: backend")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_every_part_runs(part, session):
     sections = list(part.measure(session))

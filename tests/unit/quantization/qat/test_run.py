@@ -85,6 +85,7 @@ def test_all_perplexities_are_measured_in_the_same_surrounding_precision(result)
     assert window_nats(quantized, HELD_OUT, surroundings=AROUND) == result.windows["fp8"]
 
 
+@pytest.mark.long
 def test_differences_are_paired_with_the_tuned_bf16_model(result):
     assert result.reference == "bf16-tuned"
     assert result.gap("bf16-tuned").nats == 0

@@ -55,6 +55,7 @@ def test_a_layer_built_to_be_sensitive_is_found_and_spared(found):
     assert result.best.chosen[path] != "tensorwise"
 
 
+@pytest.mark.long
 def test_the_mix_is_within_its_budgets_and_its_bytes_are_counted(sensitive, found):
     model, result = sensitive[0], found[0]
     assert result.best is not None

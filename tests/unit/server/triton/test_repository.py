@@ -56,6 +56,7 @@ def test_repository_has_exactly_the_expected_files(repository):
     assert (repository / "other_backends/tensorrt_llm/1").is_dir()
 
 
+@pytest.mark.long
 def test_engine_codes_match_the_model(repository):
     """And so octavo serve says the same of the repository's checkpoint as of what was exported."""
     served = load_served_model(repository / "models/octavo/1/model")
