@@ -9,16 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import octavo
 from octavo.formats import E4M3, E5M2, Format
-from octavo.functional import fp8_linear
-from octavo.kernels import cast_operators, dispatch, triton_bindings
+from octavo.kernels import cast_operators, triton_bindings
 from octavo.kernels.backend import CastResult
 from octavo.kernels.triton import launching, values
 from octavo.kernels.triton.blocks import cast_blocks
 from octavo.kernels.triton.casts import ceil_div
 from octavo.kernels.triton.rows import cast_rows
-from octavo.nn import Linear
 from octavo.numerics import (
     AmaxRecord,
     CastSpec,
@@ -38,8 +35,6 @@ from octavo.numerics.granularity import granularity_as_list
 from octavo.numerics.quantized import dequantize_by_torch
 from octavo.numerics.random_bits import random_bits_by_torch
 from octavo.numerics.scaling import AMAX_FLOOR
-from tests.contract.gemm_oracle import recorded_products
-from tests.recorded_state import recorded_state
 
 FORMATS = (E4M3, E5M2)
 ALMOST_2_TO_THE_31 = 2**31 - 100  # a whole tile more is beyond int32
@@ -368,87 +363,6 @@ def test_unsupported_casts_fall_back_to_torch():
         assert triton_bindings.why_absent() == "there is no CUDA device"
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch, device):
-    """The routes of a GPU, for CPU tensors in Triton's interpreter."""
-    if device.type == "cuda":
-        return
-    here = triton_bindings.unsupported_reason
-    monkeypatch.setattr(triton_bindings, "unsupported_reason", lambda problem: here(problem._replace(device="cuda")))
-    monkeypatch.setattr(dispatch, "_cast_choices", {})  # selections of the routes of a CPU
-
-
-RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
-
-
-def _step(name: str, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    y = fp8_linear(leaves[0], leaves[1], None, octavo.recipes.get(name))
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_linear_layer_computes_the_same_and_keeps_a_byte_an_element(name, device, request):
-    x, weight, grad = (torch.randn(shape, device=device) for shape in ((48, 32), (16, 32), (48, 16)))
-    with recorded_products() as wanted:
-        _step(name, x.cpu(), weight.cpu(), grad.cpu())
-    request.getfixturevalue("as_on_a_gpu")
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with recorded_products() as found, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _step(name, x, weight, grad)
-    for one, other in zip(found, wanted, strict=True):
-        for mine, theirs in ((one.a, other.a), (one.b, other.b)):
-            assert_codes(mine.data, theirs.data)
-            assert torch.equal(mine.scale.cpu(), theirs.scale)
-    codes = [t for t in kept if t.dtype is torch.float8_e4m3fn]
-    assert all(t.is_contiguous() for t in codes)
-    recipe = octavo.recipes.get(name)
-    of_input = 0 if recipe.grad_weight.b is None else x.numel()  # rowwise_hp_grad_weight keeps x itself
-    spec = recipe.output.b
-    one_cast = spec is not None and spec == recipe.grad_input.b and spec.granularity.orientation_free
-    of_weight = weight.numel() if one_cast and not weight.is_cuda else 0  # elsewhere backward casts it again
-    assert sum(t.numel() for t in codes) == of_weight + of_input
-
-
-STEPS = (1.0, 3.0, float("inf"), 2.0)  # what multiplies the largest element of the input in each
-
-
-def _train(name: str, x: Tensor, weight: Tensor) -> Linear:
-    layer = Linear(32, 16, bias=False, recipe=name, device=x.device)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-    for factor in STEPS:
-        for rows in x.chunk(2):  # two micro-batches
-            given = rows.clone()
-            given[0, 0] *= factor
-            layer(given.requires_grad_()).square().sum().backward()
-        octavo.update_scales(layer)
-    return layer
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy's, of infinite elements
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_layer_that_was_trained_remembers_the_same_without_operations_of_its_own(name, device, request, monkeypatch):
-    x, weight = torch.randn(32, 32, device=device), torch.randn(16, 32, device=device)
-    with monkeypatch.context() as plain:
-        plain.setattr(triton_bindings, "supports", lambda *_, **__: False)
-        wanted = _train(name, x, weight)
-    request.getfixturevalue("as_on_a_gpu")
-    monkeypatch.setattr(AmaxRecord, "add", None)
-    found = _train(name, x, weight)
-    states = [recorded_state(layer) for layer in (found, wanted)]
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[0].items():
-        assert torch.equal(value, states[1][key]), key
-    assert wanted.nonfinite_counts.sum() > 0
-
-
 @every_granularity
 @pytest.mark.parametrize("measured", [True, False])
 def test_the_operators_are_what_their_shape_functions_say(granularity, measured, device):
@@ -461,18 +375,6 @@ def test_the_operators_are_what_their_shape_functions_say(granularity, measured,
             assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
         assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == len(made)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (*made, *cast_operators._cast_on_gpu(x, *arguments)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [64, 33])
-@pytest.mark.parametrize("name", RECIPES)
-def test_compiled_it_is_one_graph_and_computes_the_same(name, rows):
-    x, weight, grad = (torch.randn(shape, device="cuda") for shape in ((rows, 256), (128, 256), (rows, 128)))
-    step = torch.compile(lambda x, weight: fp8_linear(x, weight, None, octavo.recipes.get(name)), fullgraph=True)
-    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    y = step(*leaves)
-    compiled = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
-    torch.testing.assert_close(compiled, _step(name, x, weight, grad), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
