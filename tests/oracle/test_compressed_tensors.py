@@ -30,13 +30,14 @@ pytestmark = [
 VOCABULARY = 300
 
 
-@pytest.fixture
-def biased(tmp_path):
-    """A Qwen2, whose queries, keys and values have biases, in 192 wide rows: no multiple of 128."""
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+@pytest.fixture(params=[("Qwen2", {}), ("Qwen3", {"head_dim": 48, "attention_bias": True})], ids=str)
+def biased(request, tmp_path):
+    """A model whose queries, keys and values have biases, in 192 wide rows: no multiple of 128."""
+    import transformers
 
+    name, settings = request.param
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCABULARY,
         hidden_size=192,
         intermediate_size=256,
@@ -46,14 +47,15 @@ def biased(tmp_path):
         max_position_embeddings=64,
         tie_word_embeddings=True,
         initializer_range=0.1,
+        **settings,
     )
-    model = Qwen2ForCausalLM(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_()
     model.save_pretrained(tmp_path / "qwen")
     tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=VOCABULARY)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "qwen")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "qwen")
     return load_language_model(tmp_path / "qwen")
 
 
@@ -96,7 +98,7 @@ def test_a_biased_model_with_mixed_schemes(biased, tmp_path):
 
 
 def _reads_its_own(folder, original):
-    """Octavo's importer builds the Qwen2 too, as its own Llama with biases."""
+    """Octavo's importer builds the model too, as its own Llama with biases."""
     read = load_quantized(folder)
     model = LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
     assert isinstance(read.model, Llama)

@@ -2,7 +2,9 @@
 
 | type          | MLP     | differs from Llama by                                                    |
 |---------------|---------|--------------------------------------------------------------------------|
-| llama, qwen2  | one     | biases                                                                   |
+| llama, qwen2  | one     | biases, heads of any width                                               |
+| mistral       | one     | heads of any width                                                       |
+| qwen3         | one     | norms of each head's queries and keys, heads of any width, biases        |
 | mixtral       | experts |                                                                          |
 | qwen2_moe     | experts | biases, an expert that every token goes to                               |
 | qwen3_moe     | experts | norms of each head's queries and keys, heads of any width, biases        |
@@ -34,7 +36,7 @@ class _Mixture(NamedTuple):
     shared: str | None = None  # setting with the width inside the expert that every token goes to
 
 
-_DENSE = ("llama", "qwen2")
+_DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _MIXTURES = {
     "mixtral": _Mixture("intermediate_size", None),
     "qwen2_moe": _Mixture("moe_intermediate_size", None, "shared_expert_intermediate_size"),
@@ -119,14 +121,12 @@ def _reasons(config: Any) -> Iterator[str]:
         yield f"its MLP has {config.hidden_act!r}, not 'silu'"
     if config.rope_parameters.get("rope_type", "default") != "default":
         yield f"its rotary positions are {config.rope_parameters['rope_type']!r}, not 'default'"
-    if model_type in _MIXTURES:
+    if model_type in (*_MIXTURES, "mistral"):
         yield from _other_layers(settings)
-    elif settings.get("head_dim") not in (None, width := config.hidden_size // config.num_attention_heads):
-        yield f"its heads are {config.head_dim} wide, not hidden_size / num_attention_heads, {width}"
 
 
 def _other_layers(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Properties of a mixture's layers that octavo's Llama does not compute."""
+    """Properties of attention that octavo's Llama does not compute."""
     usual = {}
     if (settings.get("sliding_window") or 0) >= settings["max_position_embeddings"]:  # which hides no token
         usual["sliding_window"] = settings["sliding_window"]

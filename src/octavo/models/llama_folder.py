@@ -1,8 +1,8 @@
-"""Hugging Face folders of octavo's Llama, of type "llama", or "qwen2" by its biases: write and read.
+"""Hugging Face folders of octavo's Llama: of type "llama", "qwen2" by its biases, or "qwen3" by its norms of queries.
 
 | file                   | content                                                                                    |
 |------------------------|--------------------------------------------------------------------------------------------|
-| config.json            | the shape, as ``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` reads it                        |
+| config.json            | the shape, as ``LlamaForCausalLM``, ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` reads it  |
 | model.safetensors      | the parameters in their own dtype, under their own names, which are Hugging Face's; a tied |
 |                        | head once, as the embedding                                                                |
 | tokenizer.json         | the tokenizer                                                                              |
@@ -41,6 +41,9 @@ __all__ = [
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 GENERATION = "generation_config.json"
 QWEN2 = "qwen2"  # queries, keys and values have biases, and nothing else does
+QWEN3 = "qwen3"  # queries and keys have norms of each head
+MISTRAL = "mistral"  # a Llama whose attention may have a sliding window; read only
+HEAD_SIZES = {QWEN3: 128}  # of a config.json without head_dim; elsewhere hidden_size / num_heads
 HEAD = "lm_head.weight"
 SAME_IN_BOTH = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 THEIR_NAMES = {
@@ -58,7 +61,7 @@ def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Content of config.json for a Llama of this shape and dtype.
 
     Raises:
-        ConfigError: neither type has this combination of biases, experts, norms of queries or heads of another width.
+        ConfigError: no type has this combination of biases, experts and norms of queries.
     """
     shape = {theirs: getattr(config, ours) for ours, theirs in THEIR_NAMES.items()}
     return {
@@ -73,29 +76,44 @@ def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _type_record(config: LlamaConfig) -> dict[str, Any]:
-    if config.num_experts or config.qk_norm or config.head_size not in (None, config.hidden_size // config.num_heads):
+    if config.num_experts or config.qk_norm == "row":
         raise ConfigError(
-            "octavo writes no Hugging Face folder of a Llama with num_experts, qk_norm or a head_size of its own; keep "
-            "the folder that it was read from"
+            "octavo writes no Hugging Face folder of a Llama with experts or with qk_norm='row'; keep the folder that "
+            "it was read from"
         )
-    if config.qkv_bias == config.out_bias:
-        biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
-    if config.qkv_bias and not config.mlp_bias:
+    of_layers = {"attention_bias": config.qkv_bias, "head_dim": config.head_dim}
+    one_bias = config.qkv_bias == config.out_bias
+    if config.qk_norm and one_bias and not config.mlp_bias:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": QWEN3, "use_sliding_window": False, **of_layers}
+    if one_bias and not config.qk_norm:
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": config.mlp_bias, **of_layers
+        }  # fmt: skip
+    has_usual_heads = config.head_dim == config.hidden_size // config.num_heads
+    if config.qkv_bias and not (config.mlp_bias or config.qk_norm) and has_usual_heads:
         return {"architectures": ["Qwen2ForCausalLM"], "model_type": QWEN2, "use_sliding_window": False}
     raise ConfigError(
-        "a Hugging Face folder can have biases of queries, keys and values alone (qwen2), or of all of attention, the "
-        f"MLP or both (llama), but not qkv_bias={config.qkv_bias}, out_bias={config.out_bias} and "
-        f"mlp_bias={config.mlp_bias}"
+        "a Hugging Face folder can have biases of queries, keys and values alone (qwen2, without a head_size), of all "
+        "of attention (llama, or with qk_norm='head' qwen3), of the MLP or both (llama), but not "
+        f"qkv_bias={config.qkv_bias}, out_bias={config.out_bias} and mlp_bias={config.mlp_bias} with "
+        f"qk_norm={config.qk_norm!r} and head_size={config.head_size}"
     )
 
 
-def _biases(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Bias arguments of LlamaConfig for a config.json."""
-    if record.get("model_type") == QWEN2:
-        return {"qkv_bias": True}
-    attention = bool(record.get("attention_bias"))
-    return {"qkv_bias": attention, "out_bias": attention, "mlp_bias": bool(record.get("mlp_bias"))}
+def _type_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Biases, norms and head width of LlamaConfig for a config.json."""
+    model_type = record.get("model_type")
+    if model_type == QWEN2:
+        biases = {"qkv_bias": True}
+    else:
+        attention = bool(record.get("attention_bias"))
+        biases = {"qkv_bias": attention, "out_bias": attention}
+        biases |= {} if model_type == QWEN3 else {"mlp_bias": bool(record.get("mlp_bias"))}
+    usual = record["hidden_size"] // record["num_attention_heads"]
+    head_size = record.get("head_dim") or HEAD_SIZES.get(model_type or "", usual)
+    return {**biases, "head_size": None if head_size == usual else head_size} | (
+        {"qk_norm": "head"} if model_type == QWEN3 else {}
+    )
 
 
 def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
@@ -111,19 +129,28 @@ def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
     settings |= {"num_key_value_heads": record.get("num_key_value_heads") or record.get("num_attention_heads")}
     settings.setdefault("tie_word_embeddings", False)
     is_supported = (
-        record.get("model_type") in {"llama", QWEN2}
+        record.get("model_type") in {"llama", MISTRAL, QWEN2, QWEN3}
         and record.get("hidden_act", "silu") == "silu"
         and rope.get("rope_type", rope.get("type", "default")) == "default"
-        and not record.get("use_sliding_window")
+        and not _hides_tokens(record)
         and record.get("pretraining_tp", 1) == 1
     )
     if not is_supported or not all(theirs in settings for theirs in THEIR_NAMES.values()):
         return None
     try:
-        shape = LlamaConfig(**{ours: settings[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(record))
-    except (ConfigError, TypeError):
+        return LlamaConfig(
+            **{ours: settings[theirs] for ours, theirs in THEIR_NAMES.items()}, **_type_arguments(record)
+        )
+    except (ConfigError, TypeError, ZeroDivisionError):
         return None
-    return shape if (record.get("head_dim") or shape.head_dim) == shape.head_dim else None
+
+
+def _hides_tokens(record: Mapping[str, Any]) -> bool:
+    """Return whether attention has a sliding window that is shorter than the longest sequence."""
+    if record.get("model_type") != MISTRAL:
+        return bool(record.get("use_sliding_window"))
+    window, longest = record.get("sliding_window", 4096), record.get("max_position_embeddings")  # Mistral 7B's
+    return window is not None and not (isinstance(longest, int) and isinstance(window, int) and window >= longest)
 
 
 def write_llama(folder: Path, model: Llama) -> None:
@@ -199,8 +226,8 @@ def read_tokenizer(folder: Path) -> "Tokenizer":
 def _config(path: Path) -> LlamaConfig:
     try:
         record = read_object(path)
-        return LlamaConfig(**{ours: record[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(record))
-    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        return LlamaConfig(**{ours: record[theirs] for ours, theirs in THEIR_NAMES.items()}, **_type_arguments(record))
+    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not the configuration of a Llama: {error!r}; write the folder again"
         ) from error

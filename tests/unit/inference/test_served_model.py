@@ -94,37 +94,37 @@ def test_invalid_eos_token_id_is_refused(folder):
         load_served_model(folder)
 
 
-def qwen2(folder):
-    """A tiny Qwen2 of transformers' own making, its biases large enough to matter."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def of_transformers(name, folder, **settings):
+    """A tiny model of transformers' own making, its norms and biases large enough to matter."""
+    import transformers
 
     torch.manual_seed(0)
-    theirs = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=300,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    common = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = getattr(transformers, f"{name}Config")(**common, **settings, bos_token_id=None, eos_token_id=None)
+    theirs = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for parameter in theirs.parameters():
             parameter.copy_((parameter + 0.3 * torch.randn_like(parameter)).bfloat16())
-            assert not name.endswith("o_proj.bias")
     theirs.save_pretrained(folder)
     return theirs.eval()
 
 
-def test_a_qwen2_is_served_with_its_biases(folder):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Qwen2", {}),
+        ("Qwen3", {"head_dim": 16}),
+        ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+        ("Llama", {"head_dim": 16, "mlp_bias": True}),
+        ("Mistral", {"head_dim": 16, "sliding_window": 64}),
+    ],
+    ids=str,
+)
+def test_a_dense_model_is_served_with_its_biases_norms_and_heads(folder, name, settings):
     """Weights are BF16 numbers, so that the recipe bf16 rounds nothing: the logits and the greedy tokens are theirs."""
-    theirs = qwen2(folder)
+    theirs = of_transformers(name, folder, **settings)
     served = load_served_model(folder, recipe="bf16")
-    assert served.runner.config.qkv_bias
     with torch.no_grad():
         wanted = theirs(TOKENS[None]).logits[0]
     logits = served.runner(TOKENS, served.runner.new_cache(fmt=FP32), every=True)

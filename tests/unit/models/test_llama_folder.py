@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MistralConfig, Qwen3Config
 
 from octavo.errors import ConfigError
 from octavo.models import Llama, LlamaConfig
@@ -35,14 +35,20 @@ def test_missing_keys_of_older_records_have_defaults():
 @pytest.mark.parametrize(
     "other",
     [
-        {"model_type": "qwen3"},
+        {"model_type": "gemma3_text"},
         {"model_type": "qwen2", "use_sliding_window": True},
+        {"model_type": "qwen3", "use_sliding_window": True},
+        {"model_type": "mistral", "sliding_window": 63},
+        {"model_type": "mistral", "max_position_embeddings": 4097},
+        {"model_type": "mistral", "sliding_window": "long"},
         {"hidden_act": "gelu"},
-        {"head_dim": 32},
+        {"head_dim": 31},
+        {"head_dim": "wide"},
+        {"num_attention_heads": 0},
         {"pretraining_tp": 2},
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"hidden_size": 63},
+        {"hidden_size": 63, "head_dim": None},
         {"vocab_size": "many"},
     ],
 )
@@ -50,9 +56,19 @@ def test_unsupported_configs_give_no_shape(other):
     assert shape_from_record(RECORD | other) is None
 
 
+def test_a_sliding_window_over_all_positions_hides_nothing():
+    assert MistralConfig().sliding_window == 4096
+    for window in ({}, {"sliding_window": None}, {"sliding_window": 64}):
+        assert shape_from_record(RECORD | {"model_type": "mistral"} | window) == SHAPE
+
+
 @pytest.mark.parametrize(
-    "biases",
+    "changes",
     [
+        {"qk_norm": "head"},
+        {"qk_norm": "head", "head_size": 32, "qkv_bias": True, "out_bias": True},
+        {"head_size": 32},
+        {"head_size": 32, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
         {"qkv_bias": True},
         {"qkv_bias": True, "out_bias": True},
         {"mlp_bias": True},
@@ -60,8 +76,8 @@ def test_unsupported_configs_give_no_shape(other):
     ],
     ids="+".join,
 )
-def test_transformers_reads_a_folder_with_biases_as_the_same_model(tmp_path, biases):
-    shape = replace(SHAPE, **biases)
+def test_transformers_reads_a_folder_as_the_same_model(tmp_path, changes):
+    shape = replace(SHAPE, **changes)
     model = Llama(shape, seed=2).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,15 +90,34 @@ def test_transformers_reads_a_folder_with_biases_as_the_same_model(tmp_path, bia
     assert torch.equal(read_llama(tmp_path)(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("biases", [{"out_bias": True}, {"qkv_bias": True, "mlp_bias": True}], ids="+".join)
-def test_biases_that_no_folder_has_are_refused(biases):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"out_bias": True},
+        {"qkv_bias": True, "mlp_bias": True},
+        {"qkv_bias": True, "head_size": 32},
+        {"qkv_bias": True, "qk_norm": "head"},
+        {"mlp_bias": True, "qk_norm": "head"},
+    ],
+    ids="+".join,
+)
+def test_layers_that_no_folder_has_are_refused(changes):
     with pytest.raises(ConfigError, match="biases of queries, keys and values alone"):
-        config_record(replace(SHAPE, **biases), torch.float32)
+        config_record(replace(SHAPE, **changes), torch.float32)
 
 
-@pytest.mark.parametrize("changes", [{"num_experts": 2, "experts_per_token": 1}, {"qk_norm": "head"}, {"head_size": 4}])
+def test_qwen3s_heads_are_128_wide_unless_its_record_says_otherwise():
+    record = config_record(replace(SHAPE, qk_norm="head"), torch.float32)
+    del record["head_dim"]
+    assert shape_from_record(record) == replace(SHAPE, qk_norm="head", head_size=128)
+    assert Qwen3Config().head_dim == 128
+
+
+@pytest.mark.parametrize("changes", [{"num_experts": 2, "experts_per_token": 1}, {"qk_norm": "row"}])
 def test_a_folder_of_another_layout_is_not_written(changes):
-    with pytest.raises(ConfigError, match="octavo writes no Hugging Face folder of a Llama with num_experts, qk_norm"):
+    with pytest.raises(
+        ConfigError, match="octavo writes no Hugging Face folder of a Llama with experts or with qk_norm"
+    ):
         config_record(tiny_llama_config(**changes), torch.float32)
 
 
