@@ -34,7 +34,7 @@ PUBLIC_NN = {
     # linear layers, alone and behind a norm
     "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",
     # what stands between them
-    "DotProductAttention", "KVCache", "LayerNorm", "RMSNorm", "rotary_table", "rotate",
+    "DotProductAttention", "KVCache", "LayerNorm", "RMSNorm", "RotaryScaling", "rotary_table", "rotate",
     # made of both
     "MultiheadAttention", "TransformerLayer",
 }  # fmt: skip

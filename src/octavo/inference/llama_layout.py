@@ -24,8 +24,7 @@ from torch import nn
 from octavo.convert import UnfusedExperts, unfuse_experts
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama, LlamaConfig
-from octavo.models.llama_folder import shape_from_record
-from octavo.nn import rotary_table
+from octavo.models.llama_folder import ROPE_TYPES, rope_scaling_of, shape_from_record
 
 __all__ = ["as_llama", "why_not_llama"]
 
@@ -80,7 +79,7 @@ def as_llama(model: nn.Module, source: str) -> Llama:
     if reason is not None:
         raise CheckpointError(f"{source!r} cannot be served: {reason}; octavo serves only models of the Llama layout")
     assert shape is not None
-    llama.model.cos, llama.model.sin = rotary_table(shape.head_dim, shape.max_positions, shape.rope_theta)
+    llama.model.cos, llama.model.sin = shape.rotary_table()
     return llama.eval()
 
 
@@ -96,7 +95,7 @@ def _layout(config: Any) -> tuple[str | None, LlamaConfig | None]:
     if config.model_type in _MIXTURES:
         try:
             return None, _mixture_shape(config)
-        except (ConfigError, TypeError, ZeroDivisionError) as error:
+        except (ConfigError, KeyError, TypeError, ZeroDivisionError) as error:
             return str(error), None
     shape = shape_from_record(config.to_dict())
     return ("its configuration has settings that octavo's Llama does not support" if shape is None else None), shape
@@ -119,8 +118,9 @@ def _reasons(config: Any) -> Iterator[str]:
         return  # which may lack the settings below
     if config.hidden_act != "silu":
         yield f"its MLP has {config.hidden_act!r}, not 'silu'"
-    if config.rope_parameters.get("rope_type", "default") != "default":
-        yield f"its rotary positions are {config.rope_parameters['rope_type']!r}, not 'default'"
+    if config.rope_parameters.get("rope_type", "default") not in ROPE_TYPES:
+        types = " or ".join(map(repr, ROPE_TYPES))
+        yield f"its rotary positions are {config.rope_parameters['rope_type']!r}, not {types}"
     if model_type in (*_MIXTURES, "mistral"):
         yield from _other_layers(settings)
 
@@ -147,6 +147,7 @@ def _mixture_shape(config: Any) -> LlamaConfig:
         num_kv_heads=config.num_key_value_heads,
         max_positions=config.max_position_embeddings,
         rope_theta=config.rope_parameters["rope_theta"],
+        rope_scaling=rope_scaling_of(config.rope_parameters),
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=config.tie_word_embeddings,
         qkv_bias=has_biases or bool(getattr(config, "qkv_bias", False)),

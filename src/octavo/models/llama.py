@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from octavo.errors import ConfigError
 from octavo.memory import check_fits
-from octavo.nn import RMSNorm, rotary_table, rotate
+from octavo.nn import RMSNorm, RotaryScaling, rotary_table, rotate
 from octavo.nn.attention import attend
 
 __all__ = ["LARGEST", "QK_NORMS", "DecoderCache", "Llama", "LlamaConfig", "causal_attention", "mlps_of", "skip_init"]
@@ -91,6 +91,7 @@ class LlamaConfig:
         num_kv_heads: key and value heads; divides num_heads.
         max_positions: longest sequence the position table covers.
         rope_theta: base of the rotary wavelengths.
+        rope_scaling: of the rotary wavelengths, as in Llama 3.1; None has none.
         rms_norm_eps: added to the mean square before the root.
         tie_embeddings: whether the head shares the embedding's weight.
         qkv_bias: whether the projections of queries, keys and values have biases, as in Qwen2.
@@ -116,6 +117,7 @@ class LlamaConfig:
     num_kv_heads: int
     max_positions: int
     rope_theta: float = 10000.0
+    rope_scaling: RotaryScaling | None = None
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -170,6 +172,10 @@ class LlamaConfig:
     def head_dim(self) -> int:
         """Width of one head, D."""
         return self.head_size or self.hidden_size // self.num_heads
+
+    def rotary_table(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions, float32 [max_positions, D]."""
+        return rotary_table(self.head_dim, self.max_positions, self.rope_theta, scaling=self.rope_scaling)
 
     def mlp_sizes(self, layer: int) -> list[int]:
         """Widths inside the MLPs of a layer: the only one, or those of each expert and of the shared one."""
@@ -367,7 +373,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        cos, sin = rotary_table(config.head_dim, config.max_positions, config.rope_theta)
+        cos, sin = config.rotary_table()
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -24,15 +24,18 @@ from octavo import parsing
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.files import disk_errors
 from octavo.models import Llama, LlamaConfig
+from octavo.nn import RotaryScaling
 from octavo.parsing import read_object, read_tensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = [
+    "ROPE_TYPES",
     "config_record",
     "read_llama",
     "read_tokenizer",
+    "rope_scaling_of",
     "shape_from_record",
     "write_llama",
     "write_tokenizer",
@@ -45,6 +48,13 @@ QWEN3 = "qwen3"  # queries and keys have norms of each head
 MISTRAL = "mistral"  # a Llama whose attention may have a sliding window; read only
 HEAD_SIZES = {QWEN3: 128}  # of a config.json without head_dim; elsewhere hidden_size / num_heads
 HEAD = "lm_head.weight"
+DEFAULT, LLAMA3 = ROPE_TYPES = ("default", "llama3")
+SCALING_NAMES = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_positions": "original_max_position_embeddings",
+}
 SAME_IN_BOTH = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 THEIR_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -67,12 +77,32 @@ def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     return {
         **_type_record(config),
         **shape,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": _rope_record(config),
         "hidden_act": "silu",
         "dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def _rope_record(config: LlamaConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": DEFAULT, "rope_theta": config.rope_theta}
+    numbers = {theirs: getattr(scaling, ours) for ours, theirs in SCALING_NAMES.items()}
+    return {"rope_type": LLAMA3, "rope_theta": config.rope_theta, **numbers}
+
+
+def rope_scaling_of(rope: Mapping[str, Any]) -> RotaryScaling | None:
+    """Scaling of a config.json's rope_parameters, of one of ``ROPE_TYPES``.
+
+    Raises:
+        KeyError: a number is missing.
+        ConfigError: a number is not positive.
+    """
+    if rope.get("rope_type", rope.get("type", DEFAULT)) == DEFAULT:
+        return None
+    return RotaryScaling(**{ours: rope[theirs] for ours, theirs in SCALING_NAMES.items()})
 
 
 def _type_record(config: LlamaConfig) -> dict[str, Any]:
@@ -131,18 +161,21 @@ def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
     is_supported = (
         record.get("model_type") in {"llama", MISTRAL, QWEN2, QWEN3}
         and record.get("hidden_act", "silu") == "silu"
-        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and rope.get("rope_type", rope.get("type", DEFAULT)) in ROPE_TYPES
         and not _hides_tokens(record)
         and record.get("pretraining_tp", 1) == 1
     )
     if not is_supported or not all(theirs in settings for theirs in THEIR_NAMES.values()):
         return None
     try:
-        return LlamaConfig(
-            **{ours: settings[theirs] for ours, theirs in THEIR_NAMES.items()}, **_type_arguments(record)
-        )
-    except (ConfigError, TypeError, ZeroDivisionError):
+        return _shape(settings, rope)
+    except (ConfigError, KeyError, TypeError, ZeroDivisionError):
         return None
+
+
+def _shape(record: Mapping[str, Any], rope: Mapping[str, Any]) -> LlamaConfig:
+    common = {ours: record[theirs] for ours, theirs in THEIR_NAMES.items()}
+    return LlamaConfig(**common, **_type_arguments(record), rope_scaling=rope_scaling_of(rope))
 
 
 def _hides_tokens(record: Mapping[str, Any]) -> bool:
@@ -226,7 +259,7 @@ def read_tokenizer(folder: Path) -> "Tokenizer":
 def _config(path: Path) -> LlamaConfig:
     try:
         record = read_object(path)
-        return LlamaConfig(**{ours: record[theirs] for ours, theirs in THEIR_NAMES.items()}, **_type_arguments(record))
+        return _shape(record, record.get("rope_parameters") or {})
     except (OSError, ArithmeticError, ValueError, KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not the configuration of a Llama: {error!r}; write the folder again"

@@ -8,7 +8,7 @@ from octavo.nn.layernorm_mlp import LayerNormMLP
 from octavo.nn.linear import Linear
 from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.norms import LayerNorm, RMSNorm
-from octavo.nn.rotary import rotary_table, rotate
+from octavo.nn.rotary import RotaryScaling, rotary_table, rotate
 from octavo.nn.transformer import TransformerLayer
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "RMSNorm",
+    "RotaryScaling",
     "TransformerLayer",
     "rotary_table",
     "rotate",

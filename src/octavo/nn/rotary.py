@@ -9,9 +9,11 @@ and second half, as in Hugging Face's models; weights that pair neighbours need 
 | x        | [B, T, heads, D]  | position t of x takes row t: hand in the rows of its positions  |
 
 Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864, equation 34.
+Scaling for longer texts is that of Llama 3.1 (Meta's release of July 2024).
 """
 
 import math
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -19,11 +21,66 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.nn.arguments import check_sizes
 
-__all__ = ["rotary_table", "rotate"]
+__all__ = ["RotaryScaling", "rotary_table", "rotate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryScaling:
+    """Slower rotation of the long wavelengths, as in Llama 3.1, for texts longer than those of pretraining.
+
+    With w = 2π / frequency and L = ``original_positions``:
+
+        w < L / high_frequency_factor    frequency
+        w > L / low_frequency_factor     frequency / factor
+        between                          frequency · (share + (1 − share) / factor),
+                                         share = (L / w − low_frequency_factor) / (high − low)
+
+    Attributes:
+        factor: how many times as slow the longest wavelengths turn.
+        low_frequency_factor: wavelengths of a text of pretraining from which on all turn so slowly.
+        high_frequency_factor: wavelengths from which on none is slowed; more than ``low_frequency_factor``.
+        original_positions: length of a text of pretraining.
+
+    Raises:
+        ConfigError: a number that is not positive, or factors in the other order.
+
+    Example:
+        >>> scaling = RotaryScaling(
+        ...     factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192
+        ... )
+        >>> scaling.scaled(torch.tensor([1.0, 0.001, 0.0001]))
+        tensor([1.0000e+00, 2.1361e-04, 1.2500e-05])
+    """
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: int
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in astuple(self)):
+            raise ConfigError(f"numbers of a rotary scaling must be positive, not {astuple(self)}")
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ConfigError(
+                f"low_frequency_factor must be less than high_frequency_factor ({self.high_frequency_factor}), not "
+                f"{self.low_frequency_factor}"
+            )
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """Scale float32 [D/2] radians a position."""
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        wavelengths = 2 * math.pi / frequencies
+        share = ((self.original_positions / wavelengths - low) / (high - low)).clamp(0, 1)
+        return (1 - share) * frequencies / self.factor + share * frequencies
 
 
 def rotary_table(
-    head_dim: int, max_positions: int, theta: float = 10000.0, *, device: torch.device | str | None = None
+    head_dim: int,
+    max_positions: int,
+    theta: float = 10000.0,
+    *,
+    scaling: RotaryScaling | None = None,
+    device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position · theta^(-2i / D), float32 [max_positions, D].
 
@@ -31,6 +88,7 @@ def rotary_table(
         head_dim: width of one head, D; even.
         max_positions: number of rows.
         theta: base of the wavelengths.
+        scaling: of the frequencies theta^(-2i / D); None scales none.
         device: of the table.
 
     Raises:
@@ -47,7 +105,9 @@ def rotary_table(
     if not 0 < theta < math.inf:
         raise ConfigError(f"theta must be a positive number, not {theta!r}")
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
-    angles = torch.outer(torch.arange(max_positions, device=device).float(), 1.0 / theta**exponents)
+    frequencies = 1.0 / theta**exponents
+    frequencies = frequencies if scaling is None else scaling.scaled(frequencies)
+    angles = torch.outer(torch.arange(max_positions, device=device).float(), frequencies)
     both_halves = torch.cat((angles, angles), dim=-1)
     return both_halves.cos(), both_halves.sin()
 

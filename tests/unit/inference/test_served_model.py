@@ -47,7 +47,11 @@ def test_hugging_face_folder_matches_llama(folder):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "its type is 'mistral', not"),
+        ({"model_type": "granite", "architectures": ["GraniteForCausalLM"]}, "its type is 'granite', not"),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8},
+            r"its attention has a sliding window \(sliding_window is 8\)",
+        ),
         ({"hidden_act": "gelu"}, "its MLP has 'gelu'"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
@@ -94,6 +98,12 @@ def test_invalid_eos_token_id_is_refused(folder):
         load_served_model(folder)
 
 
+SCALED = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
 def of_transformers(name, folder, **settings):
     """A tiny model of transformers' own making, its norms and biases large enough to matter."""
     import transformers
@@ -117,6 +127,7 @@ def of_transformers(name, folder, **settings):
         ("Qwen3", {"head_dim": 16}),
         ("Qwen3", {"head_dim": 8, "attention_bias": True}),
         ("Llama", {"head_dim": 16, "mlp_bias": True}),
+        ("Llama", {"rope_parameters": SCALED}),
         ("Mistral", {"head_dim": 16, "sliding_window": 64}),
     ],
     ids=str,

@@ -10,10 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from octavo.errors import ConfigError
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import config_record, read_llama, shape_from_record, write_llama, write_tokenizer
+from octavo.nn import RotaryScaling
 from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_model import tiny_language_model
 
 SHAPE = tiny_llama_config(hidden_size=64, intermediate_size=96, rope_theta=5e5, tie_embeddings=True)
+SCALING = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=24)
+ROPE: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 24, "rope_theta": 5e5}
 RECORD = config_record(SHAPE, torch.bfloat16)
 
 
@@ -27,6 +31,8 @@ def test_missing_keys_of_older_records_have_defaults():
     assert shape_from_record(older | {"num_key_value_heads": None, "tie_word_embeddings": True}) == LlamaConfig(
         **{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"num_kv_heads": 4}
     )
+    scaled = older | {"rope_scaling": ROPE, "tie_word_embeddings": True}  # as Llama 3.1's config.json has it
+    assert shape_from_record(scaled) == replace(SHAPE, rope_scaling=SCALING)
     newer = {key: value for key, value in RECORD.items() if key != "rope_theta"}
     assert shape_from_record(newer) == SHAPE
     assert shape_from_record(RECORD | {"head_dim": 16}) == SHAPE
@@ -47,6 +53,8 @@ def test_missing_keys_of_older_records_have_defaults():
         {"num_attention_heads": 0},
         {"pretraining_tp": 2},
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_parameters": ROPE | {"factor": 0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"hidden_size": 63, "head_dim": None},
         {"vocab_size": "many"},
@@ -65,6 +73,7 @@ def test_a_sliding_window_over_all_positions_hides_nothing():
 @pytest.mark.parametrize(
     "changes",
     [
+        {"rope_scaling": SCALING},
         {"qk_norm": "head"},
         {"qk_norm": "head", "head_size": 32, "qkv_bias": True, "out_bias": True},
         {"head_size": 32},

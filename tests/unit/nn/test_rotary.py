@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.nn import rotary_table, rotate
+from octavo.nn import RotaryScaling, rotary_table, rotate
 from tests.contract.transformer_oracle import turn
 
 
@@ -23,6 +23,42 @@ def test_scores_depend_on_the_distance_alone():
 
     torch.testing.assert_close(score(5, 2), score(43, 40), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(score(5, 2), score(5, 3), atol=1e-3)
+
+
+LLAMA_3_1 = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 32.0}, {"original_positions": 40, "high_frequency_factor": 7.0}])
+def test_scaled_frequencies_are_those_of_llama_3_1(changes):
+    """Transformers' own formula; its table is float32 too."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    numbers = LLAMA_3_1 | changes
+    theirs = dict(zip(("factor", "low_freq_factor", "high_freq_factor"), numbers.values(), strict=False))
+    rope = theirs | {"original_max_position_embeddings": numbers["original_positions"], "rope_theta": 5e5}
+    config = LlamaConfig(head_dim=128, rope_parameters=rope | {"rope_type": "llama3"})
+    wanted, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    frequencies = 1.0 / 5e5 ** (torch.arange(0, 128, 2).float() / 128)
+    found = RotaryScaling(**numbers).scaled(frequencies)
+    torch.testing.assert_close(found, wanted, rtol=5e-7, atol=0)
+    assert not torch.equal(found, frequencies)
+    cos, _ = rotary_table(128, 64, 5e5, scaling=RotaryScaling(**numbers))
+    torch.testing.assert_close(cos[63, :64], (63 * wanted).cos(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"factor": 0.0}, "must be positive"),
+        ({"factor": float("nan")}, "must be positive"),
+        ({"original_positions": "long"}, "must be positive"),
+        ({"low_frequency_factor": 4.0}, "must be less than high_frequency_factor"),
+    ],
+)
+def test_numbers_of_no_scaling_are_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        RotaryScaling(**LLAMA_3_1 | changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
