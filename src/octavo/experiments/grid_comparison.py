@@ -135,13 +135,23 @@ class GridComparison:
             seeds_needed=self._seeds_needed(pairs),
         )
 
-    def gap(self, group: Group, base: Group) -> Interval | None:
-        """Gap of one group over another on the seeds that both finished; None without one."""
-        runs, others = self._finished(group), self._finished(base)
-        common = sorted(runs.keys() & others.keys())
+    def gap(self, group: Group, base: Group, *, beyond: tuple[Group, Group] | None = None) -> Interval | None:
+        """Gap of one group over another on the seeds that all finished; None without one.
+
+        Args:
+            group: whose loss is counted.
+            base: whose loss is subtracted.
+            beyond: two groups whose gap is subtracted too.
+        """
+        runs = [self._finished(each) for each in (group, base, *(beyond or ()))]
+        common = sorted(set.intersection(*map(set, runs)))
         if not common:
             return None
-        return paired_interval([np.subtract(runs[seed].window_nats, others[seed].window_nats) for seed in common])
+        gaps = []
+        for seed in common:
+            windows = [np.asarray(each[seed].window_nats) for each in runs]
+            gaps.append(windows[0] - windows[1] - (windows[2] - windows[3] if beyond else 0.0))
+        return paired_interval(gaps)
 
     def ranking(self, lr: float, warmup: float) -> list[Ranking]:
         """Every pair of variants at these factors, by p-value."""

@@ -13,8 +13,9 @@ rest:
     Var(d[·, ·]) ≈ (MS_a + MS_b − MS_e) / (S·W)
 
 and the interval is d[·, ·] ± t · √Var, with Student's t at Satterthwaite's degrees of freedom. It holds for other seeds
-and for other text of the same kind. A bootstrap over five seeds is too narrow: ``python -m benchmarks.study_intervals``
-measures how often either interval holds a known gap.
+and for other text of the same kind. Student's interval over the means of seeds holds a known gap in as few as 44 % of
+studies, because it counts no effect of windows; a bootstrap of both in 95 to 99.9 % of those with five or eight seeds,
+where this one has 93.7 to 97.4 % (``python -m benchmarks.study_intervals``).
 
 Sources: F. E. Satterthwaite, Biometrics Bulletin 2 (1946); S. Holm, Scandinavian Journal of Statistics 6 (1979);
 A. B. Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1 (2007).

@@ -1,8 +1,8 @@
 """Grids that rerun published claims, each with what would confirm it.
 
-A claim is an order of two groups of the grid: the first ends at a lower held-out loss than the second. It is confirmed
-if the 95 % interval of their paired difference lies on the claimed side of 0, contradicted if it lies on the other, and
-open if it holds 0: more seeds, or a larger model, would have to decide.
+A claim is an order of two groups of the grid: the first ends at a lower held-out loss than the second, or less far
+above a baseline of its own. It is confirmed if the 95 % interval of their paired difference lies on the claimed side of
+0, contradicted if it lies on the other, and open if it holds 0: more seeds, or a larger model, would have to decide.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,14 @@ class Claim:
         source: who says so.
         better: the group said to end at the lower loss.
         worse: the other one.
+        baselines: groups that better and worse are counted from; None compares their losses.
     """
 
     text: str
     source: str
     better: Group
     worse: Group
+    baselines: tuple[Group, Group] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,8 @@ class Outcome:
 
 def outcome(claim: Claim, comparison: GridComparison) -> Outcome:
     """Test a claim."""
-    difference = comparison.gap(claim.worse, claim.better)
+    beyond = None if claim.baselines is None else (claim.baselines[1], claim.baselines[0])
+    difference = comparison.gap(claim.worse, claim.better, beyond=beyond)
     if difference is None or not difference.error > 0:
         verdict = "open"
     elif difference.low > 0:
@@ -256,6 +259,44 @@ PRESETS: dict[str, Preset] = {
                 source="arXiv 2412.19437 §3.3.1",
                 better=_at("tensorwise"),
                 worse=_at("head-in-fp8"),
+            ),
+        ),
+    ),
+    "qk-norm": Preset(
+        variants=(
+            _BF16,
+            _TENSORWISE,
+            Variant(name="bf16-qk-norm", recipe="bf16", model={"qk_norm": True}),
+            Variant(name="tensorwise-qk-norm", recipe="tensorwise", model={"qk_norm": True}),
+        ),
+        claims=(
+            Claim(
+                text="Norms of queries and keys lower what FP8 costs.",
+                source="a question of octavo's own",
+                better=_at("tensorwise-qk-norm"),
+                worse=_at("tensorwise"),
+                baselines=(_at("bf16-qk-norm"), _at("bf16")),
+            ),
+        ),
+    ),
+    "moments": Preset(
+        variants=(
+            _BF16,
+            _variant("fp8-moments", "bf16", {"moments": "fp8"}),
+            _variant("fp8-moments-expanded", "bf16", {"moments": "fp8-expanded"}),
+        ),
+        claims=(
+            Claim(
+                text="FP8 moments of AdamW cost accuracy.",
+                source="arXiv 2410.19313 §3.1",
+                better=_at("bf16"),
+                worse=_at("fp8-moments"),
+            ),
+            Claim(
+                text="Expanding each block's range ends lower than FP8 moments without.",
+                source="arXiv 2410.19313 §3.1",
+                better=_at("fp8-moments-expanded"),
+                worse=_at("fp8-moments"),
             ),
         ),
     ),

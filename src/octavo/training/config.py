@@ -34,6 +34,7 @@ from octavo.text.sources import BUILTIN
 from octavo.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
 from octavo.training.metric_writers import LOGGERS, TENSORBOARD
+from octavo.training.moments import Moments
 from octavo.training.parallel_config import ParallelConfig
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
@@ -63,6 +64,10 @@ MOST = {
 }
 
 
+_LATER: dict[str, dict[str, Any]] = {
+    "model": {"qk_norm": False},
+    "training": {"moments": str(Moments.FP32)},
+}  # keys of later releases, defaults
 _FP8_GRADIENTS = "fp8_gradients"  # the only key of [parallel] that changes results
 _LAYOUT = tuple(f"parallel.{each.name}" for each in fields(ParallelConfig) if each.name != _FP8_GRADIENTS)
 
@@ -85,7 +90,10 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of the decoder, without vocabulary and context, which data and training determine."""
+    """Shape of the decoder, without vocabulary and context, which data and training determine.
+
+    ``qk_norm`` gives each head's queries and keys a norm, as in Qwen3; other fields are those of ``LlamaConfig``.
+    """
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -95,13 +103,15 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         self.llama(vocab_size=1, max_positions=1)
 
     def llama(self, *, vocab_size: int, max_positions: int) -> LlamaConfig:
         """Return the full shape."""
-        return LlamaConfig(vocab_size=vocab_size, max_positions=max_positions, **asdict(self))
+        shape = asdict(self) | {"qk_norm": "head" if self.qk_norm else None}
+        return LlamaConfig(vocab_size=vocab_size, max_positions=max_positions, **shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +163,7 @@ class TrainingConfig:
         weight_decay: weight decay of matrices; vectors are not decayed.
         betas: AdamW's averaging factors.
         eps: AdamW's denominator floor.
+        moments: precision of AdamW's moments; see :mod:`octavo.training.moments`.
         clip_norm: largest global gradient norm; 0 does not clip.
         seed: seed of weights and batches.
         eval_interval: updates between evaluations; 0 evaluates only at the end.
@@ -189,6 +200,7 @@ class TrainingConfig:
     weight_decay: float = 0.1
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
+    moments: Moments = Moments.FP32
     clip_norm: float = 1.0
     seed: int = 0
     eval_interval: int = 50
@@ -208,6 +220,7 @@ class TrainingConfig:
         check_schedule(self.precision_schedule, self.recipe)
         check_member("training.precision", self.precision, Precision)
         check_member("training.device", self.device, Device)
+        check_member("training.moments", self.moments, Moments)
         for name in self.log:
             check_member("training.log", name, LOGGERS)
         _check_loss_scale(self.loss_scale)
@@ -314,7 +327,9 @@ class RunConfig:
         for name in self.free_to_change:
             section, _, key = name.partition(".")
             del plain[section][key]
-        if not plain["parallel"][_FP8_GRADIENTS]:  # all that is left of the section: runs from before it have the hash
+        for name, defaults in _LATER.items():  # runs from before a key have the hash of its default
+            plain[name] = {key: value for key, value in plain[name].items() if defaults.get(key, ...) != value}
+        if not plain["parallel"][_FP8_GRADIENTS]:  # all that is left of the section
             del plain["parallel"]
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
 

@@ -12,6 +12,7 @@ from octavo.text.tokens import TokenData
 from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.memory import check_run_fits
+from octavo.training.moments import keep_in_fp8
 from octavo.training.precision import apply_recipe, resolve_device
 from octavo.training.run_folder import CAPTURES
 
@@ -62,7 +63,9 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     beta1, beta2 = training.betas
-    return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
+    keep_in_fp8(optimizer, training.moments)
+    return optimizer
 
 
 def build_watcher(

@@ -108,6 +108,18 @@ def test_a_claim_is_decided_by_its_interval(gap, verdict):
     assert found.verdict == verdict
 
 
+@pytest.mark.parametrize(("cost", "verdict"), [(0.02, "confirmed"), (0.0, "contradicted"), (0.01, "open")])
+def test_a_claim_can_compare_what_two_changes_cost(cost, verdict):
+    """The better one lies 0.01 above a baseline that is 0.5 higher than the other's."""
+    losses = {"rowwise": 4.0 + cost, "bf16-other": 4.5, "rowwise-other": 4.51}
+    results = BASE + [result(name, seed, nats + 0.01 * seed) for name, nats in losses.items() for seed in range(5)]
+    better, worse = ("rowwise-other", 1.0, 1.0), ("rowwise", 1.0, 1.0)
+    baselines = (("bf16-other", 1.0, 1.0), ("bf16", 1.0, 1.0))
+    found = outcome(Claim(text="", source="", better=better, worse=worse, baselines=baselines), compared(results))
+    assert found.verdict == verdict
+    assert found.difference.estimate == pytest.approx(cost - 0.01, abs=2e-4)
+
+
 def test_a_claim_about_runs_that_all_broke_is_open():
     results = BASE + [result("rowwise", seed, 4.0, failed_at=3) for seed in range(5)]
     claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))

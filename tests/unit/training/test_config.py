@@ -117,6 +117,7 @@ def test_hash_changes_with_every_key_that_matters():
         "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "loss_scale": "dynamic",
         "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5, "overrides": {"*.q_proj": "bf16"}, "log": (),
         "convert_head": True, "cache_weights": True, "precision_schedule": (("fp8", 0.0),), "autopilot": True,
+        "moments": "fp8",
     }  # fmt: skip
     for field in fields(TrainingConfig):
         if field.name == "recipe_options":
@@ -129,6 +130,12 @@ def test_hash_changes_with_every_key_that_matters():
     assert len({RunConfig().with_training(overrides=order).config_hash() for order in orders}) == 2, "the first counts"
     assert replace(RunConfig(), data=DataConfig(source="x")).config_hash() != one
     assert replace(RunConfig(), model=ModelConfig(num_layers=5)).config_hash() != one
+    assert replace(RunConfig(), model=ModelConfig(qk_norm=True)).config_hash() != one
+
+
+def test_hash_of_an_older_run_stays():
+    """As version 0.1 wrote it, before the keys [parallel], moments and qk_norm."""
+    assert RunConfig().config_hash() == "9b6a4d76e397dbd15facd909ca6e99a9"
 
 
 def test_recipe_determines_surrounding_precision_and_loss_scale():
