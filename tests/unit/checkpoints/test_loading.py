@@ -448,7 +448,7 @@ def test_a_plain_folder_is_not_read(broken):
 def test_transformers_is_asked_for_other_architectures(broken, monkeypatch):
     folder = broken("rows")
     record = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(record | {"model_type": "mistral"}))
+    (folder / "config.json").write_text(json.dumps(record | {"model_type": "granite"}))
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match="which needs transformers"):
         load_quantized(folder)
