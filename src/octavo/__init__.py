@@ -12,6 +12,7 @@ from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequan
 
 if _typing.TYPE_CHECKING:  # loaded on first use
     from octavo import plot
+    from octavo.engines import agree
     from octavo.export import load_quantized, save_quantized
     from octavo.quantization import calibrate, convert_qat, load_calibration, prepare_qat
 
@@ -27,6 +28,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "QuantizedTensor",
+    "agree",
     "autocast",
     "calibrate",
     "convert",

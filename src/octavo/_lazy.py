@@ -15,6 +15,7 @@ __all__ = ["LATER", "__dir__", "__getattr__", "own_version"]
 LATER = {  # name → its module, or itself for a module
     **dict.fromkeys(("calibrate", "convert_qat", "load_calibration", "prepare_qat"), "quantization"),
     **dict.fromkeys(("load_quantized", "save_quantized"), "export"),
+    "agree": "engines",
     "plot": "plot",
 }
 

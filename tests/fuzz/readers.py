@@ -25,6 +25,7 @@ from octavo.checksums import write_sums
 from octavo.cli.options import read_api_key
 from octavo.doctor import Captures, load_capture
 from octavo.doctor.trainer_settings import read_trainer_settings, write_trainer_settings
+from octavo.engines import read_server_logprobs
 from octavo.errors import DataError
 from octavo.experiments.bars import Bars, read_bars, save_bars
 from octavo.export.lockstep import load_probe, make_probe, save_probe
@@ -229,6 +230,11 @@ READERS: dict[str, Reader] = {
             folder / "config.toml",
         ),
         read=lambda folder: load_config(folder / "config.toml"),
+    ),
+    "a server's log-probabilities": Reader(
+        functions=(read_server_logprobs,),
+        write=lambda folder: (folder / "server.jsonl").write_text("[null, -0.5, -1]\n[null, -0.25, -3e-7]\n"),
+        read=lambda folder: read_server_logprobs(folder / "server.jsonl"),
     ),
     "bars of a study": Reader(
         functions=(read_bars,),

@@ -25,6 +25,8 @@ PUBLIC = {
     "convert_qat", "prepare_qat",
     # checkpoints in FP8
     "load_quantized", "save_quantized",
+    # trainer and server
+    "agree",
     # figures
     "plot",
     # modules

@@ -38,7 +38,7 @@ VERBOSITY = {
 }
 GROUPS = {  # headings of the list of commands; the first are those on the way from a plain model to a served one
     "Commands": ("demo", "train", "study", "doctor", "eval", "calibrate", "export", "serve"),
-    "More on models": ("generate", "qat", "sensitivity", "import"),
+    "More on models": ("generate", "qat", "sensitivity", "agree", "import"),
     "Before renting GPUs": ("plan", "advise"),
     "Data, formats and serving": ("data", "formats", "bench", "triton"),
 }
@@ -160,6 +160,11 @@ COMMANDS = {
         "sensitivity:show_sensitivity",
         "Rank layers by what FP8 costs them; find the best mix.",
         "sensitivity model.gguf --budget-perplexity 1.0% --budget-bytes 0.60 --out runs/mix",
+    ),
+    "agree": LateCommand(
+        "agree:show_agreement",
+        "Find whether trainer and server compute the same, and why not.",
+        "agree model.gguf --trainer te-block --server vllm-block --why",
     ),
     "export": LateCommand(
         "export:export",

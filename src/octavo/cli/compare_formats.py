@@ -37,7 +37,7 @@ from octavo.text.sources import TOPICS
 from octavo.training.config import Device
 from octavo.training.memory import extra_memory_bytes
 
-__all__ = ["EvaluationRequest", "compare_formats", "evaluate_model", "print_evaluation"]
+__all__ = ["EvaluationRequest", "compare_formats", "evaluate_model", "evaluated_windows", "print_evaluation"]
 
 WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 4, 128
 
@@ -74,7 +74,7 @@ def evaluate_model(request: EvaluationRequest, *, as_json: bool) -> None:
     """Print the loss of a model that is not a run: in FP32, or with the FP8 codes of its folder."""
     with open_display() as display:
         model = load_language_model(request.model, device=request.device)
-        windows, text = _windows(model, request, readers_of(request.model))
+        windows, text = evaluated_windows(model, request, readers_of(request.model))
         comparison = _compare(display, [as_it_is(model)], windows, reference=AS_IT_IS)
     entry = comparison.entry(AS_IT_IS)
     record = {
@@ -109,7 +109,7 @@ def compare_formats(request: EvaluationRequest, names: Sequence[str], *, as_json
     _check_folders(request, names)
     with open_display() as display:
         model = load_language_model(request.model, device=request.device)
-        windows, text = _windows(model, request, _readers(request, names))
+        windows, text = evaluated_windows(model, request, _readers(request, names))
         calibration, calibrated_on = _calibration(model, request, names, display)
         tuned = load_qat(request.tuned) if request.tuned is not None else None
         if tuned is not None:
@@ -141,7 +141,9 @@ def _readers(request: EvaluationRequest, names: Sequence[str]) -> Readers:
     return readers_of(request.model, calibrates=calibrates, calibration=request.calibration, tuned=request.tuned)
 
 
-def _windows(model: LanguageModel, request: EvaluationRequest, readers: Readers) -> tuple[Tensor, dict[str, Any]]:
+def evaluated_windows(
+    model: LanguageModel, request: EvaluationRequest, readers: Readers
+) -> tuple[Tensor, dict[str, Any]]:
     """Return the windows to score and a record of their source, split and contamination."""
     source = request.source or own_source(request.model) or TOPICS
     split = request.split or default_split(request.model, readers, source)

@@ -19,6 +19,7 @@ from rich.text import Text
 __all__ = [
     "Terminated",
     "complain",
+    "finite",
     "number",
     "print_json",
     "print_lines",
@@ -77,7 +78,7 @@ def print_lines(*lines: str, to_stderr: bool = False) -> None:
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON; NaN and Inf become null."""
-    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
@@ -110,11 +111,12 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.{digits}g}"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value for JSON, in which NaN and Inf become None."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not abs(value) < float("inf"):
         return None
     return value

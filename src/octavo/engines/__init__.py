@@ -1,9 +1,14 @@
-"""Arithmetic of other engines as data: casts, GEMMs, and the source and proof of each property."""
+"""Arithmetic of other engines as data, models under it, and the agreement of two engines."""
 
+from octavo.engines.agreement import Agreement, LayerAgreement, agree
+from octavo.engines.attribution import Attribution, Change, PropertyEffect, attribute
 from octavo.engines.catalog import PROFILES, get, names
 from octavo.engines.linear import linear_as, weight_as
+from octavo.engines.model import EngineCopies, EngineModel, input_amaxes, model_as
 from octavo.engines.profile import NOT_RUN, EngineProfile, Products, Source, properties_of, source_of
 from octavo.engines.profiles import profile_of_recipe
+from octavo.engines.properties import differences, neighbours, with_property
+from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs
 from octavo.engines.tensor_cast import (
     AmaxOf,
     Application,
@@ -17,21 +22,38 @@ from octavo.engines.tensor_cast import (
 __all__ = [
     "NOT_RUN",
     "PROFILES",
+    "Agreement",
     "AmaxOf",
     "Application",
+    "Attribution",
+    "Change",
     "Division",
     "EngineCast",
+    "EngineCopies",
+    "EngineModel",
     "EngineProfile",
+    "LayerAgreement",
     "PowerOfTwo",
     "Products",
+    "PropertyEffect",
     "Saturation",
     "Source",
+    "Suspect",
+    "agree",
+    "attribute",
+    "differences",
+    "find_suspects",
     "get",
+    "input_amaxes",
     "linear_as",
+    "model_as",
     "names",
+    "neighbours",
     "profile_of_recipe",
     "properties_of",
     "quantize_as",
+    "read_server_logprobs",
     "source_of",
     "weight_as",
+    "with_property",
 ]

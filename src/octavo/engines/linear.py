@@ -1,14 +1,13 @@
 """A linear layer as an engine computes it: both casts, the GEMM, and the roundings around them."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.engines.profile import EngineProfile, Products
-from octavo.engines.tensor_cast import EngineCast, quantize_as
-from octavo.kernels import scaled_mm
+from octavo.engines.tensor_cast import quantize_as
+from octavo.kernels import high_precision_mm, scaled_mm
 from octavo.numerics import QuantizedTensor
 
-__all__ = ["linear_as", "weight_as"]
+__all__ = ["input_as", "linear_as", "linear_of_codes", "weight_as"]
 
 
 def weight_as(weight: Tensor | QuantizedTensor, profile: EngineProfile) -> QuantizedTensor:
@@ -51,18 +50,34 @@ def linear_as(
         tensor([128., 128., 128.], dtype=torch.bfloat16)
     """
     codes = weight_as(weight, profile)
-    rows = x.detach().reshape(-1, x.shape[-1])
+    return linear_of_codes(x, codes, profile, bias=bias, input_scale=input_scale, input_amax=input_amax)
+
+
+def linear_of_codes(
+    x: Tensor,
+    codes: QuantizedTensor,
+    profile: EngineProfile,
+    *,
+    bias: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    input_amax: Tensor | None = None,
+) -> Tensor:
+    """:func:`linear_as` of a weight that :func:`weight_as` has cast already."""
     bias = None if bias is None else bias.detach()
-    rows = rows if profile.fused_cast else rows.to(profile.activations)
-    if profile.input is None or profile.products == Products.DECODED:
-        rows = rows if profile.input is None else _decoded(rows, profile.input, input_scale, input_amax)
-        decoded = QuantizedTensor(codes.data, codes.scale, codes.granularity, rows.dtype).dequantize()
-        y = F.linear(rows, decoded, None if bias is None else bias.to(rows.dtype)).to(profile.output)
-    else:
-        operand = quantize_as(rows, profile.input, scale=input_scale, amax=input_amax)
+    operand = input_as(x, profile, scale=input_scale, amax=input_amax)
+    if isinstance(operand, QuantizedTensor) and profile.products == Products.CODES:
         y = scaled_mm(operand, codes, out_dtype=profile.output, bias=bias, accumulate=profile.accumulate)
+    else:
+        rows = operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
+        decoded = QuantizedTensor(codes.data, codes.scale, codes.granularity, rows.dtype).dequantize()
+        y = high_precision_mm(rows, decoded, None if bias is None else bias.to(rows.dtype)).to(profile.output)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _decoded(x: Tensor, cast: EngineCast, scale: Tensor | None, amax: Tensor | None) -> Tensor:
-    return quantize_as(x, cast, scale=scale, amax=amax).dequantize()
+def input_as(
+    x: Tensor, profile: EngineProfile, *, scale: Tensor | None = None, amax: Tensor | None = None
+) -> QuantizedTensor | Tensor:
+    """A layer's input as the GEMM of an engine has it: [rows, K], codes or, where the engine casts none, numbers."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    rows = rows if profile.fused_cast else rows.to(profile.activations)
+    return rows if profile.input is None else quantize_as(rows, profile.input, scale=scale, amax=amax)

@@ -67,7 +67,7 @@ class EngineProfile:
         accumulate: sums of a GEMM.
         output: dtype of a layer's output.
         head: whether the head's products are in FP8.
-        kv_cache: format and scales of the cache by default, in words.
+        kv_cache: cast of keys and values [B, T, heads, D] in the cache by default; None casts none.
         skipped: linear layers in high precision, beside the head.
     """
 
@@ -83,7 +83,7 @@ class EngineProfile:
     accumulate: Accumulate = Accumulate.FP32
     output: torch.dtype = torch.bfloat16
     head: bool = False
-    kv_cache: str = "high precision"
+    kv_cache: EngineCast | None = None
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -115,10 +115,12 @@ def properties_of(profile: EngineProfile) -> dict[str, str]:
     shown: dict[str, str] = {}
     for role, cast in (("weight", profile.weight), ("input", profile.input)):
         shown |= {f"{role}.{name}": words for name, words in _cast_in_words(cast).items()}
-    rest = [
-        field.name for field in fields(profile) if field.name not in ("name", "engine", "sources", "weight", "input")
-    ]
-    return shown | {name: in_words(getattr(profile, name)) for name in rest}
+    apart = ("name", "engine", "sources", "weight", "input", "kv_cache")
+    rest = [field.name for field in fields(profile) if field.name not in apart]
+    shown |= {name: in_words(getattr(profile, name)) for name in rest}
+    if profile.kv_cache is None:
+        return shown | {"kv_cache": "high precision"}
+    return shown | {f"kv_cache.{name}": words for name, words in _cast_in_words(profile.kv_cache).items()}
 
 
 def _cast_in_words(cast: EngineCast | None) -> dict[str, str]:

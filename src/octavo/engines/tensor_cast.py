@@ -54,6 +54,13 @@ class PowerOfTwo(StrEnum):
     SCALE_UP_BY_LOG2 = "scale up, by log2"
 
 
+ENCODE_DIVISIONS = (Division.LIMIT_BY_AMAX, Division.LIMIT_BY_RECIPROCAL)
+ENCODE_ROUNDINGS = {  # and those of a scale that give the same power of two
+    PowerOfTwo.ENCODE_DOWN: PowerOfTwo.SCALE_UP,
+    PowerOfTwo.ENCODE_DOWN_BY_LOG2: PowerOfTwo.SCALE_UP_BY_LOG2,
+}
+
+
 class Application(StrEnum):
     """Operation between a number and its scale."""
 
@@ -121,6 +128,8 @@ class EngineCast:
     def __post_init__(self) -> None:
         if self.scale_format == E8M0 and self.power_of_two == PowerOfTwo.NONE:
             raise ConfigError("E8M0 holds powers of two; a cast with it needs power_of_two")
+        if self.power_of_two in ENCODE_ROUNDINGS and self.division not in ENCODE_DIVISIONS:
+            raise ConfigError(f"{self.power_of_two} rounds an encode scale, and {self.division} makes none")
 
     @property
     def largest(self) -> float:
@@ -183,7 +192,7 @@ def _scales(amax: Tensor, cast: EngineCast, dtype: torch.dtype) -> tuple[Tensor,
             quotient = limit / floored
         case Division.LIMIT_BY_RECIPROCAL:
             quotient = floored.reciprocal() * limit
-    if cast.division in (Division.AMAX_BY_LIMIT, Division.AMAX_BY_RECIPROCAL):
+    if cast.division not in ENCODE_DIVISIONS:
         scale = _rounded_scale(quotient.float(), cast)
         return scale, scale.reciprocal()
     encode_scale = _rounded_encode(_finite_encode(quotient.float(), cast, dtype), cast)

@@ -331,7 +331,8 @@ class Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             row, place = torch.where(experts == index)
             if len(row):
-                out.index_add_(0, row, expert(rows[row]) * shares[row, place, None])
+                added = expert(rows[row]) * shares[row, place, None]
+                out.index_add_(0, row, added.to(out.dtype))
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out += self.shared_expert_gate(rows).sigmoid() * self.shared_expert(rows)
         return out.view_as(hidden)

@@ -34,9 +34,9 @@ QDQ = EngineCast(
 COMPRESSED_SOURCES = (
     dict.fromkeys(("weight", "input"), _compressed("utils/helpers.py"))
     | dict.fromkeys(
-        ("activations", "fused_cast", "products", "accumulate", "output", "requantizes"),
-        _compressed("lifecycle/forward.py", ""),
+        ("activations", "fused_cast", "accumulate", "output", "requantizes"), _compressed("lifecycle/forward.py", "")
     )
+    | {"products": _compressed("lifecycle/forward.py", "tests/oracle/engines/test_compressed_tensors_model.py")}
     | dict.fromkeys(("head", "skipped"), _compressed("quant_config.py", ""))
     | {"kv_cache": _compressed("quant_config.py", "")}
 )

@@ -1,0 +1,230 @@
+"""``octavo agree MODEL``: whether a trainer and a server compute the same, and which property makes the difference."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import Tensor
+
+from octavo.cli import options
+from octavo.cli.compare_formats import EvaluationRequest, evaluated_windows
+from octavo.cli.console import finite, print_json, print_lines, print_table
+from octavo.cli.contamination import readers_of, warnings_of
+from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.result_saving import save_or_keep
+from octavo.convert import unfuse_experts
+from octavo.engines import (
+    Agreement,
+    Attribution,
+    Suspect,
+    agree,
+    attribute,
+    find_suspects,
+    get,
+    names,
+    read_server_logprobs,
+)
+from octavo.engines.summary import (
+    EFFECT_COLUMNS,
+    FORMAT,
+    LAYER_COLUMNS,
+    TOKEN_COLUMNS,
+    effect_cells,
+    headline,
+    layer_cells,
+    notes,
+    path_in_words,
+    record,
+    suspect_in_words,
+    token_rows,
+    worst_first,
+)
+from octavo.errors import ConfigError, DataError
+from octavo.files import check_folder, check_room, replacing_folder, write_atomically
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models.sources import located
+from octavo.numerics import Accumulate
+from octavo.parsing import read_object
+from octavo.reports.agreement import agreement_page
+from octavo.reports.rendering import check_report_extra, write_page
+from octavo.training.config import MOST_SEED
+
+__all__ = ["show_agreement"]
+
+WINDOWS, LENGTH, WHY_WINDOWS = 8, 256, 4
+DISAGREES = 1  # exit code
+RECORD, PAGE, TOKENS = "agreement.json", "agree.html", "tokens.jsonl"
+BYTES = 8 << 20  # of the files: plotly's script and less than three MiB of content
+WORST, SUSPECTS = 12, 5  # rows printed
+
+
+def show_agreement(
+    *,
+    model: options.Model,
+    trainer: Annotated[str, typer.Option(help=f"Engine that trains: {', '.join(names())}.")],
+    server: Annotated[str, typer.Option(help="Engine that serves; one of the same names.")],
+    source: Annotated[
+        str | None,
+        typer.Option("--data", help=f"{options.DATA_HELP} [default: a run's own; language-topics for other models]"),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="train, validation, test or all. [default: test of a run's own data, all of other data]"),
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of text.")] = WINDOWS,
+    context: Annotated[
+        int | None, typer.Option(help=f"Tokens per window. [default: {LENGTH}, or the model's context]")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Largest KL(server ‖ trainer) that agrees, nats a token. [default: no verdict]")
+    ] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help=f"Swap each property alone, on the first {WHY_WINDOWS} windows.")
+    ] = False,
+    server_logprobs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Log-probabilities of a real server, to name the property in which it differs from --server."
+        ),
+    ] = None,
+    accumulate: Annotated[
+        str | None, typer.Option(help="fp32 sums both engines' GEMMs in FP32, half again as fast, and not as they do.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help=f"Folder for {PAGE}, {RECORD} and {TOKENS}.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the server's tokens.")] = 0,
+    device: options.Device = None,
+    hub: options.Hub = False,
+    as_json: options.Json = False,
+) -> None:
+    """Compare what two engines compute of a model on one text, layer by layer and token by token.
+
+    The exit code is 1 if --max-kl is exceeded.
+    """
+    request = EvaluationRequest(
+        model=model, source=source, split=split, windows=windows, length=context, device=options.device_of(device)
+    )
+    _check(trainer, server, max_kl, accumulate)
+    logprobs = None if server_logprobs is None else read_server_logprobs(server_logprobs)
+    if save is not None:
+        check_folder(save, is_own=_is_own_folder)
+        check_report_extra(PAGE)
+        check_room(save, BYTES)
+    if hub:
+        located(model, hub=True)
+    with open_display() as display:
+        loaded = load_language_model(model, device=request.device)
+        unfuse_experts(loaded.model)
+        tokens, text = _text(loaded, request)
+        sums = None if accumulate is None else Accumulate(accumulate)
+        show = phases(display)
+        agreement = agree(
+            loaded, trainer, server, tokens, max_kl=max_kl, accumulate=sums, seed=seed, on_progress=show
+        )  # fmt: skip
+        attribution = attribute(loaded, agreement, tokens[:WHY_WINDOWS], on_progress=show) if why else None
+        suspects = _suspects(loaded, agreement, tokens, logprobs, display)
+    facts = {"model": model, **text} | ({} if sums is None else {"accumulate": f"{sums}, not the engines' own"})
+    results = record(agreement, facts, attribution, suspects)
+    folder, save_error = None, None
+    if save is not None:
+        page = agreement_page(agreement, facts, attribution, suspects)
+        folder, save_error = save_or_keep(
+            save, lambda out: _save(out, results, page, tokens), command="agree", nbytes=BYTES
+        )
+    if as_json:
+        print_json(results)
+    else:
+        _print(agreement, facts, attribution, suspects)
+        print_lines(*([] if folder is None else [f"\nIn {folder}: {PAGE}, {RECORD}, {TOKENS}"]))
+    if save_error is not None:
+        raise save_error
+    if max_kl is not None and not agreement.agrees:
+        raise typer.Exit(DISAGREES)
+
+
+def _check(trainer: str, server: str, max_kl: float | None, accumulate: str | None) -> None:
+    for name in (trainer, server):
+        get(name)
+    if max_kl is not None and not max_kl >= 0:
+        raise ConfigError(f"--max-kl takes nats a token, 0 or more, not {max_kl}")
+    if accumulate not in (None, Accumulate.FP32):
+        raise ConfigError(
+            f"--accumulate takes {Accumulate.FP32}, not {accumulate!r}; leave it out for the engines' own"
+        )
+
+
+def _text(model: LanguageModel, request: EvaluationRequest) -> tuple[Tensor, dict[str, Any]]:
+    length = min(LENGTH, model.context) if request.length is None else request.length
+    sized = EvaluationRequest(
+        model=request.model, source=request.source, split=request.split, windows=request.windows, length=length
+    )
+    return evaluated_windows(model, sized, readers_of(request.model))
+
+
+def _suspects(
+    model: LanguageModel, agreement: Agreement, tokens: Tensor, logprobs: Sequence[Tensor] | None, display: Display
+) -> tuple[Suspect, ...] | None:
+    if logprobs is None:
+        return None
+    return find_suspects(model, agreement.server, tokens, logprobs, on_progress=phases(display))
+
+
+def _is_own_folder(out: Path) -> bool:
+    """Return True for a folder that this command wrote."""
+    try:
+        return read_object(out / RECORD).get("format") == FORMAT
+    except (OSError, DataError):
+        return False
+
+
+def _save(out: Path, results: dict[str, Any], page: str, tokens: Tensor) -> None:
+    """Write a new folder atomically; replace the files of an existing one one by one."""
+    if out.exists():
+        _write(out, results, page, tokens)
+        return
+    with replacing_folder(out) as temporary:
+        _write(temporary, results, page, tokens)
+
+
+def _write(out: Path, results: dict[str, Any], page: str, tokens: Tensor) -> None:
+    write_atomically(out / RECORD, json.dumps(finite(results), indent=1, allow_nan=False) + "\n")
+    write_page(out / PAGE, page)
+    write_atomically(out / TOKENS, "".join(f"{json.dumps(window)}\n" for window in tokens.tolist()))
+
+
+def _print(
+    agreement: Agreement,
+    facts: dict[str, Any],
+    attribution: Attribution | None,
+    suspects: Sequence[Suspect] | None,
+) -> None:
+    title = f"{agreement.server.name} against {agreement.trainer.name}, {facts['model']} on {facts['data']}"
+    print_table(title, TOKEN_COLUMNS, token_rows(agreement))
+    worst = worst_first(agreement)
+    print_table(
+        "Layers on the trainer's inputs, worst first", LAYER_COLUMNS, [layer_cells(each) for each in worst[:WORST]]
+    )
+    if len(worst) > WORST:
+        print_lines(f"and {len(worst) - WORST} more; --save or --json has all")
+    if attribution is not None:
+        _print_attribution(attribution)
+    if suspects is not None:
+        print_lines("\nWhat explains the server's log-probabilities, best first:")
+        print_lines(*(f"  {suspect_in_words(each)}" for each in suspects[:SUSPECTS]))
+    print_lines("", *notes(agreement), *warnings_of(facts.get("read_before", {}), facts["data"], facts["split"]))
+    if "accumulate" in facts:
+        print_lines(f"Sums are {facts['accumulate']}.")
+    print_lines(f"{headline(agreement)}.")
+
+
+def _print_attribution(attribution: Attribution) -> None:
+    rows = [effect_cells(effect) for effect in attribution.effects if not effect.changes_nothing]
+    print_table("Each property alone, from the trainer's value to the server's", EFFECT_COLUMNS, rows)
+    print_lines(f"Interactions: {attribution.interactions:+.4g} of {attribution.total.estimate:.4g} nats.")
+    if unused := [effect.name for effect in attribution.effects if effect.changes_nothing]:
+        print_lines(f"No number on this text depends on {', '.join(unused)}.")
+    if attribution.inseparable:
+        print_lines(f"Not possible alone: {', '.join(attribution.inseparable)}.")
+    if attribution.path:
+        print_lines("KL once properties are equal:", *(f"  {path_in_words(each)}" for each in attribution.path))

@@ -1,0 +1,269 @@
+"""Agreement of two engines on one text, layer by layer and token by token (``octavo agree``).
+
+    windows, teacher-forced      the trainer's pass, the server's, and one of the trainer with other last bits
+    a layer                      its codes and outputs on the trainer's inputs, and its outputs end to end
+    tokens                       octavo.engines.token_scores
+
+The floor is the trainer against itself, with every number of its embeddings one step of its dtype higher or lower, at
+random. A number next to a tie takes the other code then, and layers amplify the step. Two engines that differ by less
+end to end cannot be told apart there; a layer's outputs on the same inputs have no such floor.
+
+Means have a 95 % interval over windows. The verdict is that of KL(server ‖ trainer), which RL code estimates by k1 and
+k3: the mean, against ``max_kl``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from octavo.engines.catalog import get
+from octavo.engines.layer_differences import CodesDifference, compare_codes, relative_error, total_of
+from octavo.engines.linear import input_as
+from octavo.engines.model import EngineCopies, EngineLinear, EngineModel, input_amaxes
+from octavo.engines.profile import EngineProfile
+from octavo.engines.token_scores import TokenScores, score_tokens
+from octavo.errors import ConfigError
+from octavo.experiments.intervals import Interval, student_interval
+from octavo.language_model import LanguageModel
+from octavo.numerics import Accumulate, QuantizedTensor, Scaling
+
+__all__ = ["MEANS", "Agreement", "LayerAgreement", "Progress", "agree", "copies_for", "mean_of", "nudge", "resolved"]
+
+Progress = Callable[[str, int, int], None]  # phase, done, total
+MEANS: Mapping[str, Callable[[TokenScores], Tensor]] = {  # a name in records, and each token's number
+    "abs_delta": lambda scores: scores.delta.abs(),
+    "forward_kl": lambda scores: scores.forward_kl,
+    "reverse_kl": lambda scores: scores.reverse_kl,
+    "k1": lambda scores: scores.k1,
+    "k3": lambda scores: scores.k3,
+    "clipped": lambda scores: scores.clipped,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAgreement:
+    """A linear layer of both engines.
+
+    Attributes:
+        path: in the decoder.
+        weight: codes of its weight; None if an engine does not quantize the layer.
+        input: codes of the trainer's inputs; None if an engine does not cast them.
+        errors: relative error of the server's output on the trainer's inputs, by window.
+        end_to_end: the same on its own inputs.
+    """
+
+    path: str
+    weight: CodesDifference | None
+    input: CodesDifference | None
+    errors: tuple[float, ...]
+    end_to_end: tuple[float, ...]
+
+    @property
+    def error(self) -> Interval:
+        """Mean error on the same inputs."""
+        return student_interval(self.errors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Result of :func:`agree`.
+
+    Attributes:
+        trainer: its profile.
+        server: its profile.
+        layers: in the order of the decoder.
+        scores: of the server against the trainer, by window.
+        floor: of the trainer with other last bits against the trainer, by window.
+        length: tokens a window; the first is not predicted.
+        max_kl: the bar; None asks for no verdict.
+    """
+
+    trainer: EngineProfile
+    server: EngineProfile
+    layers: tuple[LayerAgreement, ...]
+    scores: tuple[TokenScores, ...]
+    floor: tuple[TokenScores, ...]
+    length: int
+    max_kl: float | None = None
+
+    @property
+    def kl(self) -> Interval:
+        """KL(server ‖ trainer), nats a token."""
+        return mean_of(self.scores, "reverse_kl")
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the mean KL is within ``max_kl``; without one, whether all tokens' distributions are equal."""
+        return self.kl.estimate <= (0.0 if self.max_kl is None else self.max_kl)
+
+
+def mean_of(windows: Sequence[TokenScores], name: str) -> Interval:
+    """Mean over windows of one of :data:`MEANS`."""
+    return student_interval([float(MEANS[name](scores).mean()) for scores in windows])
+
+
+@torch.no_grad()
+def agree(
+    model: LanguageModel | nn.Module,
+    trainer: str | EngineProfile,
+    server: str | EngineProfile,
+    tokens: Tensor,
+    *,
+    max_kl: float | None = None,
+    accumulate: Accumulate | None = None,
+    seed: int = 0,
+    on_progress: Progress = lambda _name, _done, _total: None,
+) -> Agreement:
+    """Compare what two engines compute of one model on one text.
+
+    Args:
+        model: octavo's Llama or a decoder of transformers, or the ``LanguageModel`` of one; not changed.
+        trainer: a profile or its name.
+        server: likewise.
+        tokens: int64 [windows, T].
+        max_kl: largest KL(server ‖ trainer) that counts as agreement, in nats a token.
+        accumulate: sums of both engines' GEMMs instead of their own.
+        seed: of tokens that the server draws, and of the floor.
+        on_progress: called with a phase's name, and windows done of all.
+
+    Raises:
+        ConfigError: an unknown profile, tokens of another shape, or a model that a profile does not fit.
+
+    Example:
+        >>> from octavo.models import Llama, LlamaConfig
+        >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1}
+        >>> llama = Llama(LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_positions=16))
+        >>> result = agree(llama, "vllm-token", "vllm-token", torch.arange(16).reshape(2, 8))
+        >>> result.kl.estimate, result.agrees
+        (0.0, True)
+    """
+    if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
+        raise ConfigError(f"tokens are [windows, T] with at least 2 a window, not {tuple(tokens.shape)}")
+    trained, served = resolved(trainer, accumulate), resolved(server, accumulate)
+    copies = copies_for(model, (trained, served), tokens)
+    ours, theirs, nudged = copies.of(trained), copies.of(served), copies.of(trained)
+    nudge(nudged, seed)
+    layers = _LayerComparison(ours, theirs)
+    generator, floor_generator = (torch.Generator().manual_seed(seed) for _ in range(2))
+    scores, floor = [], []
+    for index, window in enumerate(tokens):
+        with layers.watching_trainer():
+            expected = ours(window[None, :-1])[0]
+        with layers.watching_server():
+            got = theirs(window[None, :-1])[0]
+        scores.append(score_tokens(expected, got, window[1:], generator))
+        floor.append(score_tokens(expected, nudged(window[None, :-1])[0], window[1:], floor_generator))
+        on_progress("compare", index + 1, len(tokens))
+    return Agreement(
+        trainer=trained,
+        server=served,
+        layers=layers.result(),
+        scores=tuple(scores),
+        floor=tuple(floor),
+        length=tokens.shape[1],
+        max_kl=max_kl,
+    )
+
+
+def resolved(profile: str | EngineProfile, accumulate: Accumulate | None = None) -> EngineProfile:
+    """A profile from its name, with other sums if they are given."""
+    found = get(profile) if isinstance(profile, str) else profile
+    return found if accumulate is None else replace(found, accumulate=accumulate)
+
+
+def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
+    """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
+    decoder = model.model if isinstance(model, LanguageModel) else model
+    needed = any(each.input is not None and each.input.scaling != Scaling.DYNAMIC for each in profiles)
+    return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
+
+
+def nudge(model: EngineModel, seed: int) -> None:
+    """Move each number of an engine model's embeddings to the next or the previous of its dtype, at random.
+
+    Zeros stay. A head that shares the weight does not change.
+    """
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    weight = embedding.weight.detach()
+    bits = weight.view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
+    coin = torch.randint(2, weight.shape, generator=torch.Generator().manual_seed(seed), dtype=bits.dtype)
+    moved = (bits + (2 * coin - 1).to(bits.device)).view(weight.dtype)
+    embedding.weight = nn.Parameter(torch.where(weight == 0, weight, moved), requires_grad=False)
+
+
+class _LayerComparison:
+    """Differences of the layers that either engine quantizes, gathered by hooks in both engines' passes."""
+
+    def __init__(self, ours: EngineModel, theirs: EngineModel) -> None:
+        self._ours, self._theirs = ours, theirs
+        quantized = {*ours.layers, *theirs.layers}
+        self._paths = [path for path, _ in ours.model.named_modules() if path in quantized]
+        self._inputs: dict[str, list[CodesDifference]] = {path: [] for path in self._paths}
+        self._errors: dict[str, list[float]] = {path: [] for path in self._paths}
+        self._end_to_end: dict[str, list[float]] = {path: [] for path in self._paths}
+        self._outputs: dict[str, Tensor] = {}
+
+    def watching_trainer(self) -> "_Hooks":
+        return _Hooks(self._ours, self._paths, self._see_trainer)
+
+    def watching_server(self) -> "_Hooks":
+        return _Hooks(self._theirs, self._paths, self._see_server)
+
+    def _see_trainer(self, path: str, x: Tensor, y: Tensor) -> None:
+        self._outputs[path] = y
+        theirs = self._theirs.model.get_submodule(path)
+        is_engine = isinstance(theirs, EngineLinear)
+        self._errors[path].append(relative_error(theirs(x if is_engine else x.to(self._theirs.profile.activations)), y))
+        ours = self._ours.model.get_submodule(path)
+        if isinstance(ours, EngineLinear) and isinstance(theirs, EngineLinear):
+            a, b = _operand(ours, x), _operand(theirs, x)
+            if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+                self._inputs[path].append(compare_codes(a, b))
+
+    def _see_server(self, path: str, _: Tensor, y: Tensor) -> None:
+        self._end_to_end[path].append(relative_error(y, self._outputs.pop(path)))
+
+    def result(self) -> tuple[LayerAgreement, ...]:
+        return tuple(
+            LayerAgreement(
+                path=path,
+                weight=self._weight(path),
+                input=total_of(self._inputs[path]) if self._inputs[path] else None,
+                errors=tuple(self._errors[path]),
+                end_to_end=tuple(self._end_to_end[path]),
+            )
+            for path in self._paths
+        )
+
+    def _weight(self, path: str) -> CodesDifference | None:
+        ours, theirs = self._ours.layers.get(path), self._theirs.layers.get(path)
+        return None if ours is None or theirs is None else compare_codes(ours.codes, theirs.codes)
+
+
+def _operand(layer: EngineLinear, x: Tensor) -> QuantizedTensor | Tensor:
+    return input_as(x, layer.profile, scale=layer.input_scale, amax=layer.input_amax)
+
+
+class _Hooks:
+    """Context in which layers report their input and output."""
+
+    def __init__(self, model: EngineModel, paths: Sequence[str], see: Callable[[str, Tensor, Tensor], None]) -> None:
+        self._layers = [(path, model.model.get_submodule(path)) for path in paths]
+        self._see = see
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for path, layer in self._layers:
+            self._handles.append(layer.register_forward_hook(self._hook(path)))
+
+    def __exit__(self, *_: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _hook(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self._see(path, inputs[0], output)
+
+        return record

@@ -1,0 +1,242 @@
+"""A decoder as an engine computes it: its linear layers under a profile, everything else in the profile's dtype.
+
+    linear layers      those that ``octavo.convert`` takes, the head where the profile casts it: :class:`EngineLinear`
+    a folder in FP8    those that it stores as codes; codes are kept, unless the profile requantizes
+    everything else    parameters rounded to ``profile.activations``; the residual stream and logits have that dtype
+    keys and values    through ``profile.kv_cache``
+
+:class:`EngineCopies` makes copies of one model that share what they have in common: parameters of one dtype, and codes
+of one cast. A layer's weight is rounded to the activations' dtype before its cast, as an engine loads it.
+
+Layers whose scale comes from calibration or past steps need their inputs' amaxes, which :func:`input_amaxes` measures.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from octavo.convert import choose_layers, convert
+from octavo.engines.linear import linear_of_codes, weight_as
+from octavo.engines.profile import EngineProfile
+from octavo.engines.tensor_cast import EngineCast, quantize_as
+from octavo.errors import ConfigError
+from octavo.kernels import needs_widening
+from octavo.language_model import KVTransform, logits_of
+from octavo.models import Llama
+from octavo.nn import Linear
+from octavo.numerics import QuantizedTensor, Scaling
+
+__all__ = ["EngineCopies", "EngineLinear", "EngineModel", "engine_layers", "input_amaxes", "model_as"]
+
+KEPT_CASTS = 4  # casts of all weights that stay in memory, a byte an element each
+NORMS = ("input_layernorm", "post_attention_layernorm")  # whose outputs linear layers alone read
+FUSED = ("llama", "mistral", "qwen2", "qwen3")  # model types of transformers in which that is so
+
+
+class EngineLinear(nn.Module):
+    """A linear layer under a profile; see :func:`octavo.engines.linear_as`.
+
+    Args:
+        codes: of the weight, as :func:`octavo.engines.weight_as` gives them.
+        bias: [N] or None.
+        profile: the engine.
+        input_scale: float32 [], where the input's scale is from calibration.
+        input_amax: float32 [], where it is from past steps, or the calibration's scale has to be made.
+    """
+
+    def __init__(
+        self,
+        codes: QuantizedTensor,
+        bias: Tensor | None,
+        profile: EngineProfile,
+        *,
+        input_scale: Tensor | None = None,
+        input_amax: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.codes, self.bias, self.profile = codes, bias, profile
+        is_dynamic = profile.input is None or profile.input.scaling == Scaling.DYNAMIC
+        self.input_scale = None if is_dynamic else input_scale
+        self.input_amax = None if is_dynamic or input_scale is not None else input_amax
+        if not is_dynamic and self.input_scale is None and self.input_amax is None:
+            raise ConfigError(f"{profile.name} does not measure inputs; give input_amaxes, as input_amaxes() has them")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., K] to [..., N], in the profile's ``activations``."""
+        y = linear_of_codes(
+            x, self.codes, self.profile, bias=self.bias, input_scale=self.input_scale, input_amax=self.input_amax
+        )
+        return y.to(self.profile.activations)
+
+
+class EngineModel(nn.Module):
+    """A decoder under a profile: token ids [B, T] → logits [B, T, V] in its ``activations``.
+
+    Attributes:
+        profile: the engine.
+        layers: its :class:`EngineLinear` by path in the decoder.
+    """
+
+    def __init__(self, model: nn.Module, profile: EngineProfile) -> None:
+        super().__init__()
+        self.model, self.profile = model, profile
+        self.layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, EngineLinear)}
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] → logits [B, T, V]."""
+        cast = self.profile.kv_cache
+        return logits_of(self.model, tokens, None if cast is None else _cached_as(cast))
+
+
+class EngineCopies:
+    """Copies of one decoder under any profiles, which share parameters and codes.
+
+    Args:
+        model: octavo's Llama or a model of transformers, in high precision or with stored FP8 codes; not changed.
+        input_amaxes: by path, as :func:`input_amaxes` gives them; None serves profiles that measure their inputs.
+
+    Example:
+        >>> from octavo.engines import get
+        >>> from octavo.models import Llama, LlamaConfig
+        >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1}
+        >>> llama = Llama(LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_positions=16))
+        >>> EngineCopies(llama).of(get("vllm-token"))(torch.zeros(1, 4, dtype=torch.long)).dtype
+        torch.bfloat16
+    """
+
+    def __init__(self, model: nn.Module, input_amaxes: Mapping[str, Tensor] | None = None) -> None:
+        self._model, self._amaxes = model, {} if input_amaxes is None else input_amaxes
+        self._in_dtype: dict[torch.dtype, nn.Module] = {}
+        self._codes: dict[tuple[object, ...], dict[str, QuantizedTensor]] = {}
+
+    def of(self, profile: EngineProfile) -> EngineModel:
+        """The decoder as an engine computes it.
+
+        Raises:
+            ConfigError: no layer is quantized, a scale is missing, or a norm's cast is fused in a model whose norms are
+                not known.
+        """
+        base = self._in_dtype.get(profile.activations)
+        if base is None:
+            base = self._in_dtype[profile.activations] = _shared_copy(self._model, profile.activations)
+        copied = _shared_copy(base)
+        layers = engine_layers(copied, profile)
+        codes = self._codes_of(layers, profile)
+        for path, layer in layers.items():
+            scale = layer.input_scale if isinstance(layer, Linear) and layer.recipe.has_static_input else None
+            new = EngineLinear(codes[path], layer.bias, profile, input_scale=scale, input_amax=self._amaxes.get(path))
+            copied.set_submodule(path, new)
+        if profile.fused_cast:
+            _widen_norms(copied)
+        if needs_widening(torch.empty(0, dtype=profile.activations)):
+            convert(copied, "bf16", convert_head=True, layer_filter=lambda _, layer: type(layer) is nn.Linear)
+        return EngineModel(copied.eval(), profile)
+
+    def _codes_of(self, layers: Mapping[str, nn.Linear], profile: EngineProfile) -> dict[str, QuantizedTensor]:
+        key = (profile.activations, profile.weight, profile.requantizes, profile.head, profile.skipped)
+        if key not in self._codes:
+            while len(self._codes) >= KEPT_CASTS:
+                del self._codes[next(iter(self._codes))]
+            self._codes[key] = {path: weight_as(_weight_of(layer), profile) for path, layer in layers.items()}
+        return self._codes[key]
+
+
+def model_as(
+    model: nn.Module, profile: EngineProfile, *, input_amaxes: Mapping[str, Tensor] | None = None
+) -> EngineModel:
+    """A decoder as an engine computes it, without changing the model; arguments as for :class:`EngineCopies`.
+
+    Example:
+        >>> from octavo.engines import get
+        >>> from octavo.models import Llama, LlamaConfig
+        >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1}
+        >>> llama = Llama(LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_positions=16))
+        >>> len(model_as(llama, get("vllm-token")).layers)
+        7
+    """
+    return EngineCopies(model, input_amaxes).of(profile)
+
+
+def engine_layers(model: nn.Module, profile: EngineProfile) -> dict[str, nn.Linear]:
+    """Layers that an engine quantizes, by path: those with stored codes, or those that ``octavo.convert`` takes.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    if coded := {path: layer for path, layer in linears.items() if isinstance(_weight_of(layer), QuantizedTensor)}:
+        return coded
+    chosen, _ = choose_layers(model, convert_head=profile.head)
+    chosen = {p: layer for p, layer in chosen.items() if not any(fnmatchcase(p, each) for each in profile.skipped)}
+    if not chosen:
+        raise ConfigError(f"{profile.name} quantizes no layer of this {type(model).__name__}")
+    return chosen
+
+
+@torch.no_grad()
+def input_amaxes(model: nn.Module, windows: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Largest magnitude of every linear layer's input over windows of token ids [T], float32 [] by path."""
+    amaxes: dict[str, Tensor] = {}
+
+    def watch(path: str) -> "torch.utils.hooks.RemovableHandle":
+        def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            amax = inputs[0].abs().amax().float()
+            amaxes[path] = torch.maximum(amaxes[path], amax) if path in amaxes else amax
+
+        return model.get_submodule(path).register_forward_pre_hook(record)
+
+    handles = [watch(path) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    try:
+        for window in windows:
+            logits_of(model, window[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return amaxes
+
+
+def _weight_of(layer: nn.Linear) -> Tensor | QuantizedTensor:
+    codes = layer.stored_codes() if isinstance(layer, Linear) else None
+    return layer.weight.detach() if codes is None else codes
+
+
+def _shared_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy with the same tensors; with ``dtype``, floating parameters of 16 bits and more are rounded to it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    if dtype is None:
+        return copied
+    rounded: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for module in copied.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001 (layers with codes refuse assignments)
+            if parameter is None or not parameter.is_floating_point() or parameter.element_size() == 1:
+                continue
+            if id(parameter) not in rounded:
+                rounded[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+            module._parameters[name] = rounded[id(parameter)]  # noqa: SLF001
+    return copied
+
+
+def _cached_as(cast: EngineCast) -> KVTransform:
+    def through(_: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_as(keys, cast).dequantize(), quantize_as(values, cast).dequantize()
+
+    return through
+
+
+def _widen_norms(model: nn.Module) -> None:
+    """Let the norms before linear layers compute in FP32, and not round their output."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    has_experts = isinstance(model, Llama) and model.config.num_experts is not None
+    if has_experts or not (isinstance(model, Llama) or kind in FUSED):
+        raise ConfigError(
+            f"a cast fused with a norm is known of Llama's layout alone, not of this {type(model).__name__}; "
+            "use a profile without fused_cast"
+        )
+    for path, norm in model.named_modules():
+        if path.endswith(NORMS):
+            norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))

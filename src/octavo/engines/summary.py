@@ -1,0 +1,236 @@
+"""Results of ``octavo agree`` in words, rows of tables, and a record for JSON."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from octavo.engines.agreement import MEANS, Agreement, LayerAgreement, mean_of
+from octavo.engines.attribution import Attribution, Change, PropertyEffect
+from octavo.engines.layer_differences import CodesDifference
+from octavo.engines.profile import NOT_RUN
+from octavo.engines.properties import unproven
+from octavo.engines.suspects import Suspect
+from octavo.engines.token_scores import CLIP, TokenScores
+from octavo.experiments.intervals import Interval
+
+__all__ = [
+    "EFFECT_COLUMNS",
+    "FORMAT",
+    "LAYER_COLUMNS",
+    "TOKEN_COLUMNS",
+    "effect_cells",
+    "headline",
+    "in_nats",
+    "layer_cells",
+    "notes",
+    "path_in_words",
+    "record",
+    "suspect_in_words",
+    "token_rows",
+    "worst_first",
+]
+
+FORMAT = "octavo agreement"
+TOKEN_COLUMNS = ["tokens", "nats or share", "floor"]
+LAYER_COLUMNS = ["layer", "weight codes", "scales", "input codes", "scales", "error", "end to end"]
+EFFECT_COLUMNS = ["property", "trainer", "server", "layers", "KL alone", "KL left"]
+WORDS = {
+    "abs_delta": "|Δ log p| of the text, mean",
+    "forward_kl": "KL(trainer ‖ server)",
+    "reverse_kl": "KL(server ‖ trainer)",
+    "k1": "k1 of the server's tokens",
+    "k3": "k3 of the server's tokens",
+    "clipped": f"share with |r − 1| > {CLIP}",
+}
+
+
+def in_nats(interval: Interval) -> str:
+    """An interval as text; a single window has no error.
+
+    Example:
+        >>> in_nats(Interval(estimate=0.0125, error=float("nan"), freedom=float("nan")))
+        '0.01250'
+    """
+    shown = f"{interval.estimate:.4g}" if abs(interval.estimate) < 0.001 else f"{interval.estimate:.5f}"
+    return shown if math.isnan(interval.error) else f"{shown} ± {interval.half_width:.2g}"
+
+
+def headline(agreement: Agreement) -> str:
+    """Sentence with the KL, its floor and the verdict."""
+    floor = mean_of(agreement.floor, "reverse_kl")
+    text = (
+        f"{agreement.server.name} and {agreement.trainer.name}: KL {in_nats(agreement.kl)} nats a token, "
+        f"floor {in_nats(floor)}"
+    )
+    if agreement.max_kl is None:
+        return text
+    return f"{text}; the bar of {agreement.max_kl:g} is {'met' if agreement.agrees else 'missed'}"
+
+
+def token_rows(agreement: Agreement) -> list[tuple[str, str, str]]:
+    """Measure, its value, and its floor."""
+    rows = [
+        (words, in_nats(mean_of(agreement.scores, name)), in_nats(mean_of(agreement.floor, name)))
+        for name, words in WORDS.items()
+    ]
+    value, floor = _whole(agreement.scores), _whole(agreement.floor)
+    more = [(words, f"{value[name]:.4g}", f"{floor[name]:.4g}") for name, words in WHOLE.items()]
+    return [rows[0], *more[:2], *rows[1:], *more[2:]]
+
+
+WHOLE = {
+    "p99": "|Δ log p|, 99th percentile",
+    "max": "|Δ log p|, largest",
+    "effective_share": "effective share of samples",
+    "logit_rms": "logits' difference, RMS",
+    "logit_max": "logits' difference, largest",
+}
+
+
+def _whole(windows: Sequence[TokenScores]) -> dict[str, float]:
+    """Numbers of all tokens together."""
+    delta = torch.cat([scores.delta.abs() for scores in windows])
+    weights = torch.cat([scores.log_ratio for scores in windows]).exp()
+    return {
+        "p99": float(delta.quantile(0.99)),
+        "max": float(delta.max()),
+        "effective_share": float(weights.sum().square() / (len(weights) * weights.square().sum())),
+        "logit_rms": math.sqrt(sum(scores.logit_squares for scores in windows) / len(windows)),
+        "logit_max": max(scores.largest_logit for scores in windows),
+    }
+
+
+def worst_first(agreement: Agreement) -> list[LayerAgreement]:
+    """The layers, largest error on the same inputs first."""
+    return sorted(agreement.layers, key=lambda layer: -layer.error.estimate)
+
+
+def layer_cells(layer: LayerAgreement) -> list[str]:
+    """Path, differing codes and scales of weight and input, errors on the same and on own inputs."""
+    cells = [layer.path]
+    for part in (layer.weight, layer.input):
+        cells += ["–", "–"] if part is None else [f"{part.share:.2%}", f"{part.scales_differ:,} of {part.scales:,}"]
+    return [*cells, in_nats(layer.error), f"{sum(layer.end_to_end) / len(layer.end_to_end):.4g}"]
+
+
+def effect_cells(effect: PropertyEffect) -> list[str]:
+    """Name, both values, effect on layers, KL alone and KL that remains."""
+    name = effect.name if effect.is_proven else f"{effect.name} ({NOT_RUN})"
+    numbers = [f"{effect.layer_error:.3g}", in_nats(effect.alone), in_nats(effect.remaining)]
+    return [name, effect.trainer, effect.server, *numbers]
+
+
+def notes(agreement: Agreement) -> Iterator[str]:
+    """How the numbers came about, and what they rest on."""
+    windows = len(agreement.scores)
+    yield (
+        f"{windows} windows of {agreement.length} tokens; ± is a 95 % interval over windows. Floor: "
+        f"{agreement.trainer.name} with the last bits of its embeddings changed; below it two engines cannot be told "
+        "apart end to end."
+    )
+    for profile in (agreement.trainer, agreement.server):
+        if names := unproven(profile):
+            yield f"{profile.name}, {NOT_RUN}: {', '.join(names)}."
+
+
+def path_in_words(change: Change) -> str:
+    """A step of the path to the bar.
+
+    Example:
+        >>> path_in_words(Change(properties=("input.division",), on_trainer=0.001, on_server=math.inf))
+        'input.division: 0.001 if the trainer changes, not possible on the server'
+    """
+    sides = (("trainer", change.on_trainer), ("server", change.on_server))
+    said = [
+        f"{kl:.3g} if the {side} changes" if math.isfinite(kl) else f"not possible on the {side}" for side, kl in sides
+    ]
+    return f"{', '.join(change.properties)}: {', '.join(said)}"
+
+
+def suspect_in_words(suspect: Suspect) -> str:
+    """Changes that explain a server, and how well."""
+    changes = "; or ".join(f"{name} {value}".strip() for name, value in suspect.changes[:3])
+    more = f"; or {len(suspect.changes) - 3} more with the same numbers" if len(suspect.changes) > 3 else ""
+    match = "exact" if suspect.is_exact else f"mean |Δ log p| {suspect.mean_delta:.4g}"
+    return f"{changes}{more}: {match}"
+
+
+def record(
+    agreement: Agreement,
+    facts: dict[str, Any],
+    attribution: Attribution | None = None,
+    suspects: Sequence[Suspect] | None = None,
+) -> dict[str, Any]:
+    """Everything as JSON holds it; what is not finite becomes None where it is written."""
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        **facts,
+        "trainer": _profile(agreement, "trainer"),
+        "server": _profile(agreement, "server"),
+        "windows": len(agreement.scores),
+        "context": agreement.length,
+        "max_kl": agreement.max_kl,
+        "agrees": agreement.agrees,
+        "tokens": _tokens(agreement.scores),
+        "floor": _tokens(agreement.floor),
+        "layers": [
+            {
+                "path": layer.path,
+                "weight": _codes(layer.weight),
+                "input": _codes(layer.input),
+                "error": _interval(layer.error),
+                "end_to_end": list(layer.end_to_end),
+            }
+            for layer in agreement.layers
+        ],
+    }
+    if attribution is not None:
+        result["attribution"] = _attribution(attribution)
+    if suspects is not None:
+        result["suspects"] = [asdict(each) | {"exact": each.is_exact} for each in suspects]
+    return result
+
+
+def _profile(agreement: Agreement, side: str) -> dict[str, Any]:
+    profile = agreement.trainer if side == "trainer" else agreement.server
+    return {"name": profile.name, "engine": profile.engine, "accumulate": str(profile.accumulate)} | {
+        NOT_RUN: list(unproven(profile))
+    }
+
+
+def _tokens(windows: Sequence[TokenScores]) -> dict[str, Any]:
+    return {name: _interval(mean_of(windows, name)) for name in MEANS} | _whole(windows)
+
+
+def _interval(interval: Interval) -> dict[str, float | None]:
+    known = not math.isnan(interval.error)
+    ends = {"low": interval.low, "high": interval.high} if known else {"low": None, "high": None}
+    return {"estimate": interval.estimate, **ends}
+
+
+def _codes(part: CodesDifference | None) -> dict[str, Any] | None:
+    return None if part is None else asdict(part) | {"share": part.share}
+
+
+def _attribution(attribution: Attribution) -> dict[str, Any]:
+    return {
+        "total": _interval(attribution.total),
+        "interactions": attribution.interactions,
+        "properties": [
+            {
+                "name": effect.name,
+                "trainer": effect.trainer,
+                "server": effect.server,
+                "proof": "run" if effect.is_proven else NOT_RUN,
+                "layer_error": effect.layer_error,
+                "alone": _interval(effect.alone),
+                "remaining": _interval(effect.remaining),
+            }
+            for effect in attribution.effects
+        ],
+        "path": [asdict(change) for change in attribution.path],
+        "inseparable": list(attribution.inseparable),
+    }

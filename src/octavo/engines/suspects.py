@@ -1,0 +1,143 @@
+"""The property in which a real server differs from the profile that it is said to have.
+
+Its log-probabilities of a text's tokens are compared with those of every profile one property away from the claimed
+one, with the values that any profile of the catalogue has for that property. The best match comes first: an exact one,
+then the smallest mean |Δ log p|. Changes that alter no number on this text cannot be told from the claimed profile, nor
+two that give the same numbers from each other: they share a place.
+
+A file of log-probabilities has a line a window, each a list of numbers: those of tokens 2 to T, in nats. A leading null
+is skipped, as vLLM's ``prompt_logprobs`` has one for the first token.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from octavo.engines.agreement import Progress, copies_for
+from octavo.engines.catalog import PROFILES
+from octavo.engines.profile import EngineProfile
+from octavo.engines.properties import neighbours
+from octavo.engines.token_scores import text_log_probabilities
+from octavo.errors import BackendError, ConfigError, DataError
+from octavo.language_model import LanguageModel
+from octavo.parsing import parse_json
+
+__all__ = ["AS_CLAIMED", "EXACT", "Suspect", "find_suspects", "read_server_logprobs"]
+
+EXACT = 1e-5  # nats: what FP32 log-probabilities, printed with seven digits, lose
+AS_CLAIMED = "as claimed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """Profiles that give the same log-probabilities on the text.
+
+    Attributes:
+        changes: property and value of each; :data:`AS_CLAIMED` and "" for the claimed profile.
+        mean_delta: mean |Δ log p| to the server's.
+        largest_delta: largest of them.
+    """
+
+    changes: tuple[tuple[str, str], ...]
+    mean_delta: float
+    largest_delta: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every log-probability is the server's."""
+        return self.largest_delta <= EXACT
+
+    @property
+    def properties(self) -> tuple[str, ...]:
+        """Names of the changed properties, without repetition."""
+        return tuple(dict.fromkeys(name for name, _ in self.changes))
+
+
+@torch.no_grad()
+def find_suspects(
+    model: LanguageModel | nn.Module,
+    claimed: EngineProfile,
+    tokens: Tensor,
+    logprobs: Sequence[Tensor],
+    *,
+    catalogue: Iterable[EngineProfile] = tuple(PROFILES.values()),
+    on_progress: Progress = lambda _name, _done, _total: None,
+) -> tuple[Suspect, ...]:
+    """Rank the changes of one property by how well they explain a server's log-probabilities, best first.
+
+    Args:
+        model: as for :func:`octavo.agree`.
+        claimed: the profile that the server is said to have.
+        tokens: int64 [windows, T]; as many of the first windows are run as there are log-probabilities.
+        logprobs: of tokens 2 to T of each window, as :func:`read_server_logprobs` reads them.
+        catalogue: profiles whose values are tried.
+        on_progress: called with a phase's name, and profiles run of all.
+
+    Raises:
+        DataError: more windows than tokens have, or another number of tokens in one.
+    """
+    _check_lengths(tokens, logprobs)
+    tokens, theirs = tokens[: len(logprobs)], torch.cat(list(logprobs)).double()
+    candidates = [(AS_CLAIMED, "", claimed), *neighbours(claimed, catalogue)]
+    copies = copies_for(model, [profile for *_, profile in candidates], tokens)
+    groups: dict[bytes, list[tuple[str, str]]] = {}
+    for index, (name, value, profile) in enumerate(candidates):
+        on_progress("try every property", index, len(candidates))
+        try:
+            engine = copies.of(profile)
+            ours = torch.cat([text_log_probabilities(engine(w[None, :-1])[0], w[1:]) for w in tokens])
+        except (BackendError, ConfigError):  # no engine has such a combination
+            continue
+        groups.setdefault(ours.numpy().tobytes(), []).append((name, value))
+    suspects = [_suspect(torch.frombuffer(bytearray(key), dtype=torch.float64), theirs, changes)
+                for key, changes in groups.items()]  # fmt: skip
+    return tuple(sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta)))
+
+
+def _suspect(ours: Tensor, theirs: Tensor, changes: Sequence[tuple[str, str]]) -> Suspect:
+    delta = (ours - theirs).abs()
+    return Suspect(changes=tuple(changes), mean_delta=float(delta.mean()), largest_delta=float(delta.max()))
+
+
+def read_server_logprobs(path: str | Path) -> tuple[Tensor, ...]:
+    """Log-probabilities of a text's tokens from a file, float64 [T − 1] for each window; see the module's text.
+
+    Raises:
+        DataError: no such numbers, or one that is not a log-probability.
+        OSError: the file cannot be read.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{str(path)!r} is not text; write a list of log-probabilities a line") from error
+    windows = tuple(_window(line, f"line {number} of {str(path)!r}") for number, line in enumerate(lines, 1) if line)
+    if not windows:
+        raise DataError(f"{str(path)!r} holds no window; write a list of log-probabilities a line")
+    return windows
+
+
+def _window(line: str, where: str) -> Tensor:
+    try:
+        values = parse_json(line)
+    except DataError as error:
+        raise DataError(f"{where} is no JSON: {error}") from error
+    values = values[1:] if isinstance(values, list) and values[:1] == [None] else values
+    if not isinstance(values, list) or not values or any(type(each) not in (int, float) for each in values):
+        raise DataError(f"{where} must be a list of numbers, of which the first may be null")
+    window = torch.tensor([float(each) for each in values], dtype=torch.float64)
+    if not window.isfinite().all() or (window > 0).any():
+        raise DataError(f"{where} must hold log-probabilities: finite numbers of at most 0")
+    return window
+
+
+def _check_lengths(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
+    if not logprobs or len(logprobs) > len(tokens):
+        raise DataError(f"there are {len(tokens)} windows of text, and log-probabilities of {len(logprobs)}")
+    for number, window in enumerate(logprobs, 1):
+        if len(window) != tokens.shape[1] - 1:
+            raise DataError(
+                f"window {number} has {tokens.shape[1] - 1} tokens after the first, and {len(window)} log-probabilities"
+            )

@@ -1,0 +1,139 @@
+"""Difference of two engines' predictions on one window of text, token by token.
+
+With p the trainer's distribution at a position, q the server's, and t the text's next token:
+
+    |Δ log p|    |log p(t) − log q(t)|
+    KL           Σ_v p_v (log p_v − log q_v) and the reverse, exact over the vocabulary
+    r            p(s) / q(s) of a token s that is drawn from q, as a rollout's are
+    k1, k3       −log r and r − 1 − log r, estimators of KL(q ‖ p): E_q[k1] = E_q[k3] = KL(q ‖ p)
+    clipped      |r − 1| > 0.2, where PPO's clip begins
+    sample size  (Σ r)² / (N Σ r²), the effective share of N tokens weighted by r
+
+Estimators hold for tokens that the server drew; of tokens of any other text they estimate nothing. All sums are FP64:
+equal logits give exactly 0.
+
+References: Schulman, "Approximating KL Divergence" (2020); Schulman et al., arXiv 1707.06347, equation 7.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["CLIP", "TokenScores", "divergences", "log_probabilities", "score_tokens", "text_log_probabilities"]
+
+CLIP = 0.2  # of PPO
+ROWS = 64  # positions whose probabilities are FP64 at a time: 25 MB of a vocabulary of 49,152
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """Scores of each predicted token of a window, float64 [T], and of its logits.
+
+    Attributes:
+        delta: log p − log q of the text's token.
+        forward_kl: KL(trainer ‖ server).
+        reverse_kl: KL(server ‖ trainer).
+        log_ratio: log r of a token drawn by the server.
+        logit_squares: mean square of the logits' differences.
+        largest_logit: largest magnitude of them.
+    """
+
+    delta: Tensor
+    forward_kl: Tensor
+    reverse_kl: Tensor
+    log_ratio: Tensor
+    logit_squares: float
+    largest_logit: float
+
+    @property
+    def k1(self) -> Tensor:
+        """Estimator −log r."""
+        return -self.log_ratio
+
+    @property
+    def k3(self) -> Tensor:
+        """Estimator r − 1 − log r."""
+        return torch.expm1(self.log_ratio) - self.log_ratio
+
+    @property
+    def clipped(self) -> Tensor:
+        """1 where PPO's clip begins, else 0."""
+        return (torch.expm1(self.log_ratio).abs() > CLIP).double()
+
+
+def score_tokens(trainer: Tensor, server: Tensor, targets: Tensor, generator: torch.Generator) -> TokenScores:
+    """Compare logits [T, V] of both at positions whose next tokens are ``targets`` [T].
+
+    Args:
+        trainer: any floating dtype.
+        server: likewise.
+        targets: int64 [T].
+        generator: on the CPU; draws the server's tokens.
+
+    Example:
+        >>> logits = torch.zeros(1, 4)
+        >>> scores = score_tokens(logits, logits, torch.tensor([2]), torch.Generator().manual_seed(0))
+        >>> float(scores.forward_kl), float(scores.k3)
+        (0.0, 0.0)
+    """
+    columns: list[Tensor] = []
+    squares, largest = 0.0, 0.0
+    for ours, theirs, wanted in zip(trainer.split(ROWS), server.split(ROWS), targets.split(ROWS), strict=True):
+        p, q = log_probabilities(ours), log_probabilities(theirs)
+        drawn = torch.multinomial(q.exp().cpu(), 1, generator=generator).to(q.device)
+        columns.append(
+            torch.stack(
+                [
+                    (p - q).gather(1, wanted[:, None])[:, 0],
+                    _divergence(p, q),
+                    _divergence(q, p),
+                    (p - q).gather(1, drawn)[:, 0],
+                ]
+            )
+        )
+        difference = ours.double() - theirs.double()
+        squares += float(difference.square().sum())
+        largest = max(largest, float(difference.abs().max()))
+    delta, forward, reverse, log_ratio = torch.cat(columns, dim=1).cpu()
+    return TokenScores(
+        delta=delta,
+        forward_kl=forward,
+        reverse_kl=reverse,
+        log_ratio=log_ratio,
+        logit_squares=squares / trainer.numel(),
+        largest_logit=largest,
+    )
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Log-probabilities [T, V] of logits, float64."""
+    return logits.double().log_softmax(dim=-1)
+
+
+def divergences(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) at each position of two tensors of logits [T, V], float64 [T].
+
+    Example:
+        >>> divergences(torch.zeros(1, 4), torch.zeros(1, 4))
+        tensor([0.], dtype=torch.float64)
+    """
+    parts = zip(p.split(ROWS), q.split(ROWS), strict=True)
+    return torch.cat([_divergence(log_probabilities(a), log_probabilities(b)) for a, b in parts]).cpu()
+
+
+def text_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability of each target, float64 [T], of logits [T, V].
+
+    Example:
+        >>> text_log_probabilities(torch.zeros(1, 4), torch.tensor([2])).exp()
+        tensor([0.2500], dtype=torch.float64)
+    """
+    parts = zip(logits.split(ROWS), targets.split(ROWS), strict=True)
+    return torch.cat([log_probabilities(part).gather(1, wanted[:, None])[:, 0] for part, wanted in parts]).cpu()
+
+
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) of each row; outcomes of probability 0 add nothing."""
+    terms = p.exp() * (p - q)
+    return torch.where(p.exp() > 0, terms, 0).sum(dim=-1)

@@ -1,0 +1,108 @@
+"""``octavo agree`` on a finished run: tables, a verdict as exit code, a page, a record; or one sentence."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from octavo.engines import agree, get, model_as
+from octavo.engines.token_scores import text_log_probabilities
+from octavo.language_model import load_language_model
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from tests.unit.cli.conftest import run_octavo
+
+pytestmark = pytest.mark.long
+SIDES = ["--trainer", "te-block", "--server", "vllm-block"]
+
+
+@pytest.fixture(scope="module")
+def small(finished_run, text):
+    return ["agree", finished_run, "--data", text, "--split", "test", "--windows", 2]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, small):
+    out = tmp_path_factory.mktemp("agree") / "out"
+    result = run_octavo(*small, *SIDES, "--why", "--max-kl", 1e-9, "--save", out)
+    assert result.exit_code == 1, result.output
+    return out, result
+
+
+def test_tables_and_the_verdict(saved):
+    _, result = saved
+    assert "KL(server ‖ trainer)" in result.stdout
+    assert "model.layers.0.mlp.down_proj" in result.stdout
+    assert "input.power_of_two" in result.stdout
+    assert "No number on this text depends on" in result.stdout
+    assert "te-block, read, not run: " in result.stdout
+    assert "the bar of 1e-09 is missed." in result.stdout
+
+
+def test_the_record_is_what_the_function_returns(saved, finished_run, text):
+    out, _ = saved
+    record = json.loads((out / "agreement.json").read_text())
+    model = load_language_model(finished_run)
+    tokens = evaluation_windows(model, str(text), "test", count=2, length=model.context)
+    assert [json.loads(line) for line in (out / "tokens.jsonl").read_text().splitlines()] == tokens.tolist()
+    expected = agree(model, "te-block", "vllm-block", tokens)
+    assert record["tokens"]["reverse_kl"]["estimate"] == expected.kl.estimate
+    assert record["tokens"]["reverse_kl"]["high"] == expected.kl.high
+    assert [layer["path"] for layer in record["layers"]] == [layer.path for layer in expected.layers]
+    delta = torch.cat([scores.delta.abs() for scores in expected.scores])
+    assert record["tokens"]["max"] == float(delta.max())
+    ratio = torch.cat([scores.log_ratio for scores in expected.scores]).exp()
+    share = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
+    assert record["tokens"]["effective_share"] == pytest.approx(share)
+    assert record["attribution"]["properties"][0]["name"].endswith("power_of_two")
+    assert not record["agrees"]
+
+
+def test_the_page(saved):
+    out, _ = saved
+    page = (out / "agree.html").read_text()
+    for words in ("How many tokens differ", "Interactions", "model.layers.0.mlp.down_proj", "input.power_of_two"):
+        assert words in page
+    assert "{{" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_an_engine_meets_any_bar_of_its_own(small):
+    result = run_octavo(*small, "--trainer", "vllm-token", "--server", "vllm-token", "--max-kl", 0, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["agrees"]
+    assert record["tokens"]["max"] == 0
+    assert record["floor"]["max"] > 0
+
+
+def test_other_sums_are_said(small):
+    result = run_octavo(*small, *SIDES, "--accumulate", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "Sums are fp32, not the engines' own." in result.stdout
+
+
+def test_a_real_server_is_explained(small, tmp_path, finished_run, text):
+    model = load_language_model(finished_run)
+    window = evaluation_windows(model, str(text), "test", count=2, length=model.context)[0]
+    logits = model_as(model.model, get("vllm-block-ue8m0"))(window[None, :-1])[0]
+    faulty = tmp_path / "server.jsonl"
+    faulty.write_text(json.dumps([None, *text_log_probabilities(logits, window[1:]).tolist()]) + "\n")
+    claimed = ["--trainer", "te-block", "--server", "vllm-block-ue8m0"]
+    result = run_octavo(*small, *claimed, "--server-logprobs", faulty)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"best first:\n\s+as claimed.*: exact", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--trainer", "te", "--server", "vllm-block"], "there is no engine 'te'"),
+        ([*SIDES, "--max-kl", "-1"], "--max-kl takes nats a token"),
+        ([*SIDES, "--accumulate", "hopper-slow"], "--accumulate takes fp32"),
+        ([*SIDES, "--server-logprobs", "nowhere.jsonl"], "cannot use nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_one_sentence(small, arguments, words):
+    result = run_octavo(*small, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr

@@ -1,0 +1,156 @@
+"""Attribution: each property's effect is that of two engines that differ in it alone, and faults are named."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from octavo.engines import (
+    PROFILES,
+    agree,
+    attribute,
+    find_suspects,
+    get,
+    model_as,
+    neighbours,
+    read_server_logprobs,
+    with_property,
+)
+from octavo.engines.suspects import AS_CLAIMED
+from octavo.engines.token_scores import text_log_probabilities
+from octavo.errors import DataError
+from tests.unit.quantization.tiny_models import language_model, windows
+
+TOKENS = windows(2, 20)
+CLAIMED = ("vllm-block", "te-current", "vllm-token", "compressed-tensors")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language_model()
+
+
+@pytest.fixture(scope="module")
+def attribution(model):
+    return attribute(model, agree(model, "te-block", "vllm-block", TOKENS, max_kl=1e-6), TOKENS)
+
+
+def test_effects_are_those_of_engines_that_differ_in_one_property(model, attribution):
+    effects = {effect.name: effect for effect in attribution.effects}
+    assert next(iter(effects)).endswith("power_of_two")
+    trainer, server = get("te-block"), get("vllm-block")
+    for name in ("input.power_of_two", "input.division"):
+        changed = with_property(trainer, name, server)
+        alone = agree(model, trainer, changed, TOKENS)
+        assert effects[name].alone.estimate == pytest.approx(alone.kl.estimate, abs=1e-15)
+        assert effects[name].remaining.estimate == pytest.approx(agree(model, changed, server, TOKENS).kl.estimate)
+        squares = [layer.errors[0] ** 2 for layer in alone.layers]
+        assert effects[name].layer_error == pytest.approx((sum(squares) / len(squares)) ** 0.5)
+    total = agree(model, trainer, server, TOKENS).kl.estimate
+    assert attribution.total.estimate == pytest.approx(total)
+    assert attribution.interactions == pytest.approx(total - sum(each.alone.estimate for each in attribution.effects))
+
+
+def test_properties_of_zeros_and_nan_are_worth_nothing_here(attribution):
+    effects = {effect.name: effect for effect in attribution.effects}
+    for name in ("input.zero_scale", "input.amax_floor", "input.nonfinite_scale", "weight.infinite_encode"):
+        assert effects[name].layer_error == effects[name].alone.estimate == 0
+
+
+def test_the_path_makes_properties_equal_until_the_bar_is_met(model, attribution):
+    *before, last = attribution.path
+    assert all(min(each.on_trainer, each.on_server) > 1e-6 for each in before)
+    assert min(last.on_trainer, last.on_server) <= 1e-6
+    assert [len(each.properties) for each in attribution.path] == list(range(1, len(attribution.path) + 1))
+    met = agree(model, "te-block", "vllm-block", TOKENS, max_kl=1.0)
+    assert attribute(model, met, TOKENS[:1]).path == ()
+
+
+def test_what_no_engine_can_have_alone_is_said(model):
+    found = attribute(model, agree(model, "vllm-token", "vllm-fnuz", TOKENS[:1]), TOKENS[:1])
+    assert set(found.inseparable) == {"weight.format", "input.format"}
+
+
+def faults(name):
+    """Changes of one property that change a number on the text, and those that do not."""
+    claimed = get(name)
+    return list(neighbours(claimed, PROFILES.values()))
+
+
+def served(model, profile):
+    engine = model_as(model.model, profile, input_amaxes={path: torch.tensor(4.0) for path in paths(model)})
+    return tuple(text_log_probabilities(engine(window[None, :-1])[0], window[1:]) for window in TOKENS)
+
+
+def paths(model):
+    return [path for path, layer in model.model.named_modules() if isinstance(layer, torch.nn.Linear)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CLAIMED)
+def test_a_fault_is_named_in_every_trial(model, name):
+    draw, trials = random.Random(0), 0
+    right = served(model, get(name))
+    candidates = [each for each in faults(name) if "scaling" not in each[0] and "granularity" not in each[0]]
+    draw.shuffle(candidates)
+    for prop, value, profile in candidates:
+        try:
+            logprobs = served(model, profile)
+        except Exception:  # noqa: BLE001 (no kernel has such a combination)
+            continue
+        if all(map(torch.equal, logprobs, right)):
+            continue
+        best, runner_up, *_ = find_suspects(model, get(name), TOKENS, logprobs)
+        assert (prop, value) in best.changes
+        assert best.is_exact
+        assert AS_CLAIMED not in best.properties
+        assert not runner_up.is_exact
+        trials += 1
+        if trials == 5:
+            return
+    pytest.fail(f"only {trials} faults change a number")
+
+
+def test_a_server_as_claimed_is_found_so(model):
+    logprobs = [scores + 2e-6 for scores in served(model, get("vllm-token"))]
+    best, *_ = find_suspects(model, get("vllm-token"), TOKENS, logprobs[:1], catalogue=[get("te-current")])
+    assert best.is_exact
+    assert best.properties[0] == AS_CLAIMED
+
+
+def test_log_probabilities_of_a_file(tmp_path):
+    path = tmp_path / "server.jsonl"
+    path.write_text(json.dumps([None, -0.5, -1]) + "\n\n" + json.dumps([-2, 0.0]) + "\n")
+    first, second = read_server_logprobs(path)
+    assert first.tolist() == [-0.5, -1.0]
+    assert second.tolist() == [-2.0, 0.0]
+    assert first.dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no window"),
+        ("[null]", "list of numbers"),
+        ("[-1, null]", "list of numbers"),
+        ("[-1, true]", "list of numbers"),
+        ('{"logprobs": [-1]}', "list of numbers"),
+        ("[0.5]", "at most 0"),
+        ("[-1", "line 1 .* is no JSON"),
+        ("[-1e999]", "is no JSON|at most 0"),
+        ("\xff", "not text"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, words):
+    path = tmp_path / "server.jsonl"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=words):
+        read_server_logprobs(path)
+
+
+def test_log_probabilities_of_another_text_are_refused(model):
+    with pytest.raises(DataError, match="2 windows of text, and log-probabilities of 3"):
+        find_suspects(model, get("vllm-token"), TOKENS, [torch.zeros(19)] * 3)
+    with pytest.raises(DataError, match="window 1 has 19 tokens after the first, and 4 log-probabilities"):
+        find_suspects(model, get("vllm-token"), TOKENS, [torch.zeros(4)])

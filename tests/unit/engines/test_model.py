@@ -1,0 +1,174 @@
+"""A decoder under a profile: which layers, which bits, and what copies share."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import octavo
+from octavo import recipes
+from octavo.engines import EngineCopies, get, input_amaxes, linear_as, model_as, profile_of_recipe
+from octavo.engines.model import EngineLinear
+from octavo.engines.tensor_cast import quantize_as
+from octavo.errors import ConfigError
+from octavo.language_model import logits_of
+from octavo.models import Llama
+from octavo.nn.fp8_weight import FP8WeightLinear
+from octavo.numerics import PerRow
+from tests.tiny_llama import tiny_llama_config
+from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
+
+TOKENS = windows(1, 12)
+ROWS = recipes.get("rowwise", power_of_two=False)
+
+
+def decoder():
+    return language_model().model
+
+
+def seen_layers(model, tokens=TOKENS):
+    """Input and output of each of an engine model's layers."""
+    seen = {}
+    for path, layer in model.layers.items():
+        layer.register_forward_hook(lambda _, inputs, output, path=path: seen.update({path: (inputs[0], output)}))
+    model(tokens)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["te-block", "vllm-token", "sglang-block-ue8m0", "compressed-tensors", "octavo-block"])
+def test_each_layer_is_that_of_the_profile(name):
+    plain = decoder()
+    profile = get(name)
+    seen = seen_layers(model_as(plain, profile))
+    assert len(seen) == LINEARS
+    for path, (x, y) in seen.items():
+        weight = plain.get_submodule(path).weight.to(profile.activations)
+        assert torch.equal(y, linear_as(x, weight, profile)), path
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_octavos_recipes_give_the_logits_of_octavos_layers(recipe):
+    plain = decoder()
+    ours = model_as(plain, profile_of_recipe(recipes.get(recipe)))(TOKENS)
+    octavo.convert(plain, recipe)
+    with torch.no_grad():
+        assert torch.equal(ours, plain(TOKENS))
+
+
+def test_the_model_is_not_changed_and_copies_share_what_they_can():
+    plain = decoder()
+    before = copy.deepcopy(plain.state_dict())
+    copies = EngineCopies(plain)
+    first, second, third = (copies.of(get(name)) for name in ("vllm-block", "vllm-block-cuda", "octavo-token"))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.dtype is torch.float32
+    assert type(plain.lm_head) is torch.nn.Linear
+    path = "model.layers.0.mlp.up_proj"
+    assert first.layers[path].codes is second.layers[path].codes
+    tables = [model.model.model.embed_tokens.weight for model in (first, second, third)]
+    assert tables[0].data_ptr() == tables[1].data_ptr()
+    assert tables[2].data_ptr() == plain.model.embed_tokens.weight.data_ptr()
+    assert first.model.lm_head.weight is tables[0]  # tied as before
+
+
+def test_everything_but_fp8_is_in_the_dtype_of_the_activations():
+    model = model_as(decoder(), get("vllm-token"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(TOKENS).dtype is torch.bfloat16
+    wide = replace(get("vllm-token"), activations=torch.float32)
+    rounded = {y.to(torch.bfloat16).equal(y) for _, y in seen_layers(model_as(decoder(), wide)).values()}
+    assert rounded == {True}  # the output's dtype is a property of its own
+
+
+def test_the_head_and_skipped_layers_are_those_of_the_profile():
+    profile = replace(get("vllm-token"), head=True, skipped=("*.down_proj", "*.0.*"))
+    paths = set(model_as(decoder(), profile).layers)
+    assert "lm_head" in paths
+    assert not any("down_proj" in path or ".0." in path for path in paths)
+    assert len(paths) == 7
+    with pytest.raises(ConfigError, match="quantizes no layer"):
+        model_as(decoder(), replace(profile, head=False, skipped=("*",)))
+
+
+def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again():
+    plain = decoder().requires_grad_(False)
+    octavo.convert(plain, ROWS, skip=["*.o_proj"], frozen="fp8")
+    kept = model_as(plain, get("vllm-token"))
+    again = model_as(plain, get("vllm-block-ue8m0"))
+    assert len(kept.layers) == LINEARS - 2
+    for path, layer in kept.layers.items():
+        stored = plain.get_submodule(path)
+        assert isinstance(stored, FP8WeightLinear)
+        assert torch.equal(layer.codes.data.view(torch.uint8), stored.stored_codes().data.view(torch.uint8))
+        expected = quantize_as(stored.stored_codes().dequantize(), get("vllm-block-ue8m0").weight)
+        assert torch.equal(again.layers[path].codes.data.view(torch.uint8), expected.data.view(torch.uint8))
+
+
+def test_static_inputs_take_the_folders_scale_or_one_of_amaxes():
+    plain, profile = decoder(), get("vllm-tensor")
+    with pytest.raises(ConfigError, match="does not measure inputs"):
+        model_as(plain, profile)
+    amaxes = input_amaxes(plain, TOKENS)
+    layer = next(iter(model_as(plain, profile, input_amaxes=amaxes).layers.items()))
+    inputs = []
+    plain.get_submodule(layer[0]).register_forward_hook(lambda _, given, __: inputs.append(given[0]))
+    with torch.no_grad():
+        plain(TOKENS)
+    assert layer[1].input_amax == inputs[0].abs().max()
+    octavo.calibrate(language_model(), [windows()]).apply(plain, hold_weights=True)
+    for path, engine in model_as(plain, profile).layers.items():
+        assert engine.input_scale is plain.get_submodule(path).input_scale
+
+
+def test_fused_casts_read_the_norm_before_it_is_rounded():
+    plain = decoder()
+    fused = replace(get("vllm-token"), fused_cast=True)
+    seen = seen_layers(model_as(plain, fused))
+    dtypes = {path.rsplit(".", 1)[1]: x.dtype for path, (x, _) in seen.items()}
+    assert dtypes["q_proj"] is dtypes["up_proj"] is torch.float32
+    assert dtypes["o_proj"] is dtypes["down_proj"] is torch.bfloat16
+    x = seen["model.layers.0.self_attn.q_proj"][0]
+    assert not torch.equal(x, x.bfloat16().float())
+    with pytest.raises(ConfigError, match="fused with a norm"):
+        model_as(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Embedding(8, 8)), fused)
+
+
+def test_keys_and_values_pass_through_the_profiles_cache():
+    profile = replace(profile_of_recipe(ROWS), kv_cache=get("octavo-token").input)
+    plain = decoder()
+    ours = model_as(plain, profile)(TOKENS)
+    octavo.convert(plain, ROWS)
+
+    def round_trip(x):
+        return octavo.quantize(x, octavo.E4M3, granularity=PerRow()).dequantize()
+
+    with torch.no_grad():
+        expected = logits_of(plain, TOKENS, lambda _, keys, values: (round_trip(keys), round_trip(values)))
+        assert torch.equal(ours, expected)
+        assert not torch.equal(ours, plain(TOKENS))
+
+
+def test_mixtures_of_experts():
+    plain = Llama(tiny_llama_config(num_experts=4, experts_per_token=2)).eval()
+    model = model_as(plain, get("vllm-token"))
+    assert sum("experts" in path for path in model.layers) == 2 * 4 * 3
+    assert model(TOKENS).isfinite().all()
+    with pytest.raises(ConfigError, match="Llama's layout alone"):
+        model_as(plain, replace(get("vllm-token"), fused_cast=True))
+
+
+def test_models_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    from tests.tiny_llama import tiny_hugging_face_config
+
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(tiny_hugging_face_config()).eval()
+    ours = Llama(tiny_llama_config(rope_theta=10000.0, rms_norm_eps=theirs.config.rms_norm_eps)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    profile = get("octavo-token")
+    first, second = model_as(theirs, profile)(TOKENS), model_as(ours, profile)(TOKENS)
+    assert (first - second).norm() < 0.02 * second.norm()
+    assert all(isinstance(theirs.get_submodule(p), torch.nn.Linear) for p in model_as(theirs, profile).layers)
+    assert isinstance(model_as(theirs, profile).layers["model.layers.1.mlp.up_proj"], EngineLinear)

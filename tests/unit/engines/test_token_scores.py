@@ -1,0 +1,69 @@
+"""Scores of tokens against plain formulas in FP64, written once more with NumPy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.engines.token_scores import divergences, score_tokens, text_log_probabilities
+
+ROWS, VOCABULARY = 150, 40  # more rows than one part
+
+
+@pytest.fixture
+def pair():
+    generator = torch.Generator().manual_seed(0)
+    ours = 3 * torch.randn(ROWS, VOCABULARY, generator=generator)
+    theirs = ours + 0.3 * torch.randn(ROWS, VOCABULARY, generator=generator)
+    return ours.bfloat16(), theirs.bfloat16(), torch.randint(VOCABULARY, (ROWS,), generator=generator)
+
+
+def log_softmax(logits):
+    x = logits.double().numpy()
+    return np.array([[value - math.log(sum(math.exp(each) for each in row)) for value in row] for row in x])
+
+
+def test_every_score_is_its_formula(pair):
+    ours, theirs, targets = pair
+    p, q = log_softmax(ours), log_softmax(theirs)
+    scores = score_tokens(ours, theirs, targets, torch.Generator().manual_seed(1))
+    delta = [p[row, token] - q[row, token] for row, token in enumerate(targets)]
+    np.testing.assert_allclose(scores.delta, delta, atol=1e-12)
+    np.testing.assert_allclose(scores.forward_kl, (np.exp(p) * (p - q)).sum(1), atol=1e-12)
+    np.testing.assert_allclose(scores.reverse_kl, (np.exp(q) * (q - p)).sum(1), atol=1e-12)
+    np.testing.assert_allclose(divergences(ours, theirs), (np.exp(p) * (p - q)).sum(1), atol=1e-12)
+    np.testing.assert_allclose(text_log_probabilities(theirs, targets), [q[r, t] for r, t in enumerate(targets)])
+    difference = ours.double().numpy() - theirs.double().numpy()
+    assert scores.logit_squares == pytest.approx((difference**2).mean())
+    assert scores.largest_logit == np.abs(difference).max()
+    ratio = np.exp(scores.log_ratio.numpy())
+    np.testing.assert_allclose(scores.k1, -np.log(ratio), atol=1e-12)
+    np.testing.assert_allclose(scores.k3, ratio - 1 - np.log(ratio), atol=1e-12)
+    np.testing.assert_array_equal(scores.clipped, np.abs(ratio - 1) > 0.2)
+
+
+def test_estimators_of_the_servers_tokens_have_the_mean_of_its_kl(pair):
+    ours, theirs, targets = (each[:1] for each in pair)
+    many = 20_000
+    scores = score_tokens(
+        ours.expand(many, -1), theirs.expand(many, -1), targets.expand(many), torch.Generator().manual_seed(2)
+    )
+    exact = float(scores.reverse_kl[0])
+    for estimate in (scores.k1, scores.k3):
+        assert abs(float(estimate.mean()) - exact) < 4 * float(estimate.std()) / math.sqrt(many)
+    weights = scores.log_ratio.exp()
+    assert abs(float(weights.mean()) - 1) < 4 * float(weights.std()) / math.sqrt(many)
+
+
+def test_equal_logits_differ_by_exactly_nothing(pair):
+    ours, _, targets = pair
+    scores = score_tokens(ours, ours.clone(), targets, torch.Generator().manual_seed(0))
+    for values in (scores.delta, scores.forward_kl, scores.reverse_kl, scores.k1, scores.k3, scores.clipped):
+        assert (values == 0).all()
+    assert scores.logit_squares == scores.largest_logit == 0
+
+
+def test_impossible_tokens_add_nothing():
+    ours = torch.tensor([[0.0, 0.0, -math.inf]])
+    assert divergences(ours, torch.zeros(1, 3)).item() == pytest.approx(math.log(3 / 2))
