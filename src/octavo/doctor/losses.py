@@ -137,12 +137,12 @@ def level_near_unigram(series: Series, limits: Thresholds) -> float | None:
     Example:
         >>> from dataclasses import replace
         >>> from octavo.doctor.series import series_of
-        >>> lines = [{"kind": "step", "step": step, "loss": 7 - step / 50} for step in range(1, 61)]
+        >>> lines = [{"kind": "step", "step": step, "loss": 5.0} for step in range(1, 61)]
         >>> [
         ...     level_near_unigram(replace(series_of(lines), unigram_nats=nats), Thresholds())
-        ...     for nats in (6.0, 7.0, None)
+        ...     for nats in (5.5, 6.0, None)
         ... ]
-        [5.94, None, None]
+        [5.0, None, None]
     """
     _, losses = finite_losses(series)
     if len(losses) < 3 * limits.lasting_rise or series.unigram_nats is None:
