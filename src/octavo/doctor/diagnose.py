@@ -21,7 +21,7 @@ from octavo.doctor.findings import (
     Severity,
     worst_first,
 )
-from octavo.doctor.losses import SEEN_AT, plateau
+from octavo.doctor.losses import SEEN_AT, level_near_unigram, plateau
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.resolved import RESOLVED_AT, as_note_if_resolved
 from octavo.doctor.rules import LOSS_RULES, RULES, loss_gap
@@ -33,10 +33,11 @@ __all__ = ["diagnose"]
 
 _BY_SCALE = frozenset({"saturation", "gradient-underflow", "bulk-underflow"})
 _SCALES = frozenset({"stale-scale", "frozen-scale", "inexact-amax", "scale-oscillation"})
-ABOUT_LOSS = ("divergence", "loss-spike", "learning-rate")
+ABOUT_LOSS = ("divergence", "loss-spike", "learning-rate", "stalled-loss")
 _LATER = _SCALES | _BY_SCALE
-_LATER |= {"nonfinite", "outlier-growth", "gradient-below-noise", "divergence", "loss-spike", "loss-gap", "batch-norm"}
-_LOSS = frozenset({"divergence", "loss-spike", "loss-gap"})
+_LATER |= {"nonfinite", "outlier-growth", "gradient-below-noise", "divergence", "loss-spike", "stalled-loss"}
+_LATER |= {"loss-gap", "batch-norm"}
+_LOSS = frozenset({"divergence", "loss-spike", "stalled-loss", "loss-gap"})
 _SYMPTOMS = _BY_SCALE | {"stale-scale", "scale-oscillation", "gradient-below-noise", "loss-gap"}  # of a diverged loss
 
 
@@ -77,8 +78,9 @@ EXPLAINS = {
     "bulk-underflow": _Consequences(later=_LOSS, anyhow=_NOISE),
     "gradient-underflow": _Consequences(later=frozenset({"loss-gap"}), anyhow=_NOISE),
     "biased-accumulation": _Consequences(later=_LOSS),
-    "divergence": _Consequences(later=_SYMPTOMS, anyhow=frozenset({"loss-spike"})),
+    "divergence": _Consequences(later=_SYMPTOMS, anyhow=frozenset({"loss-spike", "stalled-loss"})),
     "loss-spike": _Consequences(later=_SYMPTOMS),
+    "stalled-loss": _Consequences(),
 }
 
 
@@ -113,7 +115,7 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
 def _compared(findings: Iterable[Finding], reference: Series, limits: Thresholds) -> Iterator[Finding]:
     """The findings; those about the loss say whether the reference has them too."""
     codes = {finding.code for rule in LOSS_RULES for finding in rule(reference, limits)}
-    if plateau(reference, limits) is not None:
+    if plateau(reference, limits) is not None or level_near_unigram(reference, limits) is not None:
         codes.add(STALLED_LOSS)
     for one in findings:
         if one.code in ABOUT_LOSS:

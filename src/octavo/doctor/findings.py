@@ -61,6 +61,7 @@ CAUSES = {
     "learning-rate": "the learning rate is too large, or jumped, or updates did, such as at a change of precision",
     "divergence": "the loss rises far above its beginning, or loses most of its progress",
     "loss-spike": "the loss spikes above its beginning",
+    "stalled-loss": "the loss no longer falls, near that of a model of token frequencies alone",
     "loss-gap": "the loss departs from the reference's",
     "nondeterministic": "the same micro-batch gives different numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",

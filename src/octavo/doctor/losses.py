@@ -16,9 +16,11 @@ __all__ = [
     "Plateau",
     "common_losses",
     "finite_losses",
+    "level_near_unigram",
     "loss_rise",
     "newest_gap",
     "plateau",
+    "plateau_of_unknown_text",
     "scatter",
     "warmup",
 ]
@@ -116,6 +118,37 @@ def plateau(series: Series, limits: Thresholds) -> Plateau | None:
     if not low.size or not is_level or level <= limits.stuck_loss * losses[0]:
         return None
     return Plateau(level=level, first_step=int(steps[low[0] + EDGE // 2]))
+
+
+def plateau_of_unknown_text(series: Series, limits: Thresholds) -> Plateau | None:
+    """The plateau of a run whose text is unknown, so that nothing tells a stalled model from a converged one; or None.
+
+    Of known text, a plateau near the unigram entropy is a finding, and one below it a converged model.
+    """
+    return plateau(series, limits) if series.unigram_nats is None else None
+
+
+def level_near_unigram(series: Series, limits: Thresholds) -> float | None:
+    """Median of the newest quarter of the losses if it is near the unigram entropy or above it; None for others.
+
+    Such a model predicts little more than token frequencies. None of fewer than three ``lasting_rise`` losses, and
+    where the text is unknown.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from octavo.doctor.series import series_of
+        >>> lines = [{"kind": "step", "step": step, "loss": 5.0} for step in range(1, 61)]
+        >>> [
+        ...     level_near_unigram(replace(series_of(lines), unigram_nats=nats), Thresholds())
+        ...     for nats in (5.5, 6.0, None)
+        ... ]
+        [5.0, None, None]
+    """
+    _, losses = finite_losses(series)
+    if len(losses) < 3 * limits.lasting_rise or series.unigram_nats is None:
+        return None
+    level = float(np.median(losses[-(len(losses) // 4) :]))
+    return level if level >= (1 - limits.unigram_share) * series.unigram_nats else None
 
 
 def loss_rise(series: Series, start: float, window: float) -> LossRise | None:

@@ -123,6 +123,10 @@ class Thresholds:
     grown_weights: float = _ours(
         3.0, "in rms: a healthy run's grew by 1.3; AdamW at 0.03 and 0.1, at the unigram entropy, by 6 and 9"
     )
+    grown_at_unigram: float = _ours(
+        2.5,
+        "in rms, near the unigram entropy: at the best rate of a small Llama weights grew by 2.2, at twice it by 3.0",
+    )
     stuck_loss: float = _ours(0.5, "of the first loss: a model of token frequencies alone is above 0.6 of it")
     stalled_loss: float = _ours(0.01, "of a level; healthy runs fall by several percent in the second half")
     lost_gain: float = _ours(0.5, "of what the loss had gained; overshoots of a warm-up and restarted rates come back")

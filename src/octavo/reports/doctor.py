@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.doctor.findings import Finding, worst_first
 from octavo.doctor.histograms import Histogram
+from octavo.doctor.losses import plateau_of_unknown_text
 from octavo.doctor.series import Series
 from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, all_statistics
 from octavo.doctor.thresholds import Thresholds
@@ -53,13 +54,13 @@ def doctor_page(
         (True, True)
     """
     check_report_extra("report.html")
-    ordered = worst_first(list(findings))
-    data = _data(series, ordered, histograms, thresholds or Thresholds())
+    ordered, limits = worst_first(list(findings)), thresholds or Thresholds()
+    data, stalled = _data(series, ordered, histograms, limits), plateau_of_unknown_text(series, limits)
     names = ("run", "reference")[: 1 + (reference is not None)]
     return render(
         "doctor",
         title=title,
-        headline=wording.headline(ordered, len(series.casts.steps), len(_cast_paths(series))),
+        headline=wording.headline(ordered, len(series.casts.steps), len(_cast_paths(series)), stalled),
         standfirst=f"{_scope(series)} {wording.counts(ordered)}",
         cards=[(index, *pair) for index, pair in enumerate(zip(ordered, data["findings"], strict=True))],
         words=wording,

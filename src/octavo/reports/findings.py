@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.doctor.findings import CAUSES, SIGNS, Finding, Remedy, Severity, capitalized
+from octavo.doctor.losses import Plateau
 from octavo.html.wording import counted, number
 
 __all__ = [
@@ -31,8 +32,14 @@ class RemedyBar:
     kind: str = ""
 
 
-def headline(findings: Sequence[Finding], samples: int, layers: int) -> str:
+def headline(findings: Sequence[Finding], samples: int, layers: int, stalled: Plateau | None = None) -> str:
     """The worst finding in a sentence, or a statement that the run is healthy.
+
+    Args:
+        findings: worst first.
+        samples: number of sampled steps.
+        layers: number of layers that cast.
+        stalled: a plateau of the loss that may be a stalled model's; such a run is not called healthy.
 
     Example:
         >>> headline([], samples=100, layers=29)
@@ -40,6 +47,8 @@ def headline(findings: Sequence[Finding], samples: int, layers: int) -> str:
         >>> headline([], samples=0, layers=0)
         'Nothing was measured in this run.'
     """
+    if not findings and stalled is not None:
+        return f"{capitalized(str(stalled))}; nothing else was found."
     if not findings:
         if not samples:
             return "Nothing was measured in this run."
@@ -49,7 +58,8 @@ def headline(findings: Sequence[Finding], samples: int, layers: int) -> str:
     worst = findings[0]
     where = f" in {worst.path}" if worst.path else ""
     role = f" ({worst.role})" if worst.role else ""
-    opening = "Healthy, with a note: " if worst.severity is Severity.NOTE else ""
+    state = "Healthy" if stalled is None else capitalized(str(stalled))
+    opening = f"{state}, with a note: " if worst.severity is Severity.NOTE else ""
     return f"{opening}{capitalized(CAUSES[worst.code])}{where}{role}, {worst.when}."
 
 

@@ -12,6 +12,8 @@ from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.reports.doctor import doctor_page
 from octavo.reports.findings import headline
+from tests.unit.doctor.synthetic_series import looks
+from tests.unit.doctor.synthetic_series import steps as steps_of
 from tests.unit.reports.synthetic_run import findings, paths, run, steps
 
 
@@ -55,6 +57,20 @@ def test_a_note_alone_is_healthy(severity, said):
     one = Finding(code="stale-scale", severity=severity, path="proj", first_step=3, last_step=3)
     assert headline([one], 10, 2).startswith(said)
     assert headline([one], 10, 2).endswith(" in proj, step 3.")
+
+
+def test_a_stalled_loss_is_not_healthy():
+    """Of unknown text: nothing tells such a loss from a converged one, and the page says no more."""
+    lines = steps_of([7.6, *[6.4] * 59])
+    said = "The loss has not fallen since step 3 and stays at 6.4"
+    assert f"<h1>{said}; nothing else was found.</h1>" in text_of(doctor_page(looks(lines=lines), [], title="t"))
+    note = Finding(code="stale-scale", severity=Severity.NOTE, path="proj", first_step=3, last_step=3)
+    assert f"<h1>{said}, with a note: A scale is made" in text_of(doctor_page(looks(lines=lines), [note], title="t"))
+    for known in (
+        steps_of([7.6, *[3.4] * 59]),
+        steps_of([7.6, *[6.4] * 30]),
+    ):  # it fell by more than half; too few steps
+        assert "<h1>Healthy: 6 samples of 2 layers" in text_of(doctor_page(looks(lines=known), [], title="t"))
 
 
 def test_a_finding_shows_its_numbers_and_remedies_with_their_bars(page):

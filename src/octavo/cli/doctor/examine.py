@@ -17,7 +17,7 @@ from octavo.cli.output_files import check_target
 from octavo.cli.progress import open_display
 from octavo.doctor import Captures, Finding, Severity, Thresholds, diagnose
 from octavo.doctor.histograms import histograms_of
-from octavo.doctor.losses import newest_gap, plateau
+from octavo.doctor.losses import newest_gap, plateau_of_unknown_text
 from octavo.doctor.remedies import applied, ranked
 from octavo.errors import ConfigError, DataError
 from octavo.models.sources import has_run
@@ -186,7 +186,8 @@ def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Findi
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
     times = "once" if run.samples == 1 else f"{run.samples} times"
     coverage = f"{run.layers} layers, sampled {times} up to step {run.step}{so_far}"
-    stalled = None if findings else plateau(run.series, Thresholds())
+    is_clear = all(one.severity is Severity.NOTE for one in findings)
+    stalled = plateau_of_unknown_text(run.series, Thresholds()) if is_clear else None
     if stalled is not None:
         yield f"{stalled}: check the learning rate and the data"
     nothing = "nothing" if stalled is None else "nothing else"

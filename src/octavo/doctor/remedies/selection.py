@@ -207,6 +207,16 @@ def _divergence(context: RemedyContext) -> Iterable[Remedy]:
     yield Remedy(text="Lower the learning rate, clip the gradient, and inspect the batches before the loss rose.")
 
 
+def _stalled_loss(context: RemedyContext) -> Iterable[Remedy]:
+    _, rates = context.series.curve("lr")
+    if rates.size and rates.max() > 0:
+        lr = float(rates.max()) / 3
+        yield Remedy(
+            text=f"Peak at a learning rate of {lr:.3g}, and compare the losses at the same step.", changes={"lr": lr}
+        )
+    yield Remedy(text="Train on one batch alone: if its loss does not fall to zero, check inputs, labels and masks.")
+
+
 def _loss_gap(context: RemedyContext) -> Iterable[Remedy]:
     if FP8_BEGINS in context.finding.evidence:
         yield Remedy(text="Find what else differs: config.toml, text, checkpoints; then train the reference again.")
@@ -284,6 +294,7 @@ REMEDY_RULES: dict[str, Callable[[RemedyContext], Iterable[Remedy]]] = {
     "learning-rate": _learning_rate,
     "divergence": _divergence,
     "loss-spike": _divergence,
+    "stalled-loss": _stalled_loss,
     "loss-gap": _loss_gap,
     "slow-layer": _slow_layer,
 }

@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 
 from octavo.doctor.findings import LARGE_UPDATE, REPLACED_WEIGHTS, STALLED_LOSS, Finding, Severity
-from octavo.doctor.losses import LossRise, finite_losses, loss_rise, plateau, scatter
+from octavo.doctor.losses import LossRise, finite_losses, level_near_unigram, loss_rise, plateau, scatter
 from octavo.doctor.rules.tracks import length, longest, tracks, weights
 from octavo.doctor.series import Series
 from octavo.doctor.sliding import sliding_medians
@@ -32,6 +32,7 @@ def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
     - One update of three quarters of the matrices by ``replaced_weights`` of their norm, or by ``large_update`` if
       gradients underflow in later samples.
     - Weights that are ``grown_weights`` times as large as at first, and a loss that does not fall.
+    - Weights that are ``grown_at_unigram`` times as large, and a loss that ends near the unigram entropy of the text.
     """
     switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
     for switch in switches:
@@ -82,10 +83,15 @@ def _find_jump(
 
 
 def _stalled(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Find weights that grew under a loss that does not fall."""
-    level, grown = plateau(series, limits), [float(rms[-1] / rms[0]) for _, _, _, rms in weights(series) if rms[0] > 0]
-    growth = float(np.median(grown)) if grown else 0.0
-    if level is None or growth < limits.grown_weights:
+    """Find weights that grew under a loss that does not fall, or that stays near the unigram entropy."""
+    growth = _growth(series)
+    flat = plateau(series, limits) if growth >= limits.grown_weights else None
+    near = level_near_unigram(series, limits) if growth >= limits.grown_at_unigram else None
+    if flat is not None:
+        level, description = flat.level, str(flat)
+    elif near is not None:
+        level, description = near, f"the loss ends at {near:.3g}, near the unigram entropy of {series.unigram_nats:.3g}"
+    else:
         return
     _, rates = series.curve("lr")
     rate = f" of up to {rates.max():.3g}" if rates.size else ""
@@ -95,11 +101,18 @@ def _stalled(series: Series, limits: Thresholds) -> Iterator[Finding]:
         severity=Severity.WARN,
         first_step=int(first),
         last_step=int(_newest_step(series, first)),
-        evidence={STALLED_LOSS: level.level, "weight_growth": growth},
+        evidence={STALLED_LOSS: level, "weight_growth": growth}
+        | ({} if near is None or series.unigram_nats is None else {"unigram_nats": series.unigram_nats}),
         cause=f"the learning rate{rate} is too large: updates made the weights {growth:.2g}x as large (the median of "
-        f"all), and {level}",
+        f"all), and {description}",
         weight=growth,
     )
+
+
+def _growth(series: Series) -> float:
+    """Median over weights of the newest rms over the first; 0 without any."""
+    grown = [float(rms[-1] / rms[0]) for _, _, _, rms in weights(series) if rms.size and rms[0] > 0]
+    return float(np.median(grown)) if grown else 0.0
 
 
 def _large_update(series: Series, limits: Thresholds) -> Iterator[Finding]:

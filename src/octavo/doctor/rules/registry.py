@@ -15,6 +15,7 @@ from octavo.doctor.rules.nonfinite import nonfinite
 from octavo.doctor.rules.outliers import outlier_growth
 from octavo.doctor.rules.range import bulk_underflow, gradient_underflow, saturation, zero_tensor
 from octavo.doctor.rules.scales import frozen_scale, inexact_amax, rank_mismatch, scale_oscillation, stale_scale
+from octavo.doctor.rules.stalled_loss import stalled_loss
 from octavo.doctor.rules.steps import gradient_below_noise, loss_scale
 from octavo.doctor.rules.sums import biased_accumulation
 from octavo.doctor.rules.weights import stale_weight, weight_jump
@@ -50,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     gradient_below_noise,
     divergence,
     loss_spike,
+    stalled_loss,
     slow_layer,
 )
-LOSS_RULES: tuple[Rule, ...] = (learning_rate, divergence, loss_spike)  # that need no samples
+LOSS_RULES: tuple[Rule, ...] = (learning_rate, divergence, loss_spike, stalled_loss)  # that need no samples

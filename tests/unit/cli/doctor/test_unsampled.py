@@ -34,9 +34,16 @@ def test_losses_of_a_run_without_statistics_are_judged_with_how_to_get_more(
     template = next(json.loads(line) for line in kept if json.loads(line)["kind"] == "step")
     steps = [{"kind": "step", "step": step, "loss": max(5.3, 7.6 - 0.1 * step)} for step in range(1, 81)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(template | step) + "\n" for step in steps))
-    stalled = re.sub(r"\s+", " ", octavo("doctor", run).stdout)
-    assert stalled.startswith("the loss has not fallen since step 23 and stays at 5.3: check the learning rate and the")
+    stalled = octavo("doctor", run, "--html", run / "page.html")
+    assert "stalled-loss" in stalled.stdout
+    assert "1 warn in the losses up to step 80; nothing was sampled:" in re.sub(r"\s+", " ", stalled.stdout)
+    assert "<h1>The loss no longer falls, near that of" in (run / "page.html").read_text()
+    (run / "data").rename(tmp_path / "tokens")  # without the text's tokens
+    stalled = re.sub(r"\s+", " ", octavo("doctor", run, "--html", run / "page.html").stdout)
+    since = "he loss has not fallen since step 23 and stays at 5.3"
+    assert stalled.startswith(f"t{since}: check the learning rate and the data")
     assert "nothing else found in the losses up to step 80; nothing was sampled:" in stalled
+    assert f"<h1>T{since}; nothing else was found.</h1>" in (run / "page.html").read_text()
     steps = [{"kind": "step", "step": step, "loss": 2.0 if step < 40 else 9.0} for step in range(1, 81)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(template | step) + "\n" for step in steps))
     diverged = octavo("doctor", run, "--html", run / "page.html")

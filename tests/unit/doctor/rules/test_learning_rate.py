@@ -245,6 +245,36 @@ def test_weights_that_grow_under_a_loss_that_does_not_fall_explain_what_follows(
         assert found.remedies[0].changes == {"lr": 0.05}
 
 
+FALLING = [7.6, *np.linspace(6.8, 5.8, 59)]
+
+
+@pytest.mark.parametrize(
+    ("growth", "unigram", "losses", "codes"),
+    [
+        (2.51, 6.3, FALLING, ["learning-rate"]),
+        (2.49, 6.3, FALLING, ["stale-scale"]),
+        (2.51, 6.7, FALLING, ["stale-scale"]),  # well below the unigram entropy
+        (2.51, None, FALLING, ["stale-scale"]),
+        (2.51, 6.3, FALLING[:59], ["stale-scale"]),  # too few to tell
+        (2.51, 6.3, STUCK, ["learning-rate"]),
+    ],
+)
+def test_weights_that_grow_under_a_loss_near_the_unigram_entropy_explain_what_follows(growth, unigram, losses, codes):
+    """It may still fall a little, as the rate does."""
+    casts = {(path, "weight"): {"rms": 0.1 * growth ** np.linspace(0, 1, 6)} for path in (FIRST, SECOND)}
+    series = looks("delayed", count=6, interval=10, casts=VANISHING | casts, lines=steps(losses, lr=0.01))
+    findings = diagnose(replace(series, unigram_nats=unigram))
+    assert [one.code for one in findings] == codes
+    if losses is FALLING and codes == ["learning-rate"]:
+        (found,) = findings
+        assert found.evidence["unigram_nats"] == unigram
+        assert found.cause == (
+            "the learning rate of up to 0.01 is too large: updates made the weights 2.5x as large (the median of all), "
+            "and the loss ends at 5.92, near the unigram entropy of 6.3"
+        )
+        assert found.remedies[0].changes == {"lr": 0.005}
+
+
 def test_a_rate_is_as_severe_as_what_follows_from_it():
     casts = {
         (SECOND, "grad_output"): {"stale_ratio": [1.0] * 3 + [1e-6] * 3, "underflow_fraction": [0.0] * 3 + [0.9] * 3}
