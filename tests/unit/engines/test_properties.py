@@ -43,8 +43,10 @@ def test_a_power_of_two_survives_another_division():
     theirs = with_property(get("vllm-block"), "input.power_of_two", get("te-block"))
     assert theirs.input is not None
     assert theirs.input.power_of_two == PowerOfTwo.SCALE_UP
+    cast = get("vllm-block").input
+    assert cast is not None
     with pytest.raises(ConfigError, match="rounds an encode scale"):
-        replace(get("vllm-block").input, power_of_two=PowerOfTwo.ENCODE_DOWN)
+        replace(cast, power_of_two=PowerOfTwo.ENCODE_DOWN)
 
 
 def test_neighbours_have_values_of_the_catalogue():

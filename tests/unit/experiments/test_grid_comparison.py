@@ -117,6 +117,7 @@ def test_a_claim_can_compare_what_two_changes_cost(cost, verdict):
     baselines = (("bf16-other", 1.0, 1.0), ("bf16", 1.0, 1.0))
     found = outcome(Claim(text="", source="", better=better, worse=worse, baselines=baselines), compared(results))
     assert found.verdict == verdict
+    assert found.difference is not None
     assert found.difference.estimate == pytest.approx(cost - 0.01, abs=2e-4)
 
 
