@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def layouts_differ(self) -> str:
-        """What the change of layout does to the fastest recipe's gain, in words; "" where BF16 has the same layout."""
+        """Effect of the two layouts on the fastest recipe's gain, in words; "" where BF16 has the same layout."""
         best = self.best_fp8
         if best is None or best.candidate is None or best.candidate.job.layout == self.bf16.job.layout:
             return ""

@@ -76,7 +76,9 @@ def test_no_gain_is_above_the_limit_that_is_printed_beside_it(name):
     best = large.best_fp8
     job = best.candidate.job
     advice = advise(large, CONSTANTS)
-    limit = float(re.search(r"([\d.]+) times as fast", check(advice, "share of linear layers").sentence).group(1))
+    match = re.search(r"([\d.]+) times as fast", check(advice, "share of linear layers").sentence)
+    assert match is not None
+    limit = float(match.group(1))
     in_bf16 = best_layout(job.at(BF16), CONSTANTS, [job.layout])[0]
     gain = in_bf16.seconds["total"] / best.candidate.seconds["total"]
     assert best.speedup[0] <= gain <= limit + 0.005
