@@ -215,6 +215,8 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     columns = [name for name in COLUMNS if request.price or name != "cost"]
     cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
     print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
+    if made.layouts_differ:
+        print_lines(f"{made.layouts_differ}.")
     _show_shares(made)
     for option in made.options:
         if option.reason is not None:

@@ -12,6 +12,7 @@ from octavo.planning.plan import Plan, PlanRequest, make_plan
 __all__ = ["Advice", "Check", "advise"]
 
 WORTH = 1.05  # FP8 takes 5 to 10 % more steps, the article says, which a smaller speed-up does not pay for
+NOT_WORK = ("cast", "stragglers", "total")
 TOLERANCE = 0.5  # per cent of perplexity that the article calls too little for FP8
 
 
@@ -69,6 +70,7 @@ def advise(plan: Plan, constants: Constants, *, tolerance: float | None = None) 
             f"Use FP8 with recipe {recipe}: {plan.request.framework} is predicted to train {gain:.2f} times as fast as "
             f"in BF16 ({low:.2f} to {high:.2f}, 80 %)."
         )
+        sentence += f" {plan.layouts_differ}." if plan.layouts_differ else ""
     changes = _changes(plan, constants)
     return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks, changes=changes)
 
@@ -102,15 +104,25 @@ def _layers(plan: Plan) -> Check:
 
 
 def _share_of_gemms(plan: Plan) -> Check:
-    """Amdahl's limit: linear layers at FP8's peak, and all other work as in BF16."""
-    seconds, hardware = plan.bf16.seconds, plan.request.hardware
+    """Amdahl's limit in the fastest recipe's layout: linear layers at FP8's peak, without casts.
+
+    Other work is as in BF16, or as in FP8 where that saves some: gathered weights, recomputation, stragglers.
+    """
+    best, hardware = plan.best_fp8, plan.request.hardware
+    bf16 = best.bf16_here if best is not None and best.bf16_here is not None else plan.bf16
+    seconds = bf16.seconds
     share = seconds["gemm"] / seconds["total"]
     where = max((name for name in seconds if name not in ("gemm", "total")), key=lambda name: seconds[name])
     rest = seconds[where] / seconds["total"]
     words = f"linear layers take {share:.0%} of BF16's step, {where.replace('_', ' ')} {rest:.0%}"
-    if not hardware.has_fp8:
+    words += f" with {bf16.job.layout}" if plan.layouts_differ else ""
+    if best is None or best.candidate is None:
         return Check(name="share of linear layers", holds=None, sentence=words)
-    most = 1 / (1 - share * (1 - hardware.bf16 / hardware.fp8))
+    in_fp8 = best.candidate.seconds
+    fastest = {name: min(each, in_fp8[name]) for name, each in seconds.items() if name not in NOT_WORK}
+    fastest["gemm"] = min(seconds["gemm"] * hardware.bf16 / hardware.fp8, in_fp8["gemm"])
+    stragglers = seconds["total"] / (seconds["total"] - seconds.get("stragglers", 0.0))
+    most = seconds["total"] / (sum(fastest.values()) * stragglers)
     words += f"; at the peak of FP8 the step would be {most:.2f} times as fast"
     return Check(name="share of linear layers", holds=most >= WORTH, sentence=words)
 

@@ -70,6 +70,8 @@ class Option:
         reason: why there is none.
         speedup: over BF16's best layout, with the ends of its 80 % interval.
         width: logarithm of the factor of the 80 % interval of a step's time.
+        bf16_here: BF16 in this recipe's layout.
+        at_bf16_layout: this recipe in BF16's best layout; None where it does not fit.
     """
 
     name: str
@@ -77,6 +79,15 @@ class Option:
     reason: str | None = None
     speedup: tuple[float, float, float] | None = None
     width: float = 0.0
+    bf16_here: Candidate | None = None
+    at_bf16_layout: Candidate | None = None
+
+    @property
+    def gain_here(self) -> float | None:
+        """Speed-up over BF16 in this recipe's layout; ``speedup`` is over BF16's own."""
+        if self.candidate is None or self.bf16_here is None:
+            return None
+        return self.bf16_here.seconds["total"] / self.candidate.seconds["total"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +141,20 @@ class Plan:
         return min(
             usable, key=lambda each: each.candidate.seconds["total"] if each.candidate else math.inf, default=None
         )
+
+    @property
+    def layouts_differ(self) -> str:
+        """Effect of the two layouts on the fastest recipe's gain, in words; "" where BF16 has the same layout."""
+        best = self.best_fp8
+        if best is None or best.candidate is None or best.candidate.job.layout == self.bf16.job.layout:
+            return ""
+        words = f"BF16 is fastest with {self.bf16.job.layout}, {best.name} with {best.candidate.job.layout}"
+        if best.gain_here is not None:
+            words += f", where it is {best.gain_here:.2f} times as fast as BF16"
+        if best.at_bf16_layout is None:
+            return f"{words}; it does not fit in BF16's layout"
+        gain = self.bf16.seconds["total"] / best.at_bf16_layout.seconds["total"]
+        return f"{words}; in BF16's layout it is {gain:.2f} times as fast"
 
     def days(self, candidate: Candidate) -> float:
         """Days of the whole training."""
@@ -189,6 +214,7 @@ class Plan:
             "cost": self.cost(candidate) if self.request.price else None,
             "megawatt_hours": self.megawatt_hours(candidate) or None,
             "speedup": option.speedup,
+            "speedup_in_this_layout": option.gain_here,
             "seconds": candidate.seconds,
         }
 
@@ -215,7 +241,7 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     good = list(dict.fromkeys(candidate.job.layout for candidate in in_bf16))[:BEST_OF_BF16]
     options = [Option(name="bf16", candidate=in_bf16[0], width=constants.width("train", job))]
     recipes_of_fp8 = {name: job.at(precision_of_recipe(name)) for name in TRIED if name != "bf16"}
-    options += [_option(name, each, constants, good, in_bf16[0]) for name, each in recipes_of_fp8.items()]
+    options += [_option(name, each, constants, good, in_bf16) for name, each in recipes_of_fp8.items()]
     plan = Plan(request=request, options=tuple(options), layers=())
     best = plan.best_fp8
     gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()
@@ -224,14 +250,21 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     return replace(plan, layers=gains, by_layer=by_layer)
 
 
-def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout], bf16: Candidate) -> Option:
+def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout], in_bf16: list[Candidate]) -> Option:
     try:
-        best = best_layout(job, constants, good)[0]
+        found = best_layout(job, constants, good)
     except ConfigError as error:
         return Option(name=name, candidate=None, reason=str(error))
+    best, bf16 = found[0], in_bf16[0]
     gain, factor = bf16.seconds["total"] / best.seconds["total"], math.exp(constants.width("speedup", job))
-    speedup = (gain, gain / factor, gain * factor)
-    return Option(name=name, candidate=best, speedup=speedup, width=constants.width("train", job))
+    return Option(
+        name=name,
+        candidate=best,
+        speedup=(gain, gain / factor, gain * factor),
+        width=constants.width("train", job),
+        bf16_here=next(each for each in in_bf16 if each.job.layout == best.job.layout),
+        at_bf16_layout=next((each for each in found if each.job.layout == bf16.job.layout), None),
+    )
 
 
 def layer_gains(job: TrainingJob, constants: Constants) -> tuple[LayerGain, ...]:

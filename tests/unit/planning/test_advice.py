@@ -1,12 +1,16 @@
 """The verdict: what decides it, by hand-made plans whose times are known."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from octavo.errors import ConfigError
 from octavo.planning import PlanRequest, advise, find_hardware, find_model, fitted_constants, make_plan
 from octavo.planning.plan import LayerGain
+from octavo.planning.precision import BF16
+from octavo.planning.search import best_layout
 
 CONSTANTS = fitted_constants()
 STEPS_OF_FP8 = 105  # of 100 in BF16: "taking 5-10 percent more steps", says the article that octavo started from
@@ -26,9 +30,10 @@ def with_times(
     for option in plan.options:
         speedup = None if option.speedup is None else (gain, low, 2 * gain - low)
         total = 1.0 if speedup is None else 1.0 / gain
-        seconds = {"gemm": gemm * total, "attention": (1 - gemm) * total, "total": total}
-        candidate = option.candidate and replace(option.candidate, seconds=seconds)
-        options.append(replace(option, candidate=candidate, speedup=speedup))
+        seconds = {"gemm": gemm, "attention": 1 - gemm, "total": 1.0}
+        bf16 = replace(plan.bf16, seconds=seconds)
+        candidate = option.candidate and replace(bf16, seconds=seconds | {"total": total})
+        options.append(replace(option, candidate=candidate, speedup=speedup, bf16_here=bf16))
     return replace(plan, options=tuple(options), layers=layers)
 
 
@@ -60,6 +65,33 @@ def test_what_linear_layers_take_limits_the_gain(made, gemm):
     assert f"linear layers take {gemm:.0%} of BF16's step, attention {1 - gemm:.0%}" in of_gemms.sentence
     assert f"{limit:.2f} times as fast" in of_gemms.sentence
     assert of_gemms.holds == (STEPS_OF_FP8 / limit < 100)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama-3-70b", "llama-3-405b"])
+def test_no_gain_is_above_the_limit_that_is_printed_beside_it(name):
+    """FP8's best layout is not BF16's there, and the limit is of FP8's."""
+    request = PlanRequest(model=find_model(name), hardware=find_hardware("h100"), gpus=1024)
+    large: Any = make_plan(request, CONSTANTS)
+    best = large.best_fp8
+    job = best.candidate.job
+    advice = advise(large, CONSTANTS)
+    match = re.search(r"([\d.]+) times as fast", check(advice, "share of linear layers").sentence)
+    assert match is not None
+    limit = float(match.group(1))
+    in_bf16 = best_layout(job.at(BF16), CONSTANTS, [job.layout])[0]
+    gain = in_bf16.seconds["total"] / best.candidate.seconds["total"]
+    assert best.speedup[0] <= gain <= limit + 0.005
+    assert job.layout != large.bf16.job.layout
+    assert f"{best.name} with {job.layout}, where it is {gain:.2f} times as fast as BF16" in advice.sentence
+    if name == "llama-3-70b":
+        with pytest.raises(ConfigError, match="does not fit"):
+            best_layout(job, CONSTANTS, [large.bf16.job.layout])
+        assert "it does not fit in BF16's layout" in advice.sentence
+    else:
+        in_layout_of_bf16 = best_layout(job, CONSTANTS, [large.bf16.job.layout])[0]
+        gain = large.bf16.seconds["total"] / in_layout_of_bf16.seconds["total"]
+        assert f"in BF16's layout it is {gain:.2f} times as fast" in advice.sentence
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.4, 0.6, 3.0, None])
