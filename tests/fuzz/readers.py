@@ -314,11 +314,12 @@ READERS: dict[str, Reader] = {
     "calibration of a plan": Reader(
         functions=(read_calibration,),
         write=lambda folder: (folder / "result.json").write_text(
-            '{"parts": [{"sections": [{"title": "Linear, eager, forward and backward, 64×128×256",'
+            '{"facts": {"device": "NVIDIA H100"},'
+            ' "parts": [{"sections": [{"title": "Linear, eager, forward and backward, 64×128×256",'
             ' "raw": {"seconds": {"bf16, eager": [0.5, 0.25], "tensorwise, eager": [0.25]}}}]}]}'
         ),
         read=lambda folder: calibrated(
-            fitted_constants(), read_calibration(folder / "result.json"), find_hardware("h100")
+            fitted_constants(), read_calibration(folder / "result.json", find_hardware("h100")), find_hardware("h100")
         ),
     ),
     "model's configuration": Reader(

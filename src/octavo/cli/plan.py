@@ -120,7 +120,7 @@ def plan(
         )
         constants = fitted_constants()
         if calibrate is not None:
-            constants = calibrated(constants, read_calibration(calibrate), request.hardware)
+            constants = calibrated(constants, read_calibration(calibrate, request.hardware), request.hardware)
         _show_plan(request, constants, report, as_json=as_json)
 
 

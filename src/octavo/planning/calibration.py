@@ -13,11 +13,11 @@ from statistics import median
 from typing import Any
 
 from octavo import recipes
-from octavo.errors import DataError
+from octavo.errors import ConfigError, DataError
 from octavo.parsing import read_object
 from octavo.planning.constants import Constants, gemm_seconds
 from octavo.planning.gemm_costs import gemm_parts, kernel_part
-from octavo.planning.hardware import Hardware
+from octavo.planning.hardware import Hardware, find_hardware
 from octavo.planning.jobs import GemmJob
 from octavo.planning.precision import Kernel, precision_of_recipe
 
@@ -27,11 +27,11 @@ MODES = ("CUDA graph", "compiled", "eager")  # the first that was measured count
 Timing = tuple[str, tuple[int, int, int], float]
 
 
-def read_calibration(path: Path) -> list[Timing]:
+def read_calibration(path: Path, hardware: Hardware) -> list[Timing]:
     """Read recipe, M, N and K, and median seconds of forward and backward of the linear layers in a result.
 
     Raises:
-        DataError: the file is no result of the benchmark, or has no linear layers.
+        DataError: the file is no result of the benchmark, has no linear layers, or was measured on other hardware.
         OSError: it cannot be opened.
     """
     advice = "give the .json of python -m benchmarks.hopper --only linears"
@@ -39,12 +39,26 @@ def read_calibration(path: Path) -> list[Timing]:
         record = read_object(path)
     except DataError as error:
         raise DataError(f"{str(path)!r} cannot be read: {error}; {advice}") from error
+    _check_device(path, record, hardware)
     sections = [section for section in _sections(record) if str(section.get("title", "")).startswith("Linear, ")]
     for mode in MODES:
         found = [timing for section in sections for timing in _timings(section, mode)]
         if found:
             return found
     raise DataError(f"{str(path)!r} has no timings of linear layers; {advice}")
+
+
+def _check_device(path: Path, record: Mapping[str, Any], hardware: Hardware) -> None:
+    facts = record.get("facts")
+    device = facts.get("device") if isinstance(facts, Mapping) else None
+    try:
+        measured = find_hardware(device) if isinstance(device, str) else None
+    except ConfigError:
+        measured = None
+    if measured is None or measured.name != hardware.name:
+        where = f"on {str(device)[:60]!r}" if isinstance(device, str) else "on a device that it does not name"
+        advice = "a result of that card" if measured is None else f"--hardware {measured.name}, or such a result"
+        raise DataError(f"{str(path)!r} was measured {where}, not on {hardware.name}; give {advice}")
 
 
 def _sections(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -1,11 +1,12 @@
 """Rows of matrix products and single layers: their sizes, groups and passes, from a name."""
 
 import re
+from dataclasses import replace
 
 from octavo.errors import ConfigError
 from octavo.planning.hardware import find_hardware
 from octavo.planning.jobs import GemmJob, GemmPass
-from octavo.planning.precision import find_precision
+from octavo.planning.precision import WITHOUT_CASTS, Kernel, find_precision
 from octavo.planning.row_words import as_plain_numbers, says
 from octavo.planning.rows import Row
 
@@ -20,6 +21,8 @@ def gemm_job(row: Row) -> GemmJob:
     """
     text, hardware = as_plain_numbers(row["model"]), find_hardware(row["hardware"])
     precision = find_precision(row["precision"], has_mx=hardware.has_mx)
+    if precision.kernel == Kernel.DEEPGEMM or WITHOUT_CASTS.search(row["notes"].lower()):  # DeepGEMM is given codes
+        precision = replace(precision, casts=False)
     groups = next((size for name in ("G", "E", "groups", "experts") if (size := _size(text, name))), 1)
     shapes, attention = _shapes(text, groups), None
     is_batched = bool(BATCHED.search(text))

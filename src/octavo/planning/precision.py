@@ -17,6 +17,7 @@ from octavo.recipes import Recipe
 
 __all__ = [
     "BF16",
+    "WITHOUT_CASTS",
     "Kernel",
     "Precision",
     "bytes_cast",
@@ -138,6 +139,10 @@ CACHE = re.compile(
 ASIDE = re.compile(
     r"(?:no|without|not|w/o) (?:fp8|float8|mxfp8|nvfp4)|(?:fp8|float8) (?:off|disabled|false)|fp8[ -]all-?gather"
 )
+WITHOUT_CASTS = re.compile(
+    r"pre-?quanti[sz]|\bkernels? (?:only|alone)\b|already (?:quanti[sz]ed|cast\b)"
+    r"|\b(?:excl(?:udes|uding|\.)|without|not (?:including|counting)) (?:the )?(?:quanti[sz]ation|casts?\b|casting)"
+)
 WEIGHTS_ONLY = re.compile(
     r"w([48])a16|weight-?only|weights only|weights?\b.*(?:bf|fp|float)16[ -]act|awq|gptq|marlin|\bint4\b|nf4"
 )
@@ -196,7 +201,7 @@ def find_precision(text: str, *, has_mx: bool = False) -> Precision:
         kernel=kernel or usual.kernel,
         bits=4 if kernel == Kernel.FP4 else 8,
         weight_bits=4 if has_fp8_activations else 0,
-        casts=not re.search(r"prequant|promotion", lower),
+        casts=not WITHOUT_CASTS.search(lower),
         covers_dense=(of_dense or not of_experts) and not (IN_BF16.search(multiplied) and not of_dense),
         covers_experts=of_experts or not of_dense,
         gathers_codes="all-gather" in lower or "float8 tensorwise" in lower,

@@ -42,6 +42,24 @@ def test_sizes(model):
     assert gemm_job(row(model)).shapes == ((16384, 8192, 5120),)
 
 
+@pytest.mark.parametrize(
+    ("precision", "notes", "casts"),
+    [
+        ("float8 tensorwise", "", True),
+        ("float8 tensorwise", "autocast includes quantisation", True),
+        ("float8 tensorwise", "kernel only", False),
+        ("float8 tensorwise", "inputs already quantized; CUDA graph", False),
+        ("mxfp8", "time of the kernel alone", False),
+        ("mxfp8", "excludes quantisation", False),
+        ("fp8 current (prequantised)", "", False),
+        ("fp8 e4m3 1x128 x 128x128, fp32 promotion", "", False),
+        ("fp8 DeepGEMM 1x128 x 128x128", "", False),
+    ],
+)
+def test_casts_count_unless_the_kernel_was_measured_alone(precision, notes, casts):
+    assert gemm_job(row("M=128 N=7168 K=2048", precision=precision, notes=notes)).precision.casts == casts
+
+
 @pytest.mark.parametrize("name", ["G=8", "E=8", "experts=8", "groups: 8"])
 def test_groups(name):
     job = gemm_job(row(f"grouped GEMM M=128,000 N=8192 K=5120 {name}"))

@@ -32,9 +32,9 @@ def test_the_recipe_of_a_name(name, recipe, kernel):
     assert (found.recipe.name, found.kernel) == (recipe, kernel)
 
 
-def test_a_kernel_measured_alone_casts_nothing():
-    assert find_precision("DeepGEMM fp8").casts
-    assert not find_precision("fp8 e4m3 1x128 x 128x128, fp32 promotion").casts
+def test_operands_quantized_before_are_not_cast():
+    assert find_precision("DeepGEMM fp8").casts  # of a model's layers
+    assert not find_precision("fp8 current (prequantised)").casts
 
 
 @pytest.mark.parametrize(
