@@ -345,6 +345,7 @@ def test_nan_on_one_rank_names_it(folder, two, shard):
     [
         ("altered_scale", "the ranks differ: scaling state 'model.layers.0.mlp.up_proj.input.amax', element 0 is"),
         ("altered_weight", "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', element 32 is"),
+        ("altered_norm", "the ranks differ: weight 'model.norm.weight', element 3 is"),
         (
             "altered_nan",
             "the ranks differ: scaling state 'model.layers.0.mlp.up_proj.input.amax_history', bits of elem",
@@ -367,14 +368,21 @@ def test_ranks_that_differ_are_named(two, check, begins):
     assert " on rank 1; " in first
 
 
-def test_replicas_of_a_shard_that_differ_are_named(four):
-    said = of_check(four, "altered_shard")
+@pytest.mark.parametrize(
+    ("check", "part", "other"),
+    [
+        ("altered_shard", "'model.layers.0.self_attn.o_proj.weight', shard 1, element 32", 3),
+        ("altered_shard_of_norm", "'model.norm.weight', shard 0, element 3", 0),
+    ],
+)
+def test_replicas_of_a_shard_that_differ_are_named(four, check, part, other):
+    """Ranks 1 and 3 hold one of two shards of the weights; of slices of the layers, ranks 0 and 1 one of the norms'."""
+    said = of_check(four, check)
     assert said == [said[0]] * 4
-    assert said[0].startswith(
-        "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', shard 1, element 32 is "
-    )
-    assert " on rank 1 and " in said[0]
-    assert " on rank 3; from here on" in said[0]
+    assert said[0].startswith(f"the ranks differ: weight {part} is ")
+    first, second = sorted((1, other))
+    assert f" on rank {first} and " in said[0]
+    assert f" on rank {second}; from here on" in said[0]
 
 
 @pytest.mark.parametrize(("shard", "waited"), [(1, "step 2, backward"), (2, "step 2, backward")])

@@ -112,15 +112,29 @@ def altered_step(folder: Path) -> str:
 
 def altered_shard(folder: Path) -> str:
     """One of two replicas of a shard."""
+    return altered_part(folder, "model.layers.0.self_attn.o_proj.weight", 32, shard=2)
+
+
+def altered_norm(folder: Path) -> str:
+    """A norm, which ranks that share the layers hold whole."""
+    return altered_part(folder, "model.norm.weight", 3, tensor=2)
+
+
+def altered_shard_of_norm(folder: Path) -> str:
+    return altered_part(folder, "model.norm.weight", 3, shard=2, tensor=2)
+
+
+def altered_part(folder: Path, name: str, element: int, **sizes: int) -> str:
+    """Train with an element of the second rank's part changed after the first step."""
 
     def on_event(event: object) -> None:
         if isinstance(event, StepDone) and event.step == 1 and models:
-            weight: Any = models[0].get_parameter("model.layers.0.self_attn.o_proj.weight")
-            weight.to_local().detach()[2, 0] += 1.0
+            weight: Any = models[0].get_parameter(name)
+            weight.to_local().detach().view(-1)[element] += 1.0
 
     models: list[Llama] = []
-    config = config_of(recipe="tensorwise", shard=2, grad_accumulation=4)
-    return with_model(config, folder, "altered shard", models.append, on_event=on_event)
+    config = config_of(recipe="tensorwise", grad_accumulation=4, **sizes)
+    return with_model(config, folder, f"altered {name} {sizes}", models.append, on_event=on_event)
 
 
 def stalled(folder: Path) -> list[str]:
@@ -200,6 +214,7 @@ OF_TWO = (
     nan_on_one_rank,
     altered_scale,
     altered_weight,
+    altered_norm,
     altered_nan,
     altered_step,
     other_generator,
@@ -209,4 +224,4 @@ OF_TWO = (
     refused,
     stalled,
 )
-OF_FOUR = (altered_shard,)
+OF_FOUR = (altered_shard, altered_shard_of_norm)
