@@ -23,6 +23,7 @@ from octavo.training.checkpoint_files import stored_tensors
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from tests.contract.rank_processes import of_check, once, results_of_ranks, shared_folder
+from tests.contract.training_ranks_faults import NAN_LAYOUTS
 from tests.contract.training_ranks_program import (
     CHAIN,
     CHAIN_STEPS,
@@ -331,13 +332,17 @@ def test_full_disk_of_one_rank(folder, two, index, name):
     assert load_run(folder / f"full {name}").step == 1
 
 
-@pytest.mark.parametrize("shard", [1, 2])
-def test_nan_on_one_rank_names_it(folder, two, shard):
-    sentences = [each[shard - 1] for each in of_check(two, "nan_on_one_rank")]
+@pytest.mark.parametrize(
+    ("layout", "step", "elements"), [("ddp", 3, 512), ("fsdp2", 3, 512), ("tensor", 2, 512), ("sequence", 2, 256)]
+)
+def test_nan_on_one_rank_names_it(folder, two, layout, step, elements):
+    """In the third call of a layer there; the sums over ranks that share layers, and their loss, are NaN on both."""
+    index = list(NAN_LAYOUTS).index(layout)
+    sentences = [each[index] for each in of_check(two, "nan_on_one_rank")]
     assert sentences[0] == sentences[1]
-    assert sentences[0].startswith("at step 3 the loss is nan; the first non-finite tensor is the output of")
-    assert "model.layers.0.mlp (512 of 512 elements) on rank 1;" in sentences[0]
-    assert read_metrics(folder / f"nan-{shard}")[-1]["kind"] == "failure"
+    assert sentences[0].startswith(f"at step {step} the loss is nan; the first non-finite tensor is the output of")
+    assert f"model.layers.0.mlp ({elements} of {elements} elements) on rank 1;" in sentences[0]
+    assert read_metrics(folder / f"nan-{layout}")[-1]["kind"] == "failure"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,14 @@ from tests.contract.rank_processes import regrouped
 from tests.contract.training_ranks_program import config_of, run
 from tests.unit.training.tiny_runs import tiny_config
 
-__all__ = ["OF_FOUR", "OF_TWO"]
+__all__ = ["NAN_LAYOUTS", "OF_FOUR", "OF_TWO"]
+
+NAN_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"shard": 2},
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+}
 
 
 def with_model(config: RunConfig, folder: Path, name: str, change: Callable[[Llama], None], **options: Any) -> str:
@@ -50,7 +57,9 @@ def nan_on_one_rank(folder: Path) -> list[str]:
         model.get_submodule("model.layers.0.mlp").register_forward_hook(break_third)
 
     config: dict[str, Any] = {"recipe": "delayed", "eval_interval": 0, "statistics_interval": 0}
-    return [with_model(config_of(shard=shard, **config), folder, f"nan-{shard}", change) for shard in (1, 2)]
+    return [
+        with_model(config_of(**sizes, **config), folder, f"nan-{name}", change) for name, sizes in NAN_LAYOUTS.items()
+    ]
 
 
 def altered_scale(folder: Path) -> str:
@@ -124,7 +133,7 @@ def altered_shard_of_norm(folder: Path) -> str:
     return altered_part(folder, "model.norm.weight", 3, shard=2, tensor=2)
 
 
-def altered_part(folder: Path, name: str, element: int, **sizes: int) -> str:
+def altered_part(folder: Path, name: str, element: int, **sizes: Any) -> str:
     """Train with an element of the second rank's part changed after the first step."""
 
     def on_event(event: object) -> None:

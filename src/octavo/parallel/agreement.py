@@ -7,7 +7,6 @@ element.
 
 import math
 import zlib
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -70,7 +69,8 @@ def require_equal_state(
     equal_parts = all(len(set(zip(*pair, strict=True))) == len(set(pair[0])) for pair in names_and_sums)
     if len(set(shared_digests)) == 1 and equal_parts:
         return
-    parts, of_parts = dict(ChainMap(*shards)), dict(ChainMap(*of_groups))
+    parts = {name: part for group in shards for name, part in group.items()}
+    of_parts = {name: digest for sums in of_groups for name, digest in sums.items()}
     require_equal(ranks, values, advice=advice)
     for shared, own in ((True, tensors), (False, parts)):
         by_rank = ranks.gathered(common if shared else of_parts)
