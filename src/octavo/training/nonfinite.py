@@ -117,7 +117,7 @@ def last_good_checkpoint(run_dir: Path) -> str:
 
 
 class _FirstNonFinite:
-    """Record of the first non-finite tensor, and how many tensors were looked at before it.
+    """Record of the first non-finite tensor, and its place in the order of inspection.
 
     Ranks that share layers run the same passes, so that this number says which of them had one first. What follows from
     it reaches the others in a later sum over the ranks: of a layer's output, the loss or a parameter's gradient.
