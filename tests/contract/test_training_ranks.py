@@ -23,6 +23,7 @@ from octavo.training.checkpoint_files import stored_tensors
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from tests.contract.rank_processes import of_check, once, results_of_ranks, shared_folder
+from tests.contract.training_ranks_faults import NAN_LAYOUTS
 from tests.contract.training_ranks_program import (
     CHAIN,
     CHAIN_STEPS,
@@ -331,13 +332,17 @@ def test_full_disk_of_one_rank(folder, two, index, name):
     assert load_run(folder / f"full {name}").step == 1
 
 
-@pytest.mark.parametrize("shard", [1, 2])
-def test_nan_on_one_rank_names_it(folder, two, shard):
-    sentences = [each[shard - 1] for each in of_check(two, "nan_on_one_rank")]
+@pytest.mark.parametrize(
+    ("layout", "step", "elements"), [("ddp", 3, 512), ("fsdp2", 3, 512), ("tensor", 2, 512), ("sequence", 2, 256)]
+)
+def test_nan_on_one_rank_names_it(folder, two, layout, step, elements):
+    """In the third call of a layer there; the sums over ranks that share layers, and their loss, are NaN on both."""
+    index = list(NAN_LAYOUTS).index(layout)
+    sentences = [each[index] for each in of_check(two, "nan_on_one_rank")]
     assert sentences[0] == sentences[1]
-    assert sentences[0].startswith("at step 3 the loss is nan; the first non-finite tensor is the output of")
-    assert "model.layers.0.mlp (512 of 512 elements) on rank 1;" in sentences[0]
-    assert read_metrics(folder / f"nan-{shard}")[-1]["kind"] == "failure"
+    assert sentences[0].startswith(f"at step {step} the loss is nan; the first non-finite tensor is the output of")
+    assert f"model.layers.0.mlp ({elements} of {elements} elements) on rank 1;" in sentences[0]
+    assert read_metrics(folder / f"nan-{layout}")[-1]["kind"] == "failure"
 
 
 @pytest.mark.parametrize(
@@ -345,6 +350,7 @@ def test_nan_on_one_rank_names_it(folder, two, shard):
     [
         ("altered_scale", "the ranks differ: scaling state 'model.layers.0.mlp.up_proj.input.amax', element 0 is"),
         ("altered_weight", "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', element 32 is"),
+        ("altered_norm", "the ranks differ: weight 'model.norm.weight', element 3 is"),
         (
             "altered_nan",
             "the ranks differ: scaling state 'model.layers.0.mlp.up_proj.input.amax_history', bits of elem",
@@ -367,14 +373,21 @@ def test_ranks_that_differ_are_named(two, check, begins):
     assert " on rank 1; " in first
 
 
-def test_replicas_of_a_shard_that_differ_are_named(four):
-    said = of_check(four, "altered_shard")
+@pytest.mark.parametrize(
+    ("check", "part", "other"),
+    [
+        ("altered_shard", "'model.layers.0.self_attn.o_proj.weight', shard 1, element 32", 3),
+        ("altered_shard_of_norm", "'model.norm.weight', shard 0, element 3", 0),
+    ],
+)
+def test_replicas_of_a_shard_that_differ_are_named(four, check, part, other):
+    """Ranks 1 and 3 hold one of two shards of the weights; of slices of the layers, ranks 0 and 1 one of the norms'."""
+    said = of_check(four, check)
     assert said == [said[0]] * 4
-    assert said[0].startswith(
-        "the ranks differ: weight 'model.layers.0.self_attn.o_proj.weight', shard 1, element 32 is "
-    )
-    assert " on rank 1 and " in said[0]
-    assert " on rank 3; from here on" in said[0]
+    assert said[0].startswith(f"the ranks differ: weight {part} is ")
+    first, second = sorted((1, other))
+    assert f" on rank {first} and " in said[0]
+    assert f" on rank {second}; from here on" in said[0]
 
 
 @pytest.mark.parametrize(("shard", "waited"), [(1, "step 2, backward"), (2, "step 2, backward")])

@@ -22,7 +22,14 @@ from tests.contract.rank_processes import regrouped
 from tests.contract.training_ranks_program import config_of, run
 from tests.unit.training.tiny_runs import tiny_config
 
-__all__ = ["OF_FOUR", "OF_TWO"]
+__all__ = ["NAN_LAYOUTS", "OF_FOUR", "OF_TWO"]
+
+NAN_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"shard": 2},
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+}
 
 
 def with_model(config: RunConfig, folder: Path, name: str, change: Callable[[Llama], None], **options: Any) -> str:
@@ -50,7 +57,9 @@ def nan_on_one_rank(folder: Path) -> list[str]:
         model.get_submodule("model.layers.0.mlp").register_forward_hook(break_third)
 
     config: dict[str, Any] = {"recipe": "delayed", "eval_interval": 0, "statistics_interval": 0}
-    return [with_model(config_of(shard=shard, **config), folder, f"nan-{shard}", change) for shard in (1, 2)]
+    return [
+        with_model(config_of(**sizes, **config), folder, f"nan-{name}", change) for name, sizes in NAN_LAYOUTS.items()
+    ]
 
 
 def altered_scale(folder: Path) -> str:
@@ -112,15 +121,29 @@ def altered_step(folder: Path) -> str:
 
 def altered_shard(folder: Path) -> str:
     """One of two replicas of a shard."""
+    return altered_part(folder, "model.layers.0.self_attn.o_proj.weight", 32, shard=2)
+
+
+def altered_norm(folder: Path) -> str:
+    """A norm, which ranks that share the layers hold whole."""
+    return altered_part(folder, "model.norm.weight", 3, tensor=2)
+
+
+def altered_shard_of_norm(folder: Path) -> str:
+    return altered_part(folder, "model.norm.weight", 3, shard=2, tensor=2)
+
+
+def altered_part(folder: Path, name: str, element: int, **sizes: Any) -> str:
+    """Train with an element of the second rank's part changed after the first step."""
 
     def on_event(event: object) -> None:
         if isinstance(event, StepDone) and event.step == 1 and models:
-            weight: Any = models[0].get_parameter("model.layers.0.self_attn.o_proj.weight")
-            weight.to_local().detach()[2, 0] += 1.0
+            weight: Any = models[0].get_parameter(name)
+            weight.to_local().detach().view(-1)[element] += 1.0
 
     models: list[Llama] = []
-    config = config_of(recipe="tensorwise", shard=2, grad_accumulation=4)
-    return with_model(config, folder, "altered shard", models.append, on_event=on_event)
+    config = config_of(recipe="tensorwise", grad_accumulation=4, **sizes)
+    return with_model(config, folder, f"altered {name} {sizes}", models.append, on_event=on_event)
 
 
 def stalled(folder: Path) -> list[str]:
@@ -200,6 +223,7 @@ OF_TWO = (
     nan_on_one_rank,
     altered_scale,
     altered_weight,
+    altered_norm,
     altered_nan,
     altered_step,
     other_generator,
@@ -209,4 +233,4 @@ OF_TWO = (
     refused,
     stalled,
 )
-OF_FOUR = (altered_shard,)
+OF_FOUR = (altered_shard, altered_shard_of_norm)

@@ -85,6 +85,23 @@ def test_killed_ranks_lose_nothing(tmp_path, data, one):
     assert_run_of_one(tmp_path, one)
 
 
+def test_a_rank_killed_on_one_of_two_machines_costs_one_restart(tmp_path, data, one):
+    """Two launchers, each of which counts the restarts of its own ranks; no second one is left for ranks that miss."""
+    nodes = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    rank = ["-m", "tests.integration.failing_rank", *command(tmp_path, config_of(data), "--json")]
+    arguments = ["-m", "torch.distributed.run", *nodes, "--rdzv-id=two", "--max-restarts=1", *rank]
+    agents = [start(arguments, FAULTS=json.dumps([[0, 1, "before backward", 4, "kill"]])) for _ in range(2)]
+    outputs = [agent.communicate(timeout=PATIENCE) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert_run_of_one(tmp_path, one)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
 def test_a_launch_refuses_a_run_that_it_has_not_begun(tmp_path, data, one):
     """One sentence an attempt; the restart must not continue what the first attempt refused."""
     shutil.copytree(one, tmp_path / "run")
@@ -117,10 +134,7 @@ def test_ray(tmp_path, data, one):
 
 
 def test_ranks_of_slurm(tmp_path, data, one):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    shared = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "SLURM_JOB_ID": "7"}
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "SLURM_JOB_ID": "7"}
     arguments = ["-m", "octavo", *command(tmp_path, config_of(data), "--json")]
     ranks = [start(arguments, **shared, SLURM_PROCID=number, SLURM_LOCALID=number) for number in "01"]
     outputs = [process.communicate(timeout=PATIENCE) for process in ranks]

@@ -1,14 +1,13 @@
 """Comparison of what must be equal on all ranks: versions and settings once, state every few steps.
 
 Ranks that differ train on without an error, each with gradients of the others' models. A comparison of state is one
-collective of three digests; only where digests differ are values exchanged, to name what differs, and of a tensor one
+collective of digests; only where digests differ are values exchanged, to name what differs, and of a tensor one
 element.
 """
 
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -46,9 +45,9 @@ def require_equal_state(
     values: Mapping[str, object],
     *,
     advice: str,
-    shards: Mapping[str, Tensor] = MappingProxyType({}),
+    shards: Sequence[Mapping[str, Tensor]] = (),
 ) -> None:
-    """Compare tensors and values by name, with one collective of three numbers where all are equal.
+    """Compare tensors and values by name, with one collective of a few numbers where all are equal.
 
     A tensor's digest is the sum of its bits as integers: one that is equal in all elements but one differs.
 
@@ -57,20 +56,24 @@ def require_equal_state(
         tensors: tensors of this rank, none of them sharded.
         values: other values of this rank.
         advice: end of the error's sentence.
-        shards: parts of tensors, by names that say which; compared among the ranks that have the same parts.
+        shards: groups of parts of tensors, by names that say which; as many groups on each rank. A group is compared
+            among the ranks that have the same parts of it, so tensors divided along other dimensions are another group.
 
     Raises:
         ConfigError: as :func:`require_equal`; of a tensor, an element that differs.
     """
-    common, of_shards = dict(values) | _sums_of_bits(tensors), _sums_of_bits(shards)
-    numbers = [zlib.crc32(repr(each).encode()) for each in (common, list(shards), of_shards)]
-    digests = ranks.gathered_numbers(numbers)
-    parts = [tuple(row[1:]) for row in digests]
-    if len({row[0] for row in digests}) == 1 and len(set(parts)) == len({names for names, _ in parts}):
+    common, of_groups = dict(values) | _sums_of_bits(tensors), [_sums_of_bits(group) for group in shards]
+    digests = [_crc(common), *(_crc(each) for sums in of_groups for each in (list(sums), sums))]
+    shared_digests, *columns = zip(*ranks.gathered_numbers(digests), strict=True)
+    names_and_sums = zip(columns[::2], columns[1::2], strict=True)
+    equal_parts = all(len(set(zip(*pair, strict=True))) == len(set(pair[0])) for pair in names_and_sums)
+    if len(set(shared_digests)) == 1 and equal_parts:
         return
+    parts = {name: part for group in shards for name, part in group.items()}
+    of_parts = {name: digest for sums in of_groups for name, digest in sums.items()}
     require_equal(ranks, values, advice=advice)
-    for shared, own in ((True, tensors), (False, shards)):
-        by_rank = ranks.gathered(common if shared else of_shards)
+    for shared, own in ((True, tensors), (False, parts)):
+        by_rank = ranks.gathered(common if shared else of_parts)
         for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
             holders = [rank for rank, theirs in enumerate(by_rank) if shared or name in theirs]
             if len({by_rank[rank].get(name) for rank in holders}) > 1:
@@ -106,6 +109,10 @@ def _refuse_tensor(ranks: Ranks, name: str, tensor: Tensor | None, holders: Sequ
     if len(set(map(repr, numbers.values()))) > 1:
         _refuse(f"{name}, element {start}", numbers, advice)
     _refuse(f"{name}, bits of element {start}", bits, advice)  # NaN has several bit patterns
+
+
+def _crc(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
 
 
 def _halves_of_sum(flat: Tensor) -> list[float]:

@@ -8,10 +8,13 @@
 |                                       | SLURM_JOB_ID                                                             |
 
 The ranks meet at a store (torch.distributed.TCPStore). torchrun keeps one for as long as it runs, over restarts of the
-ranks; elsewhere the first rank has it. A :class:`Launch` notes there what outlives a restart.
+ranks; elsewhere the first rank has it. A :class:`Launch` notes there what outlives a restart. So each attempt has keys
+of its own, by a number that the ranks agree on there: TORCHELASTIC_RESTART_COUNT is each machine's own, which
+does not count restarts for a failure elsewhere.
 """
 
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from octavo.errors import ConfigError, TrainingError
 from octavo.parallel.ranks import Ranks, named_ranks
@@ -31,6 +35,7 @@ FIRST_HOSTS = re.compile(r"(?:[^,\[\]]|\[\d[^\[\]]*\])+")  # up to a comma outsi
 NUMBERS = re.compile(r"\[(\d+)[^\]]*\]")
 LONGEST_WAIT = timedelta(days=7)  # of a rank for the first one, which may prepare a large text
 FAILURES, FAILED, EXIT_CODE = "failures", "failed", "exit code"
+OPEN, ALL, MOMENT_S = "open", "all", 0.25
 FAILURE_SECONDS = 10  # of a rank whose collective broke for the exit code of the rank that failed
 LOWEST_PORT, PORTS = 20_000, 20_000
 
@@ -46,7 +51,6 @@ class Place:
         host: where the store is.
         port: of the store.
         local_size: number of ranks on its machine that share the cores it may use.
-        attempt: restarts of the ranks before this one.
         has_store: whether the launcher has the store.
     """
 
@@ -56,7 +60,6 @@ class Place:
     host: str = "localhost"
     port: int = 29500
     local_size: int = 1
-    attempt: int = 0
     has_store: bool = False
 
 
@@ -69,7 +72,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     Example:
         >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "71", "SLURM_LOCALID": "3"}
         >>> place_of({**slurm, "SLURM_STEP_NODELIST": "gpu[04-05,9]"})
-        Place(rank=3, size=8, local_rank=3, host='gpu04', port=20071, local_size=1, attempt=0, has_store=False)
+        Place(rank=3, size=8, local_rank=3, host='gpu04', port=20071, local_size=1, has_store=False)
     """
     try:
         if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -80,7 +83,6 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
                 host=environment["MASTER_ADDR"],
                 port=int(environment["MASTER_PORT"]),
                 local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
-                attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
                 has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
         if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # of srun; a batch script has SLURM_NTASKS alone
@@ -112,7 +114,7 @@ class Launch:
 
     Attributes:
         ranks: the ranks.
-        attempt: restarts before this one.
+        attempt: times that all ranks came before, under this launcher.
         local_size: see :class:`Place`.
     """
 
@@ -202,17 +204,48 @@ def joined(place: Place, *, timeout: timedelta | None = None) -> Iterator[Launch
         ) from None
     if place.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(place.local_rank)
-    came, group_store = (PrefixStore(f"{name}/{place.attempt}", store) for name in ("came", "group"))
-    came.set(str(place.rank), "")
-    try:
-        distributed.init_process_group(store=group_store, rank=place.rank, world_size=place.size, **limits)
-    except distributed.DistError as error:
-        missing = [rank for rank in range(place.size) if not came.check([str(rank)])]
-        if not missing:
-            raise
-        raise TrainingError(
-            f"{place.size - len(missing)} of {place.size} ranks came to {address}, {named_ranks(missing)} did not: "
-            f"start as many as the launcher's variables say, on machines that reach it ({error})"
-        ) from None
-    yield Launch(Ranks(rank=place.rank, size=place.size), store, place.attempt, local_size=place.local_size)
+    attempt = _agreed_attempt(place, PrefixStore("attempts", store), default_pg_timeout if timeout is None else timeout)
+    group_store = PrefixStore(f"group/{attempt}", store)
+    distributed.init_process_group(store=group_store, rank=place.rank, world_size=place.size, **limits)
+    yield Launch(Ranks(rank=place.rank, size=place.size), store, attempt, local_size=place.local_size)
     distributed.destroy_process_group()  # after an error it might wait for other ranks
+
+
+def _agreed_attempt(place: Place, store: Store, timeout: timedelta) -> int:
+    """Wait for all ranks; return the number of this attempt, from 0, which no earlier one has.
+
+    The first rank opens a new attempt, waits for the others, closes it, and then lets them go on. So an attempt that is
+    left open, by ranks that were killed, is let go by none; a rank that has come to it waits for the next one, too.
+
+    Raises:
+        TrainingError: ranks do not come.
+    """
+    attempt, ends = "", time.monotonic() + timeout.total_seconds()
+    if place.rank == 0:
+        attempt = str(store.add("count", 1) - 1)
+        store.set(OPEN, attempt)
+    others = [f"{attempt}/{rank}" for rank in range(1, place.size)]
+    while not _have_come(store, others if place.rank == 0 else [f"{attempt}/{ALL}"]):
+        if place.rank and store.check([OPEN]) and (opened := store.get(OPEN).decode()):
+            attempt = opened
+            store.set(f"{attempt}/{place.rank}", "")
+        if time.monotonic() > ends:
+            missing = [rank for rank in range(1, place.size) if not store.check([f"{attempt}/{rank}"])]
+            raise TrainingError(
+                f"{named_ranks(missing if attempt else [0])} of {place.size} did not come to {place.host}:{place.port} "
+                f"in {timeout.total_seconds():g} seconds: start as many as the launcher's variables say, on machines "
+                "that reach it"
+            )
+    if place.rank == 0:
+        store.set(OPEN, "")
+        store.set(f"{attempt}/{ALL}", "")
+    return int(attempt)
+
+
+def _have_come(store: Store, keys: list[str]) -> bool:
+    """Return whether all keys are there, perhaps after a moment."""
+    try:
+        store.wait(keys, timedelta(seconds=MOMENT_S))
+    except distributed.DistStoreError:
+        return False
+    return True

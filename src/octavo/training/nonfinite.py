@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from octavo.parallel.data_parallel import local
-from octavo.parallel.ranks import ALONE, Ranks
+from octavo.parallel.ranks import ALONE, Ranks, named_ranks
 from octavo.training.checkpoint import latest
 from octavo.training.evaluate import token_loss
 
 __all__ = ["NonFiniteTensor", "failure_sentence", "failure_values", "first_nonfinite", "last_good_checkpoint"]
 
 
-_SUMMED = "gradient of parameter"
+_SUMMED = "gradient of parameter"  # over the ranks, perhaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +35,17 @@ class NonFiniteTensor:
             parameter …".
         bad: number of NaN or infinite elements.
         elements: number of elements.
-        rank: rank that has it; None for a run on one.
+        ranks: ranks that have it; empty for a run on one. Ranks that share a layer may all have what one of them has
+            broken, as the sum over them is not finite on any.
     """
 
     tensor: str
     bad: int
     elements: int
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        place = "" if self.rank is None else f" on rank {self.rank}"
+        place = f" on {named_ranks(self.ranks)}" if self.ranks else ""
         return f"{self.tensor} ({self.bad} of {self.elements} elements){place}"
 
 
@@ -116,34 +117,39 @@ def last_good_checkpoint(run_dir: Path) -> str:
 
 
 class _FirstNonFinite:
-    """Record of the first non-finite tensor."""
+    """Record of the first non-finite tensor, and its place in the order of inspection.
+
+    Ranks that share layers run the same passes, so that this number says which of them had one first. What follows from
+    it reaches the others in a later sum over the ranks: of a layer's output, the loss or a parameter's gradient.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.finding: NonFiniteTensor | None = None
+        self.looks = 0
+        self.finding: tuple[int, NonFiniteTensor] | None = None
 
     def ends_replay(self) -> bool:
         """Return whether a rank has found one; sharded models run the same passes on all ranks."""
         return any(finding is not None for finding in self.ranks.gathered(self.finding))
 
     def first(self) -> NonFiniteTensor | None:
-        """Return the tensor of the first rank that has one, before those that are summed over the ranks."""
-        if self.ranks.size == 1:
-            return self.finding
-        findings = [
-            replace(finding, rank=rank)
-            for rank, finding in enumerate(self.ranks.gathered(self.finding))
-            if finding is not None
-        ]
-        return min(findings, key=lambda finding: finding.tensor.startswith(_SUMMED), default=None)
+        """Return the tensor that was found first, with the ranks that found it then; gradients of parameters last."""
+        findings: list[tuple[int, NonFiniteTensor] | None] = self.ranks.gathered(self.finding)
+        found = {rank: each for rank, each in enumerate(findings) if each is not None}
+        order = {rank: (tensor.tensor.startswith(_SUMMED), moment) for rank, (moment, tensor) in found.items()}
+        if not found:
+            return None
+        firsts = [rank for rank in found if order[rank] == min(order.values())]
+        return replace(found[firsts[0]][1], ranks=tuple(firsts) if self.ranks.size > 1 else ())
 
     def look(self, name: str, value: object) -> None:
+        self.looks += 1
         if self.finding or not isinstance(value, Tensor) or not value.is_floating_point():
             return
         value = local(value.detach())
         bad = int((~torch.isfinite(value)).sum())
         if bad:
-            self.finding = NonFiniteTensor(tensor=name, bad=bad, elements=value.numel())
+            self.finding = (self.looks, NonFiniteTensor(tensor=name, bad=bad, elements=value.numel()))
 
 
 def _add_hooks(model: nn.Module, record: _FirstNonFinite) -> list[RemovableHandle]:

@@ -214,7 +214,7 @@ def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *
         for kind, state in states.items()
     }
     has_copies = ranks.size > parallel.shard
-    weights, shards = _weights(model) if has_copies else ({}, {})
+    weights, shards = _weights(model) if has_copies else ({}, [])
     scales = {f"scaling state {name!r}": value for name, value in read_scaling_state(model).items()}
     require_equal_state(
         ranks,
@@ -225,12 +225,20 @@ def check_same_state(ranks: Ranks, model: nn.Module, parallel: ParallelConfig, *
     )
 
 
-def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights that each rank has whole, and this rank's parts of the others, by names that say which part."""
-    weights, shards = dict[str, Tensor](), dict[str, Tensor]()
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Weights that each rank has whole, and this rank's parts of the others, by names that say which part.
+
+    The parts are grouped by the dimensions of the mesh that divide a weight: ranks that hold other slices of the layers
+    may hold the same shards of the norms.
+    """
+    weights, groups = dict[str, Tensor](), dict[object, dict[str, Tensor]]()
     for name, parameter in model.named_parameters():
-        if is_distributed(parameter):
-            shards[f"weight {name!r}, shard {', '.join(map(str, part_of(parameter)))}"] = local(parameter)
+        part = part_of(parameter) if is_distributed(parameter) else ()
+        if part:
+            layout = cast("DTensor", parameter)
+            divided = tuple(not each.is_replicate() for each in layout.placements)
+            group = groups.setdefault((layout.device_mesh.mesh_dim_names, divided), {})
+            group[f"weight {name!r}, shard {', '.join(map(str, part))}"] = local(parameter)
         else:
-            weights[f"weight {name!r}"] = parameter
-    return weights, shards
+            weights[f"weight {name!r}"] = local(parameter)
+    return weights, list(groups.values())

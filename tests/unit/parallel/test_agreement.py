@@ -73,21 +73,40 @@ class Thread(Ranks):
         return torch.tensor(self.gathered(list(numbers)), dtype=torch.float64).tolist()
 
 
-def refusals(one, other):
-    """What two ranks that hold these tensors say, and the longest message."""
+def compared(tensors, shards):
+    """What two ranks say of these tensors and groups of shards, nothing if they are equal; and the longest message."""
     meeting = Meeting()
 
-    def compare(rank, tensor):
+    def compare(rank):
         ranks = Thread(rank=rank, size=2)
         object.__setattr__(ranks, "meeting", meeting)
-        with pytest.raises(ConfigError) as error:
-            require_equal_state(ranks, {"same": torch.ones(3), "t": tensor}, {"a": 1}, advice="x")
-        return str(error.value)
+        try:
+            require_equal_state(ranks, tensors[rank], {"a": 1}, advice="x", shards=shards[rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     with ThreadPoolExecutor(2) as pool:
-        said = set(pool.map(compare, (0, 1), (one, other)))
+        said = set(pool.map(compare, (0, 1)))
     assert len(said) == 1
     return said.pop(), meeting.longest
+
+
+def refusals(one, other):
+    """What two ranks that hold these tensors say, and the longest message."""
+    return compared([{"same": torch.ones(3), "t": each} for each in (one, other)], [(), ()])
+
+
+def slices(rank, norm):
+    """Groups of a rank that shares its layers with another one: its slices, and the norm's shard that both hold."""
+    return [{f"w, shard {rank}": torch.full((2,), float(rank))}, {"norm, shard 0": norm}]
+
+
+def test_shards_that_both_hold_are_compared_beside_others_that_one_holds():
+    norm = torch.ones(4)
+    assert compared([{}, {}], [slices(rank, norm) for rank in (0, 1)])[0] == ""
+    said, _ = compared([{}, {}], [slices(rank, norm + rank) for rank in (0, 1)])
+    assert said == "the ranks differ: norm, shard 0, element 0 is 1.0 on rank 0 and 2.0 on rank 1; x"
 
 
 @pytest.mark.parametrize("first", [0, 1, 4999, 123_456, 699_999])

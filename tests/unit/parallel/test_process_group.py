@@ -1,6 +1,7 @@
 """A process's place in a launch, by the variables of launchers, and what ranks note at its store."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -8,7 +9,7 @@ from torch import distributed
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from octavo.errors import ConfigError, TrainingError
-from octavo.parallel.process_group import Launch, Place, joined, place_of
+from octavo.parallel.process_group import Launch, Place, _agreed_attempt, joined, place_of
 from octavo.parallel.ranks import Ranks
 
 TORCHRUN = {
@@ -25,7 +26,7 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", 
         ({"RANK": "0"}, None),
         (
             TORCHRUN,
-            Place(rank=5, size=8, local_rank=1, host="node0", port=29400, local_size=4, attempt=2, has_store=True),
+            Place(rank=5, size=8, local_rank=1, host="node0", port=29400, local_size=4, has_store=True),
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"},
@@ -67,7 +68,7 @@ def test_ranks_that_do_not_come_are_named():
     with pytest.raises(TrainingError) as error, joined(place, timeout=timedelta(seconds=0.5)):
         pass
     assert str(error.value).startswith(
-        f"1 of 3 ranks came to localhost:{place.port}, ranks 1, 2 did not: start as many"
+        f"ranks 1, 2 of 3 did not come to localhost:{place.port} in 0.5 seconds: start as many"
     )
 
 
@@ -76,6 +77,26 @@ def test_a_first_rank_that_cannot_be_reached_is_named():
     with pytest.raises(TrainingError) as error, joined(place, timeout=timedelta(seconds=0.5)):
         pass
     assert str(error.value).startswith(f"rank 1 cannot reach the first rank at localhost:{place.port}: ")
+
+
+def agreed(store, *ranks: int, seconds: float) -> list[int]:
+    """The attempts of those of three ranks that come."""
+    places = [Place(rank=rank, size=3) for rank in ranks]
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(lambda place: _agreed_attempt(place, store, timedelta(seconds=seconds)), places))
+
+
+def test_attempts_are_counted_over_those_that_were_killed_while_ranks_came():
+    """An attempt whose first rank was killed is open for the next one's others, which may come before its first."""
+    store = HashStore()
+    assert agreed(store, 2, 1, 0, seconds=30) == [0, 0, 0]
+    with pytest.raises(TrainingError, match=r"^rank 2 of 3 did not come"):
+        agreed(store, 0, 1, seconds=0.5)
+    with pytest.raises(TrainingError, match=r"^rank 2 of 3 did not come"):
+        agreed(store, 1, seconds=0.5)
+    assert agreed(store, 2, 1, 0, seconds=30) == [2, 2, 2]
+    with pytest.raises(TrainingError, match=r"^rank 0 of 3 did not come"):
+        agreed(store, 1, seconds=0.5)
 
 
 def launches(attempt: int, store: HashStore) -> list[Launch]:

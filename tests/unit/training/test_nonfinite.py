@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from octavo.models import Llama
-from octavo.training.nonfinite import first_nonfinite
+from octavo.parallel.ranks import Ranks
+from octavo.training.nonfinite import _FirstNonFinite, first_nonfinite
 from tests.unit.training.tiny_runs import MODEL
 
 
@@ -84,3 +85,34 @@ def test_the_second_micro_batch(model):
     assert finding is not None
     assert finding.tensor == "output of model.norm"
     assert len(calls) == 2
+
+
+class TwoRanks(Ranks):
+    """The second of two ranks, which has seen ``first`` on the other one."""
+
+    __slots__ = ("first",)
+    first: object
+
+    def gathered(self, value):
+        return [self.first, value]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ranks"),
+    [
+        (["x", "mlp", "loss!"], ["x", "mlp!", "loss!"], (1,)),  # a loss that they share
+        (["x", "mlp!", "loss!"], ["x", "mlp!", "loss!"], (0, 1)),  # a layer's output that they have summed
+        (["gradient of parameter w!", "x", "y"], ["g", "x", "gradient of y!"], (1,)),
+        (["x", "mlp", "loss"], ["x", "mlp", "loss"], None),
+    ],
+)
+def test_the_rank_that_found_one_first(first, second, ranks):
+    ends = []
+    for names in (first, second):
+        record = _FirstNonFinite(TwoRanks(rank=1, size=2))
+        for name in names:
+            record.look(name.removesuffix("!"), torch.tensor(float("nan") if name.endswith("!") else 0.0))
+        ends.append(record)
+    object.__setattr__(ends[1].ranks, "first", ends[0].finding)
+    finding = ends[1].first()
+    assert (None if finding is None else finding.ranks) == ranks
