@@ -1,0 +1,98 @@
+"""Agreement of engines on SmolLM2-135M-Instruct.
+
+    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults] [--windows 40] [--no-write]
+
+Hours on two cores; steps are saved in build/engine_agreement, and a run that was stopped goes on.
+
+folders   one compressed-tensors folder, dynamic and static, in octavo and in transformers: perplexity on the windows of
+          ``octavo eval``, each difference between the two changed alone, and octavo with other last bits
+matrix    KL and mean |Δ log p| of every pair of profiles, and of UE8M0 and float scales against BF16
+why       attribution of the five pairs that differ most
+faults    the profiles one property away from vllm-block: which can be told from each other on 128 tokens
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from benchmarks import smollm2
+from benchmarks.engine_agreement.folders import KINDS, cast_properties, compare_readers, folder_table
+from benchmarks.engine_agreement.matrix import (
+    LENGTH,
+    NAMES,
+    attributions,
+    fault_groups,
+    largest_pairs,
+    matrix_rows,
+    pair_matrices,
+)
+from benchmarks.measure import hardware, markdown_table, publish
+from octavo.engines.summary import EFFECT_COLUMNS
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
+
+PARTS = ("folders", "matrix", "why", "faults")
+PAIR_WINDOWS, WHY_WINDOWS, PAIRS = 10, 2, 5
+UE8M0 = (("vllm-block", "vllm-block-ue8m0"), ("sglang-block", "sglang-block-ue8m0"))
+
+
+def folders(count: int) -> Iterator[str]:
+    """Lines of the first part."""
+    for kind in KINDS:
+        yield f"## A {kind} folder in two readers, {count} windows of 512 tokens"
+        yield ""
+        yield from markdown_table(
+            ["reader", "perplexity", "nats above octavo"], folder_table(compare_readers(kind, count))
+        )
+        yield from (
+            "",
+            "Each property of the casts that differs, from octavo's value to compressed-tensors', 2 windows:",
+            "",
+        )
+        yield from markdown_table(EFFECT_COLUMNS, cast_properties(kind))
+        yield ""
+
+
+def pairs(parts: list[str]) -> Iterator[str]:
+    """Lines of the parts that run profiles."""
+    model = smollm2.load()
+    windows = evaluation_windows(model, "language-topics", "all", count=PAIR_WINDOWS, length=LENGTH)
+    if "matrix" in parts or "why" in parts:
+        found = pair_matrices(model, windows)
+        yield f"## Pairs of profiles, {PAIR_WINDOWS} windows of {LENGTH} tokens"
+        for title, what in (("KL(row ‖ column), nats a token", "kl"), ("Mean |Δ log p| of the text, nats", "delta")):
+            yield from ("", f"### {title}", "", *markdown_table(["", *NAMES], matrix_rows(found[what])))
+        yield from ("", "### Float scales and UE8M0 against BF16", "")
+        kl = {name: float(found["kl"][NAMES.index(name), 0]) for name in NAMES}
+        rows = [[first, f"{kl[first]:.5f}", second, f"{kl[second]:.5f}"] for first, second in UE8M0]
+        yield from markdown_table(["float", "KL(it ‖ BF16)", "UE8M0", "KL(it ‖ BF16)"], rows)
+        if "why" in parts:
+            yield from ("", f"## Why: the {PAIRS} pairs with the largest KL, {WHY_WINDOWS} windows", "")
+            rows = attributions(model, largest_pairs(found["kl"], PAIRS), windows[:WHY_WINDOWS])
+            columns = ["trainer, server", "property", "layers", "KL alone", "KL left; of a total, interactions"]
+            yield from markdown_table(columns, rows)
+    if "faults" in parts:
+        groups = fault_groups(model, "vllm-block", windows[0, :128])
+        yield from ("", "## Changes of one property of vllm-block, by the numbers they give on 128 tokens", "")
+        yield from (f"- {'; '.join(group)}" for group in groups)
+
+
+def main() -> None:
+    """Run the parts, print and write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    parts, machine = arguments.parts.split(","), hardware()
+    os.nice(10)
+    lines = list(folders(arguments.windows)) if "folders" in parts else []
+    if {*parts} - {"folders"}:
+        lines += pairs(parts)
+    publish(
+        "engine_agreement", lines, title="Agreement of engines", machine=machine, write=not arguments.no_write,
+        variant="" if {*parts} == {*PARTS} else "_".join(parts),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Steps that are saved, and the matrix of pairs against their KL one by one."""
+
+import pytest
+import torch
+
+from benchmarks.engine_agreement import matrix
+from benchmarks.engine_agreement.folders import folder_table
+from benchmarks.engine_agreement.saved_steps import SavedSteps
+from octavo.engines import PROFILES, agree
+from tests.unit.quantization.tiny_models import language_model, windows
+
+
+def test_a_finished_step_is_not_run_again(tmp_path):
+    steps = SavedSteps("some", tmp_path)
+    assert steps.step("a", lambda: [1.5]) == [1.5]
+    again = SavedSteps("some", tmp_path)
+    assert again.step("a", lambda: pytest.fail("run again")) == [1.5]
+
+
+def test_the_matrix_has_the_kl_of_each_pair(tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "SavedSteps", lambda name: SavedSteps(name, tmp_path))
+    names = ("bf16", "te-block", "vllm-token", "octavo-token")
+    monkeypatch.setattr(matrix, "NAMES", names)
+    monkeypatch.setattr(matrix, "PROFILES", {name: PROFILES[name] for name in names[1:]})
+    model, tokens = language_model(), windows(2, 20)
+    found = matrix.pair_matrices(model, tokens)
+    result = agree(model, "te-block", "vllm-token", tokens)
+    assert float(found["kl"][2, 1]) == pytest.approx(result.kl.estimate, rel=1e-9, abs=1e-13)
+    delta = torch.cat([scores.delta.abs() for scores in result.scores]).mean()
+    assert float(found["delta"][1, 2]) == pytest.approx(float(delta))
+    assert not found["kl"].diagonal().any()
+    assert found["kl"][0, 1:].min() > 0
+    assert matrix.largest_pairs(found["kl"], 1)[0] in {("te-block", "vllm-token"), ("te-block", "octavo-token")}
+
+
+def test_a_table_of_readers_is_paired_with_octavo():
+    rows = folder_table({"octavo": [1.0, 2.0], "other": [1.5, 2.5]})
+    assert rows[0][0] == "octavo"
+    assert rows[1][2] == "+0.50000 ± 0.00000"
