@@ -68,7 +68,7 @@ def rounded_moment(moment: Tensor, fmt: Format, *, expanded: bool) -> Tensor:
         >>> rounded_moment(torch.tensor([[1.0, 1e-3, 1e-12]]), E5M2, expanded=False)
         tensor([[1.0000e+00, 9.7656e-04, 0.0000e+00]])
         >>> rounded_moment(torch.tensor([[1.0, 1e-3, 1e-12]]), E5M2, expanded=True)
-        tensor([[1.0000e+00, 9.0000e-04, 1.0000e-12]])
+        tensor([[1.0000e+00, 9.5903e-04, 1.0000e-12]])
     """
     spec = CastSpec(format=fmt, granularity=BLOCK)
     if not expanded:
