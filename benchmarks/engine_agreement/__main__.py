@@ -45,7 +45,7 @@ def folders(count: int) -> Iterator[str]:
         )
         yield from (
             "",
-            "Each property of the casts that differs, from octavo's value to compressed-tensors', 2 windows:",
+            "Each property of the casts that differs, from octavo's value to compressed-tensors', one window:",
             "",
         )
         yield from markdown_table(EFFECT_COLUMNS, cast_properties(kind))

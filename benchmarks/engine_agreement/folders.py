@@ -1,8 +1,8 @@
 """One FP8 folder in two readers: octavo, and transformers with compressed-tensors; what makes them differ.
 
 The two differ in the decoder around the layers (norms, rotary positions and attention) and in the casts of inputs
-(octavo divides in FP64 and multiplies by the reciprocal, compressed-tensors divides in FP32). Both are changed one at a
-time. With compressed-tensors' casts octavo's layers give its outputs bit for bit
+(octavo divides the limit by an amax and multiplies by the quotient, compressed-tensors divides twice). Both are changed
+one at a time. With compressed-tensors' casts octavo's layers give its outputs bit for bit
 (tests/oracle/engines/test_compressed_tensors_model.py).
 """
 
@@ -150,15 +150,15 @@ def compare_readers(kind: str, count: int) -> dict[str, list[float]]:
 
 
 def cast_properties(kind: str) -> list[list[str]]:
-    """Property of the two readers' casts, both values, and its effect on layers' outputs and KL alone, 2 windows."""
+    """Property of the two readers' casts, both values, and its effect on layers' outputs and KL alone, one window."""
     steps = SavedSteps(f"folder-{kind}")
 
     def compute() -> list[list[str]]:
         quantized = load_quantized(written(kind))
         model = from_quantized(quantized, written(kind))
-        windows = evaluation_windows(model, "language-topics", "all", count=2, length=LENGTH)
+        windows = evaluation_windows(model, "language-topics", "all", count=1, length=LENGTH)
         ours, theirs = profile_of_recipe(next(iter(quantized.recipes.values()))), in_fp32(THEIRS[kind])
-        found = attribute(model, agree(model, ours, theirs, windows[:1]), windows)
+        found = attribute(model, agree(model, ours, theirs, windows), windows)
         return [effect_cells(effect) for effect in found.effects if not effect.changes_nothing]
 
     rows: list[list[str]] = steps.step("properties", compute)

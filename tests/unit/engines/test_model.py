@@ -67,7 +67,7 @@ def test_the_model_is_not_changed_and_copies_share_what_they_can():
     assert type(plain.lm_head) is torch.nn.Linear
     path = "model.layers.0.mlp.up_proj"
     assert first.layers[path].codes is second.layers[path].codes
-    tables = [each.model.get_parameter("model.embed_tokens.weight") for each in (first, second, third)]
+    tables = [model.model.get_parameter("model.embed_tokens.weight") for model in (first, second, third)]
     assert tables[0].data_ptr() == tables[1].data_ptr()
     assert tables[2].data_ptr() == plain.model.embed_tokens.weight.data_ptr()
     assert first.model.get_parameter("lm_head.weight") is tables[0]  # tied as before

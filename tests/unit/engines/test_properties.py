@@ -9,7 +9,7 @@ import pytest
 from octavo.engines import NOT_RUN, PROFILES, PowerOfTwo, differences, get, neighbours, quantize_as, with_property
 from octavo.engines.properties import proof_of, unproven, value_in_words
 from octavo.errors import ConfigError
-from tests.oracle.engines.adversarial import finite_tensors, same_codes
+from tests.oracle.engines.adversarial import finite_tensors, input_cast, same_codes
 
 PAIRS = [("te-block", "vllm-block"), ("octavo-token", "compressed-tensors"), ("te-mxfp8", "sglang-block-ue8m0")]
 
@@ -43,10 +43,8 @@ def test_a_power_of_two_survives_another_division():
     theirs = with_property(get("vllm-block"), "input.power_of_two", get("te-block"))
     assert theirs.input is not None
     assert theirs.input.power_of_two == PowerOfTwo.SCALE_UP
-    cast = get("vllm-block").input
-    assert cast is not None
     with pytest.raises(ConfigError, match="rounds an encode scale"):
-        replace(cast, power_of_two=PowerOfTwo.ENCODE_DOWN)
+        replace(input_cast("vllm-block"), power_of_two=PowerOfTwo.ENCODE_DOWN)
 
 
 def test_neighbours_have_values_of_the_catalogue():
