@@ -316,7 +316,7 @@ def training(found: dict[str, Any]) -> list[str]:
     return [
         "## A training step of two ranks",
         "",
-        *markdown_table(["step", "× the wrapper's bf16", "in all-reduces of amaxes"], rows),
+        *markdown_table(["step", "time, × the wrapper's bf16", "in all-reduces of amaxes"], rows),
         "",
         (
             f"The demo's model, 512 tokens a rank. All-reduces of amaxes are at most {worst:.2%} of a step: "

@@ -46,8 +46,8 @@ def reduce_gradients_in_fp8(
         The reduction, which measures what rounding takes away if its ``measures`` is set.
 
     Raises:
-        ConfigError: ``model`` is neither, ``fmt`` is no FP8 format, or ``error_feedback`` under FSDP2, where no rank
-            keeps whole gradients.
+        ConfigError: ``model`` is neither, ``fmt`` is no FP8 format, DDP has a hook already, or ``error_feedback`` under
+            FSDP2, where no rank keeps whole gradients.
 
     Example:
         >>> from torch import distributed
@@ -66,7 +66,15 @@ def reduce_gradients_in_fp8(
         raise ConfigError(f"gradients are sent in an FP8 format, not {fmt}; use octavo.E4M3 or octavo.E5M2")
     reduction = GradientReduction(fmt, error_feedback=error_feedback)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.register_comm_hook((reduction, model.process_group, True), reduce_bucket)
+        try:
+            model.register_comm_hook((reduction, model.process_group, True), reduce_bucket)
+        except RuntimeError as error:
+            if "once" not in str(error):
+                raise
+            raise ConfigError(
+                "this DistributedDataParallel has a communication hook already and takes no second one; call "
+                "reduce_gradients_in_fp8 once, and register no other hook"
+            ) from error
         return reduction
     sharded = fsdp_modules(model)
     if not sharded:
