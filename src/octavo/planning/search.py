@@ -1,9 +1,11 @@
 """The fastest parallel layout of a training: every sensible one is predicted.
 
 Tensor parallelism stays inside the links' domain, pipelines divide the layers, experts divide evenly, and sequences are
-divided only where one does not fit. Layouts that do not fit into memory with every block recomputed are skipped.
+divided only where one does not fit. Layouts that do not fit into memory with every block recomputed are skipped, and
+pipelines whose longest stage has more than 1.1 times the mean stage's work.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -20,6 +22,7 @@ __all__ = ["Candidate", "best_layout", "layouts"]
 
 MICRO_BATCHES = tuple(1 << doublings for doublings in range(9))
 MOST_TOKENS = 65536  # of a micro-batch on one GPU
+MOST_IMBALANCE = 1.1  # of a pipeline's stages: costs are those of the mean stage
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -78,13 +81,13 @@ def _with_experts(model: ModelShape, layout: Layout, domain: int) -> Iterator[La
 
     Weights that are gathered for every use may be sharded inside a domain alone, with replicas in the others (HSDP).
     """
-    vp = max(1, min(4, model.layers // (2 * layout.pp))) if layout.pp > 1 else 1
+    most = max(1, min(4, model.layers // (2 * layout.pp))) if layout.pp > 1 else 1
     kinds = (Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO1) if layout.pp == 1 else (Sharding.ZERO1,)
     ranks = layout.gpus // layout.pp
     for ep in POWERS if model.experts else (1,):
         if ep > 1 and (model.experts % ep or ranks % ep):
             continue
-        for kind in kinds:
+        for kind, vp in itertools.product(kinds, range(1, most + 1)):
             yield replace(layout, vp=vp, ep=ep, sharding=kind)
         near = domain // layout.tp
         if layout.pp == 1 and 1 < near < layout.dp * layout.cp and layout.dp * layout.cp % near == 0 and ep <= domain:
@@ -142,6 +145,10 @@ def _batches(job: TrainingJob, layout: Layout, constants: Constants) -> Iterator
         if (job.global_batch // layout.dp) % micro or micro * job.seq // layout.cp > MOST_TOKENS:
             return
         each = replace(job, layout=layout, micro_batch=micro)
+        if layout.vp > 1 and each.micro_batches % layout.pp:
+            continue  # interleaved stages pass micro-batches on in groups of pp
+        if each.imbalance > MOST_IMBALANCE:
+            return
         if not _fits(each):
             return
         yield predicted(each, constants)
