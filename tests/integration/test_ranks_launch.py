@@ -102,6 +102,19 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+def test_two_ranks_begin_at_a_checkpoint_of_one_process(tmp_path, data, one):
+    begin = ["-m", "octavo", *command(tmp_path, config_of(data), "--nproc", "2", "--from")]
+    refused = start([*begin, str(one)])
+    _, errors = refused.communicate(timeout=PATIENCE)
+    assert refused.returncode == 2
+    assert errors.count("error: ") == 1
+    assert f"error: rank 0: {str(one)!r} is no checkpoint (no state.json); name a folder such as {one}" in errors
+    process = start([*begin, str(one / "checkpoints" / "step-000006")])
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert_run_of_one(tmp_path, one)
+
+
 def test_a_launch_refuses_a_run_that_it_has_not_begun(tmp_path, data, one):
     """One sentence an attempt; the restart must not continue what the first attempt refused."""
     shutil.copytree(one, tmp_path / "run")

@@ -5,8 +5,14 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import nn
 
+from octavo import recipes
+from octavo.checkpoints import FORMATS
+from octavo.checkpoints.contents import FP8Layer
+from octavo.checkpoints.schemes import scheme_of
 from octavo.cli import options
 from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
@@ -14,9 +20,13 @@ from octavo.cli.result_saving import save_or_keep
 from octavo.cli.training_text import text_to_train_on
 from octavo.convert import left_as_they_are, unfuse_experts
 from octavo.errors import ConfigError, DataError
+from octavo.export.sources import OWN
 from octavo.files import check_folder, check_room, replacing_folder, write_atomically
+from octavo.formats import E4M3
 from octavo.language_model import load_language_model
 from octavo.models.sources import located
+from octavo.numerics import quantize
+from octavo.numerics.cast_spec import check_member
 from octavo.parsing import read_object
 from octavo.quantization import text_windows
 from octavo.quantization.sensitivity.mix import save_mix
@@ -59,6 +69,7 @@ def show_sensitivity(
     budget_bytes: Annotated[
         str | None, typer.Option(help="Largest fraction of BF16's bytes, such as 0.60. [default: any]")
     ] = None,
+    fmt: Annotated[str, typer.Option("--format", help=f"Format that shall hold the mix: {', '.join(FORMATS)}.")] = OWN,
     pairs: Annotated[int, typer.Option(help="Pairs of a layer and a format to measure, besides estimating all.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the windows and of the estimate.")] = 0,
     device: options.Device = None,
@@ -70,7 +81,7 @@ def show_sensitivity(
     The exit code is 1 if no mix meets the budget, or the best one exceeds it on the verification windows.
     """
     place = options.device_of(device)
-    budget = _budget(budget_perplexity, budget_bytes)
+    budget, choices = _budget(budget_perplexity, budget_bytes), _choices_of(fmt)
     _check_numbers(windows=windows, verify_windows=verify_windows, pairs=pairs, seed=seed)
     if hub:
         located(source_of_model, hub=True)
@@ -91,6 +102,8 @@ def show_sensitivity(
             chosen_on,
             verified_on,
             budget=budget,
+            choices=[one for one in choices if _fits(model.model, one, fmt)],
+            tables=FORMATS[fmt].schemes is None,
             true_pairs=pairs,
             seed=seed,
             on_progress=phases(display),
@@ -100,6 +113,8 @@ def show_sensitivity(
         "chosen on": f"{text}, {split} split, {windows} windows of {length} tokens",
         "verified on": f"{other}, {verify_split} split, {verify_windows} windows of {length} tokens",
     }
+    if fmt != OWN:
+        facts["for the format"] = fmt
     if left := left_as_they_are(model.model):
         facts["left"] = left
     results = record(sensitivity, facts)
@@ -111,6 +126,28 @@ def show_sensitivity(
         raise save_error
     if not sensitivity.is_met:
         raise typer.Exit(NO_MIX)
+
+
+def _choices_of(fmt: str) -> list[str]:
+    """Precisions that a format can hold, besides BF16.
+
+    Raises:
+        ConfigError: an unknown format, or one without any of them.
+    """
+    check_member("--format", fmt, tuple(FORMATS))
+    schemes = FORMATS[fmt].schemes
+    held = [one for one in CHOICES[:-1] if schemes is None or scheme_of(recipes.get(one)) in schemes]
+    if not held:
+        able = [name for name in FORMATS if name != fmt]
+        raise ConfigError(f"{fmt} holds static scales alone, of octavo calibrate; a mix is for {', '.join(able)}")
+    return held
+
+
+def _fits(model: nn.Module, choice: str, fmt: str) -> bool:
+    """Whether a format can hold layers of this model's widths with this recipe."""
+    widths = {layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)}
+    rows = (FP8Layer(recipe=recipes.get(choice), weight=quantize(torch.zeros(1, width), E4M3)) for width in widths)
+    return all(FORMATS[fmt].refuses(row) is None for row in rows)
 
 
 def _budget(perplexity: str | None, bytes_share: str | None) -> Budget:

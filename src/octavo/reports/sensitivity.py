@@ -42,7 +42,7 @@ def sensitivity_page(study: Sensitivity, facts: Mapping[str, str]) -> str:
         front_legend=[
             *([] if best is None else [("the mix", INK)]),
             FRONT,
-            *((one.name, CHOICE_COLOURS[one.name]) for one in study.presets),
+            *((name_of(one), CHOICE_COLOURS[one.name]) for one in study.presets),
         ],
         costs=[(choice, _bars(study, choice)) for choice in shown],
         role_legend=list(_role_colours(study).items()),

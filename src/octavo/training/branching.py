@@ -15,7 +15,8 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.files import write_atomically
 from octavo.models import Llama
 from octavo.text.tokens import TokenData
-from octavo.training.checkpoint import CheckpointState, load_checkpoint, read_state, save_checkpoint
+from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, read_state, save_checkpoint
+from octavo.training.checkpoint_files import STATE
 from octavo.training.config import RunConfig
 from octavo.training.precision import apply_recipe, resolve_device
 from octavo.training.setup import build_loss_scaler, build_optimizer
@@ -30,10 +31,9 @@ def branch_state(checkpoint: Path, config: RunConfig, data: TokenData) -> Checkp
         CheckpointError: it is no checkpoint, is damaged, or was trained on other text.
         ConfigError: the new run has no step after it.
     """
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{str(checkpoint)!r} is no checkpoint; name a folder such as runs/mine/checkpoints/step-000100"
-        )
+    if not (checkpoint / STATE).is_file():
+        example = latest(checkpoint) or "runs/mine/checkpoints/step-000100"
+        raise CheckpointError(f"{str(checkpoint)!r} is no checkpoint (no {STATE}); name a folder such as {example}")
     state = read_state(checkpoint)
     if state.data_hash != data.content_hash:
         raise CheckpointError(

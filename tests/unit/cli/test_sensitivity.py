@@ -77,6 +77,29 @@ def test_the_record_and_the_page(studied, finished_run):
     assert sorted(path.name for path in out.iterdir()) == ["mix.toml", SCRIPT, "report.html", "sensitivity.json"]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "hf-fp8"])
+def test_a_mix_for_a_format_is_exported_in_it(octavo, studied, finished_run, tmp_path, fmt):
+    """Without the option the same budget puts rows of the embedding into FP8, which that format refuses."""
+    out, _, arguments = studied
+    export = ("export", finished_run, "--format", fmt, "--out", tmp_path / "model", "--mix")
+    assert "in FP8, which only the format octavo supports" in octavo(*export, out / "mix.toml").stderr
+    result = octavo(*arguments[:-2], "--format", fmt, "--out", tmp_path / "mix", "--json")
+    assert result.exit_code == 0, result.output
+    kept = json.loads(result.stdout)
+    assert kept["for the format"] == fmt
+    assert kept["best"]["bytes_share"] < 1
+    exported = octavo(*export, tmp_path / "mix" / "mix.toml")
+    assert exported.exit_code == 0, exported.output
+
+
+def test_a_format_that_holds_no_mix_is_refused(on_run, tmp_path):
+    result = on_run("--format", "modelopt", "--out", tmp_path / "mix")
+    assert result.exit_code == 2
+    assert "modelopt holds static scales alone, of octavo calibrate; a mix is for compressed-tensors" in result.stderr
+    assert not (tmp_path / "mix").exists()
+
+
 def test_json_matches_record_and_own_folder_is_replaced(octavo, studied):
     out, _, arguments = studied
     result = octavo(*arguments, "--out", out, "--json")

@@ -121,7 +121,8 @@ def test_a_checkpoint_without_its_runs_metrics_begins_without_lines(trained, tmp
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("step-000099", {}, "is no checkpoint; name a folder such as"),
+        ("step-000099", {}, r"is no checkpoint \(no state.json\); name a folder such as runs/mine/checkpoints/step"),
+        ("..", {}, r"is no checkpoint \(no state.json\); name a folder such as .*/step-00000\d$"),
         ("step-000004", {"steps": 4}, "has finished step 4, and the new run ends after 4"),
         ("step-000004", {"model": {"hidden_size": 32}}, "it belongs to another model"),
     ],

@@ -122,12 +122,13 @@ def recipe_of(choice: str) -> str:
     return choice.partition(":")[0]
 
 
-def units_of(model: nn.Module, choices: Sequence[str] = CHOICES) -> tuple[Unit, ...]:
+def units_of(model: nn.Module, choices: Sequence[str] = CHOICES, *, tables: bool = True) -> tuple[Unit, ...]:
     """Units of a model: every weight of a linear layer or an embedding, in the model's order.
 
     Args:
         model: with plain linear layers, or octavo's.
         choices: allowed precisions in addition to BF16; each unit keeps those that it supports.
+        tables: whether embeddings may store rows as codes.
 
     Raises:
         ConfigError: an unknown choice, or a model without linear layers besides its head.
@@ -148,18 +149,20 @@ def units_of(model: nn.Module, choices: Sequence[str] = CHOICES) -> tuple[Unit, 
             assert isinstance(weight, Tensor)
             readers.setdefault(id(weight), []).append((path, module))
     heads = heads_of(model)
-    found = tuple(_unit(read, choices, is_head=any(path in heads for path, _ in read)) for read in readers.values())
+    found = tuple(
+        _unit(read, choices, is_head=any(path in heads for path, _ in read), tables=tables) for read in readers.values()
+    )
     check_has_layers(model, [unit.path for unit in found if not (unit.is_table or unit.is_head)])
     return found
 
 
-def _unit(read: Sequence[tuple[str, nn.Module]], choices: Sequence[str], *, is_head: bool) -> Unit:
+def _unit(read: Sequence[tuple[str, nn.Module]], choices: Sequence[str], *, is_head: bool, tables: bool) -> Unit:
     weight = read[0][1].weight
     assert isinstance(weight, Tensor)
     is_table = any(isinstance(module, nn.Embedding) for _, module in read)
     allowed: tuple[str, ...] = (WEIGHT_ONLY,) if is_table or is_head else (*FP8_PRODUCTS, WEIGHT_ONLY)
     if is_table:
-        allowed += tuple(f"{WEIGHT_ONLY}:{share}" for share in SHARES)
+        allowed = (WEIGHT_ONLY, *(f"{WEIGHT_ONLY}:{share}" for share in SHARES)) if tables else ()
     multiplied = sum(isinstance(module, nn.Linear) for _, module in read)
     return Unit(
         path=read[0][0],
