@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 MOST_BYTES = 256 << 20  # of a file that is read at once; the largest tokenizer.json on the hub has about 35 MB
+READ_BYTES = 1 << 20
 MOST_TOML_BYTES = 4 << 20
 MOST_LEVELS = 100
 KEY_PART = re.compile(r"""(?<![\w-])(?=((?:[\w-]++|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*))""")  # wherever one may begin
@@ -210,11 +211,13 @@ def library_errors() -> Iterator[None]:
 
 
 def _content(path: Path, most: int) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(most + 1)  # the size of a device is unknown
+    content = bytearray()
+    with path.open("rb") as file:  # in parts: a read takes the memory of what is asked for, and a device has no size
+        while len(content) <= most and (part := file.read(READ_BYTES)):
+            content += part
     if len(content) > most:
         raise DataError(f"it is larger than {most >> 20} MiB")
-    return content
+    return bytes(content)
 
 
 def _decoded(text: str | bytes) -> str:

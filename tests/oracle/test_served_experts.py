@@ -231,7 +231,11 @@ REFUSED = [
     ("DeepseekV3", {"n_group": 4}, r"every token goes to \(n_shared_experts is 1\) and .* groups \(n_group is 4\)"),
     ("GptOss", {}, r"its experts have biases and clamp their activations \(swiglu_limit is 7.0\)"),
     ("GraniteMoeShared", {"shared_intermediate_size": 8}, r"every token goes to \(shared_intermediate_size is 8\)"),
-    ("Phimoe", {}, "its type is 'phimoe', not one of 'llama', 'qwen2', 'mixtral', 'qwen2_moe', 'qwen3_moe', 'olmoe'"),
+    (
+        "Phimoe",
+        {},
+        "'phimoe', not one of 'llama', 'mistral', 'qwen2', 'qwen3', 'mixtral', 'qwen2_moe', 'qwen3_moe', 'olmoe'",
+    ),
     ("Mixtral", {"sliding_window": 16}, r"a sliding window \(sliding_window is 16\)"),
     ("Mixtral", {"hidden_act": "gelu"}, "its MLP has 'gelu', not 'silu'"),
     ("Mixtral", {"num_experts_per_tok": 9}, "experts_per_token must be from 1 to num_experts"),

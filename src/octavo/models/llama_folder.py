@@ -48,7 +48,8 @@ QWEN3 = "qwen3"  # queries and keys have norms of each head
 MISTRAL = "mistral"  # a Llama whose attention may have a sliding window; read only
 HEAD_SIZES = {QWEN3: 128}  # of a config.json without head_dim; elsewhere hidden_size / num_heads
 HEAD = "lm_head.weight"
-DEFAULT, LLAMA3 = ROPE_TYPES = ("default", "llama3")
+ROPE_TYPES = ("default", "llama3")
+DEFAULT, LLAMA3 = ROPE_TYPES
 SCALING_NAMES = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",

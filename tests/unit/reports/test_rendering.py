@@ -25,7 +25,18 @@ def test_a_template_that_uses_an_unknown_name_is_refused():
 
 def test_templates_are_package_data():
     names = {path.name for path in resources.files("octavo.reports").joinpath("templates").iterdir()}
-    templates = ("base", "macros", "doctor", "finding", "study", "grid", "sensitivity", "benchmark", "plan")
+    templates = (
+        "base",
+        "macros",
+        "doctor",
+        "finding",
+        "study",
+        "grid",
+        "sensitivity",
+        "benchmark",
+        "plan",
+        "agreement",
+    )
     assert names == {f"{name}.html.jinja" for name in templates} | {"style.css", "base.js", "doctor.js"}
 
 
