@@ -112,8 +112,8 @@ def show_sensitivity(
         "model": source_of_model,
         "chosen on": f"{text}, {split} split, {windows} windows of {length} tokens",
         "verified on": f"{other}, {verify_split} split, {verify_windows} windows of {length} tokens",
+        **({} if fmt == OWN else {"for the format": fmt}),
     }
-    facts |= {"for the format": fmt} if fmt != OWN else {}
     if left := left_as_they_are(model.model):
         facts["left"] = left
     results = record(sensitivity, facts)

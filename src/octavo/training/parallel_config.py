@@ -88,8 +88,8 @@ class ParallelConfig:
         if grad_accumulation % sharing:
             groups = "ranks" if self.tensor == 1 else f"groups of {self.tensor} ranks"
             raise ConfigError(
-                f"an update has {grad_accumulation} micro-batches (training.grad_accumulation), which {sharing} "
-                f"{groups} cannot share evenly; set a multiple of {sharing}, and training.batch_size to the sequences "
-                "of one"
+                f"an update has {grad_accumulation} micro-batch{'es' * (grad_accumulation > 1)} "
+                f"(training.grad_accumulation), which {sharing} {groups} cannot share evenly; set a multiple of "
+                f"{sharing}, and training.batch_size to the sequences of one"
             )
         return grad_accumulation // sharing

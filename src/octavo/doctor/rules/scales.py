@@ -239,11 +239,16 @@ def _inexact_finding(
 def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find ranks with different scales: any difference for identical weights, large lasting ones for data.
 
-    Of a weight that is identical on all ranks, one sample with any difference is enough. Data need three samples with
-    a ratio above ``rank_ratio_input`` for inputs, ``rank_ratio`` for gradients.
+    Of a weight that is identical on all ranks, one sample with any difference is enough. Data need delayed scales,
+    which come from all ranks' amaxes, and three samples with a ratio above ``rank_ratio_input`` for inputs,
+    ``rank_ratio`` for gradients. A dynamic scale is that of the rank's own data: gradients of two micro-batches differ
+    by 100x at times.
     """
     for name, steps, ratios in module_tracks(series, "rank_scale_ratio"):
-        path, role, _ = name.rsplit(" ", 2)
+        path, role, gemm = name.rsplit(" ", 2)
+        facts = series.layers.get(path, {}).get("casts", {}).get(f"{role} {gemm}", {})
+        if role != "weight" and facts.get("scaling") != "delayed":
+            continue
         allowed = {"weight": 1 + limits.exact_ratio, "input": limits.rank_ratio_input}.get(role, limits.rank_ratio)
         where = longest(ratios > allowed)
         if length(where) >= (1 if role == "weight" else limits.persistent_looks):
