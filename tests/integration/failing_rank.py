@@ -1,13 +1,15 @@
 """A rank of ``octavo`` that ends where it is told: ``torchrun … -m tests.integration.failing_rank train …``.
 
 ``FAULTS`` is JSON: a list of attempt, rank, place, step and kind. A place is a point of an update or of a save; a kind
-is "kill", for SIGKILL, or "full", for a limit on the size of this rank's files, which fails as a full disk does.
+is "kill", for SIGKILL, "late", for a rank that takes seconds longer, or "full", for a limit on the size of this rank's
+files, which fails as a full disk does.
 """
 
 import json
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ _faults = {
     if (attempt, rank) == (int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]))
 }
 _step = 0
+LATE_S = 5
 
 
 def reach(place: str, step: int = 0) -> None:
@@ -29,6 +32,8 @@ def reach(place: str, step: int = 0) -> None:
     kind = _faults.get((place, step or _step))
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "late":
+        time.sleep(LATE_S)
     if kind == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 

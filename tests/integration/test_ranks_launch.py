@@ -86,11 +86,15 @@ def test_killed_ranks_lose_nothing(tmp_path, data, one):
 
 
 def test_a_rank_killed_on_one_of_two_machines_costs_one_restart(tmp_path, data, one):
-    """Two launchers, each of which counts the restarts of its own ranks; no second one is left for ranks that miss."""
+    """Two launchers, of which one restarts a killed rank and counts that, and the other one a rank that was only late.
+
+    No second restart is left for ranks that miss each other.
+    """
     nodes = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
     rank = ["-m", "tests.integration.failing_rank", *command(tmp_path, config_of(data), "--json")]
     arguments = ["-m", "torch.distributed.run", *nodes, "--rdzv-id=two", "--max-restarts=1", *rank]
-    agents = [start(arguments, FAULTS=json.dumps([[0, 1, "before backward", 4, "kill"]])) for _ in range(2)]
+    faults = json.dumps([[0, 1, "before backward", 4, "kill"], [0, 0, "before backward", 4, "late"]])
+    agents = [start(arguments, FAULTS=faults) for _ in range(2)]
     outputs = [agent.communicate(timeout=PATIENCE) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert_run_of_one(tmp_path, one)

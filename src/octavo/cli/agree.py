@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from octavo.cli.compare_formats import EvaluationRequest, evaluated_windows
 from octavo.cli.console import finite, print_json, print_lines, print_table
 from octavo.cli.contamination import readers_of, warnings_of
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.result_saving import save_or_keep
+from octavo.cli.result_saving import folder_to_fill, save_or_keep
 from octavo.convert import unfuse_experts
 from octavo.engines import (
     Agreement,
@@ -42,7 +43,7 @@ from octavo.engines.summary import (
     worst_first,
 )
 from octavo.errors import ConfigError, DataError
-from octavo.files import check_folder, check_room, replacing_folder, write_atomically
+from octavo.files import check_folder, check_room, write_atomically
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models.sources import located
 from octavo.numerics import Accumulate
@@ -65,14 +66,8 @@ def show_agreement(
     model: options.Model,
     trainer: Annotated[str, typer.Option(help=f"Engine that trains: {', '.join(names())}.")],
     server: Annotated[str, typer.Option(help="Engine that serves; one of the same names.")],
-    source: Annotated[
-        str | None,
-        typer.Option("--data", help=f"{options.DATA_HELP} [default: a run's own; language-topics for other models]"),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="train, validation, test or all. [default: test of a run's own data, all of other data]"),
-    ] = None,
+    source: options.EvaluatedText = None,
+    split: options.EvaluatedSplit = None,
     windows: Annotated[int, typer.Option(help="Windows of text.")] = WINDOWS,
     context: Annotated[
         int | None, typer.Option(help=f"Tokens per window. [default: {LENGTH}, or the model's context]")
@@ -90,9 +85,9 @@ def show_agreement(
         ),
     ] = None,
     accumulate: Annotated[
-        str | None, typer.Option(help="fp32 sums both engines' GEMMs in FP32, half again as fast, and not as they do.")
+        str | None, typer.Option(help="fp32 sums both engines' GEMMs in FP32, which is faster and not what they do.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help=f"Folder for {PAGE}, {RECORD} and {TOKENS}.")] = None,
+    out: Annotated[Path | None, typer.Option(help=f"Folder for {PAGE}, {RECORD} and {TOKENS}.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the server's tokens.")] = 0,
     device: options.Device = None,
     hub: options.Hub = False,
@@ -107,10 +102,10 @@ def show_agreement(
     )
     _check(trainer, server, max_kl, accumulate)
     logprobs = None if server_logprobs is None else read_server_logprobs(server_logprobs)
-    if save is not None:
-        check_folder(save, is_own=_is_own_folder)
+    if out is not None:
+        check_folder(out, is_own=_is_own_folder)
         check_report_extra(PAGE)
-        check_room(save, BYTES)
+        check_room(out, BYTES)
     if hub:
         located(model, hub=True)
     with open_display() as display:
@@ -127,10 +122,10 @@ def show_agreement(
     facts = {"model": model, **text} | ({} if sums is None else {"accumulate": f"{sums}, not the engines' own"})
     results = record(agreement, facts, attribution, suspects)
     folder, save_error = None, None
-    if save is not None:
+    if out is not None:
         page = agreement_page(agreement, facts, attribution, suspects)
         folder, save_error = save_or_keep(
-            save, lambda out: _save(out, results, page, tokens), command="agree", nbytes=BYTES
+            out, lambda place: _save(place, results, page, tokens), command="agree", nbytes=BYTES
         )
     if as_json:
         print_json(results)
@@ -156,10 +151,7 @@ def _check(trainer: str, server: str, max_kl: float | None, accumulate: str | No
 
 def _text(model: LanguageModel, request: EvaluationRequest) -> tuple[Tensor, dict[str, Any]]:
     length = min(LENGTH, model.context) if request.length is None else request.length
-    sized = EvaluationRequest(
-        model=request.model, source=request.source, split=request.split, windows=request.windows, length=length
-    )
-    return evaluated_windows(model, sized, readers_of(request.model))
+    return evaluated_windows(model, replace(request, length=length), readers_of(request.model))
 
 
 def _suspects(
@@ -179,18 +171,10 @@ def _is_own_folder(out: Path) -> bool:
 
 
 def _save(out: Path, results: dict[str, Any], page: str, tokens: Tensor) -> None:
-    """Write a new folder atomically; replace the files of an existing one one by one."""
-    if out.exists():
-        _write(out, results, page, tokens)
-        return
-    with replacing_folder(out) as temporary:
-        _write(temporary, results, page, tokens)
-
-
-def _write(out: Path, results: dict[str, Any], page: str, tokens: Tensor) -> None:
-    write_atomically(out / RECORD, json.dumps(finite(results), indent=1, allow_nan=False) + "\n")
-    write_page(out / PAGE, page)
-    write_atomically(out / TOKENS, "".join(f"{json.dumps(window)}\n" for window in tokens.tolist()))
+    with folder_to_fill(out) as folder:
+        write_atomically(folder / RECORD, json.dumps(finite(results), indent=1, allow_nan=False) + "\n")
+        write_page(folder / PAGE, page)
+        write_atomically(folder / TOKENS, "".join(f"{json.dumps(window)}\n" for window in tokens.tolist()))
 
 
 def _print(
@@ -206,7 +190,7 @@ def _print(
         "Layers on the trainer's inputs, worst first", LAYER_COLUMNS, [layer_cells(each) for each in worst[:WORST]]
     )
     if len(worst) > WORST:
-        print_lines(f"and {len(worst) - WORST} more; --save or --json has all")
+        print_lines(f"and {len(worst) - WORST} more; --out or --json has all")
     if attribution is not None:
         _print_attribution(attribution)
     if suspects is not None:

@@ -31,14 +31,8 @@ __all__ = ["evaluate"]
 def evaluate(
     *,
     model: options.Model,
-    source: Annotated[
-        str | None,
-        typer.Option("--data", help=f"{options.DATA_HELP} [default: a run's own; language-topics for other models]"),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="train, validation, test or all. [default: test of a run's own data, all of other data]"),
-    ] = None,
+    source: options.EvaluatedText = None,
+    split: options.EvaluatedSplit = None,
     formats: Annotated[
         str | None, typer.Option("--compare", help=f"Formats to compare, separated by commas: {', '.join(FORMATS)}.")
     ] = None,

@@ -24,6 +24,8 @@ __all__ = [
     "DataHub",
     "Device",
     "EvalInterval",
+    "EvaluatedSplit",
+    "EvaluatedText",
     "Head",
     "Hub",
     "Json",
@@ -63,6 +65,14 @@ EvalInterval = Annotated[int | None, typer.Option(help="Updates between evaluati
 CheckpointInterval = Annotated[int | None, typer.Option(help="Updates between checkpoints.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; 0 uses torch's default. [default: free cores]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+EvaluatedText = Annotated[
+    str | None,
+    typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; language-topics for other models]"),
+]
+EvaluatedSplit = Annotated[
+    str | None,
+    typer.Option(help="train, validation, test or all. [default: test of a run's own data, all of other data]"),
+]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
 ]

@@ -2,14 +2,14 @@
 
 import secrets
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.files import check_room
+from octavo.files import check_room, replacing_folder
 
-__all__ = ["save_or_keep"]
+__all__ = ["folder_to_fill", "save_or_keep"]
 
 
 def save_or_keep(
@@ -40,3 +40,13 @@ def save_or_keep(
                 )
         return None, error
     return out, None
+
+
+@contextmanager
+def folder_to_fill(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``out`` when the block ends, or ``out`` itself if it exists.
+
+    Files of an existing folder are to be replaced one by one; others, which the user may have put there, stay.
+    """
+    with nullcontext(out) if out.exists() else replacing_folder(out) as folder:
+        yield folder

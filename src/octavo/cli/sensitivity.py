@@ -16,12 +16,12 @@ from octavo.checkpoints.schemes import scheme_of
 from octavo.cli import options
 from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
-from octavo.cli.result_saving import save_or_keep
+from octavo.cli.result_saving import folder_to_fill, save_or_keep
 from octavo.cli.training_text import text_to_train_on
 from octavo.convert import left_as_they_are, unfuse_experts
 from octavo.errors import ConfigError, DataError
 from octavo.export.sources import OWN
-from octavo.files import check_folder, check_room, replacing_folder, write_atomically
+from octavo.files import check_folder, check_room, write_atomically
 from octavo.formats import E4M3
 from octavo.language_model import load_language_model
 from octavo.models.sources import located
@@ -205,24 +205,16 @@ def _files(sensitivity: Sensitivity) -> list[str]:
 
 
 def _save(out: Path, sensitivity: Sensitivity, results: dict[str, Any], facts: dict[str, str]) -> None:
-    """Write a new folder atomically; replace the files of an existing one one by one."""
-    if out.exists():
-        _write(out, sensitivity, results, facts)
-        return
-    with replacing_folder(out) as temporary:
-        _write(temporary, sensitivity, results, facts)
-
-
-def _write(out: Path, sensitivity: Sensitivity, results: dict[str, Any], facts: dict[str, str]) -> None:
     """Write the record first, which marks the folder as this command's; remove an older mix if there is none now."""
     page = sensitivity_page(sensitivity, facts)
-    write_atomically(out / RECORD, json.dumps(results, indent=1, allow_nan=False) + "\n")
-    write_page(out / PAGE, page)
-    if sensitivity.mix is None:
-        (out / MIX).unlink(missing_ok=True)
-    else:
-        lines = [headline(sensitivity), *(f"{name}: {value}" for name, value in facts.items())]
-        save_mix(sensitivity.mix, out / MIX, comment="\n".join(lines))
+    with folder_to_fill(out) as folder:
+        write_atomically(folder / RECORD, json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_page(folder / PAGE, page)
+        if sensitivity.mix is None:
+            (folder / MIX).unlink(missing_ok=True)
+        else:
+            lines = [headline(sensitivity), *(f"{name}: {value}" for name, value in facts.items())]
+            save_mix(sensitivity.mix, folder / MIX, comment="\n".join(lines))
 
 
 def _show(sensitivity: Sensitivity, results: dict[str, Any], folder: Path | None, *, as_json: bool) -> None:

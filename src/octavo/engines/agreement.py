@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from octavo.engines.catalog import get
 from octavo.engines.layer_differences import CodesDifference, compare_codes, relative_error, total_of
 from octavo.engines.linear import input_as
-from octavo.engines.model import EngineCopies, EngineLinear, EngineModel, input_amaxes
+from octavo.engines.model import EngineCopies, EngineLinear, EngineModel, input_amaxes, watching
 from octavo.engines.profile import EngineProfile
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import ConfigError
@@ -149,10 +149,7 @@ def agree(
     generator, floor_generator = (torch.Generator().manual_seed(seed) for _ in range(2))
     scores, floor = [], []
     for index, window in enumerate(tokens):
-        with layers.watching_trainer():
-            expected = ours(window[None, :-1])[0]
-        with layers.watching_server():
-            got = theirs(window[None, :-1])[0]
+        expected, got = layers.logits(window[None, :-1])
         scores.append(score_tokens(expected, got, window[1:], generator))
         floor.append(score_tokens(expected, nudged(window[None, :-1])[0], window[1:], floor_generator))
         on_progress("compare", index + 1, len(tokens))
@@ -205,19 +202,20 @@ class _LayerComparison:
         self._end_to_end: dict[str, list[float]] = {path: [] for path in self._paths}
         self._outputs: dict[str, Tensor] = {}
 
-    def watching_trainer(self) -> "_Hooks":
-        return _Hooks(self._ours, self._paths, self._see_trainer)
-
-    def watching_server(self) -> "_Hooks":
-        return _Hooks(self._theirs, self._paths, self._see_server)
+    def logits(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, V] of both engines for tokens [1, T]; what their layers compute is compared meanwhile."""
+        layers = [{path: each.model.get_submodule(path) for path in self._paths} for each in (self._ours, self._theirs)]
+        with watching(layers[0], self._see_trainer):
+            expected: Tensor = self._ours(tokens)[0]
+        with watching(layers[1], self._see_server):
+            got: Tensor = self._theirs(tokens)[0]
+        return expected, got
 
     def _see_trainer(self, path: str, x: Tensor, y: Tensor) -> None:
         self._outputs[path] = y
-        theirs = self._theirs.model.get_submodule(path)
-        is_engine = isinstance(theirs, EngineLinear)
-        self._errors[path].append(relative_error(theirs(x if is_engine else x.to(self._theirs.profile.activations)), y))
-        ours = self._ours.model.get_submodule(path)
-        if isinstance(ours, EngineLinear) and isinstance(theirs, EngineLinear):
+        self._errors[path].append(relative_error(self._theirs.layer_output(path, x), y))
+        ours, theirs = self._ours.layers.get(path), self._theirs.layers.get(path)
+        if ours is not None and theirs is not None:
             a, b = _operand(ours, x), _operand(theirs, x)
             if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
                 self._inputs[path].append(compare_codes(a, b))
@@ -244,26 +242,3 @@ class _LayerComparison:
 
 def _operand(layer: EngineLinear, x: Tensor) -> QuantizedTensor | Tensor:
     return input_as(x, layer.profile, scale=layer.input_scale, amax=layer.input_amax)
-
-
-class _Hooks:
-    """Context in which layers report their input and output."""
-
-    def __init__(self, model: EngineModel, paths: Sequence[str], see: Callable[[str, Tensor, Tensor], None]) -> None:
-        self._layers = [(path, model.model.get_submodule(path)) for path in paths]
-        self._see = see
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        for path, layer in self._layers:
-            self._handles.append(layer.register_forward_hook(self._hook(path)))
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _hook(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self._see(path, inputs[0], output)
-
-        return record

@@ -14,7 +14,7 @@ the KL is within the bar.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from octavo.engines.agreement import Agreement, Progress, copies_for
 from octavo.engines.layer_differences import compare_codes, relative_error
-from octavo.engines.model import EngineCopies, EngineModel
+from octavo.engines.model import EngineCopies, EngineModel, watching
 from octavo.engines.profile import NOT_RUN, EngineProfile
 from octavo.engines.properties import differences, proof_of, value_in_words, with_property
 from octavo.engines.token_scores import divergences
@@ -103,25 +103,16 @@ class LayerProbe:
 
     def __init__(self, model: EngineModel, window: Tensor) -> None:
         self._seen: dict[str, tuple[Tensor, Tensor]] = {}
-        handles = [layer.register_forward_hook(self._record(path)) for path, layer in model.layers.items()]
-        self.logits = model(window[None, :-1])[0]
-        for handle in handles:
-            handle.remove()
+        with watching(model.layers, self._see):
+            model(window[None, :-1])
+
+    def _see(self, path: str, x: Tensor, y: Tensor) -> None:
+        self._seen[path] = x, y
 
     def error(self, other: EngineModel) -> float:
         """Root mean square over layers of another model's relative errors on these inputs."""
-        squares = []
-        for path, (x, y) in self._seen.items():
-            layer = other.model.get_submodule(path)
-            is_engine = path in other.layers
-            squares.append(relative_error(layer(x if is_engine else x.to(other.profile.activations)), y) ** 2)
-        return math.sqrt(sum(squares) / len(squares))
-
-    def _record(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self._seen[path] = inputs[0], output
-
-        return record
+        errors = [relative_error(other.layer_output(path, x), y) for path, (x, y) in self._seen.items()]
+        return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
 @torch.no_grad()
@@ -172,7 +163,7 @@ def attribute(
     bar, path = agreement.max_kl, list[Change]()
     if bar is not None and total.estimate > bar:
         order = [each.name for each in sorted(effects, key=lambda effect: effect.remaining.estimate)]
-        path = _path(runs, agreement, [*order, *inseparable], on_progress)
+        path = _path(runs, agreement, [*order, *inseparable], (ours, theirs), on_progress)
     return Attribution(
         total=total,
         effects=tuple(sorted(effects, key=lambda effect: (-effect.layer_error, -effect.alone.estimate))),
@@ -212,10 +203,15 @@ class _Runs:
         return student_interval([float(divergences(theirs, ours).mean()) for theirs, ours in windows])
 
 
-def _path(runs: _Runs, agreement: Agreement, order: Sequence[str], on_progress: Progress) -> list[Change]:
+def _path(
+    runs: _Runs,
+    agreement: Agreement,
+    order: Sequence[str],
+    logits: tuple[Sequence[Tensor], Sequence[Tensor]],
+    on_progress: Progress,
+) -> list[Change]:
     """Make properties equal, the one that leaves least first, until one side's change meets the bar."""
-    trainer, server = agreement.trainer, agreement.server
-    ours, theirs = runs.logits(trainer), runs.logits(server)
+    (trainer, server), (ours, theirs) = (agreement.trainer, agreement.server), logits
     path: list[Change] = []
     for index, name in enumerate(order):
         trainer = with_property(trainer, name, agreement.server)
@@ -223,8 +219,8 @@ def _path(runs: _Runs, agreement: Agreement, order: Sequence[str], on_progress: 
         near_server, near_trainer = runs.logits(trainer), runs.logits(server)
         change = Change(
             properties=tuple(order[: index + 1]),
-            on_trainer=math.inf if near_server is None or theirs is None else runs.kl(theirs, near_server).estimate,
-            on_server=math.inf if near_trainer is None or ours is None else runs.kl(near_trainer, ours).estimate,
+            on_trainer=math.inf if near_server is None else runs.kl(theirs, near_server).estimate,
+            on_server=math.inf if near_trainer is None else runs.kl(near_trainer, ours).estimate,
         )
         path.append(change)
         on_progress("find a path", index + 1, len(order))

@@ -12,7 +12,8 @@ Layers whose scale comes from calibration or past steps need their inputs' amaxe
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 
 import torch
@@ -29,7 +30,7 @@ from octavo.models import Llama
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor, Scaling
 
-__all__ = ["EngineCopies", "EngineLinear", "EngineModel", "engine_layers", "input_amaxes", "model_as"]
+__all__ = ["EngineCopies", "EngineLinear", "EngineModel", "engine_layers", "input_amaxes", "model_as", "watching"]
 
 KEPT_CASTS = 4  # casts of all weights that stay in memory, a byte an element each
 NORMS = ("input_layernorm", "post_attention_layernorm")  # whose outputs linear layers alone read
@@ -90,6 +91,12 @@ class EngineModel(nn.Module):
         """Token ids [B, T] → logits [B, T, V]."""
         cast = self.profile.kv_cache
         return logits_of(self.model, tokens, None if cast is None else _cached_as(cast))
+
+    def layer_output(self, path: str, x: Tensor) -> Tensor:
+        """Output of a linear layer for another engine's input, which a layer without casts takes in its own dtype."""
+        layer = self.layers.get(path)
+        y: Tensor = self.model.get_submodule(path)(x.to(self.profile.activations)) if layer is None else layer(x)
+        return y
 
 
 class EngineCopies:
@@ -182,21 +189,27 @@ def input_amaxes(model: nn.Module, windows: Iterable[Tensor]) -> dict[str, Tenso
     """Largest magnitude of every linear layer's input over windows of token ids [T], float32 [] by path."""
     amaxes: dict[str, Tensor] = {}
 
-    def watch(path: str) -> "torch.utils.hooks.RemovableHandle":
-        def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            amax = inputs[0].abs().amax().float()
-            amaxes[path] = torch.maximum(amaxes[path], amax) if path in amaxes else amax
+    def see(path: str, x: Tensor, _: Tensor) -> None:
+        amax = x.abs().amax().float()
+        amaxes[path] = torch.maximum(amaxes[path], amax) if path in amaxes else amax
 
-        return model.get_submodule(path).register_forward_pre_hook(record)
-
-    handles = [watch(path) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    try:
+    with watching({path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}, see):
         for window in windows:
             logits_of(model, window[None])
-    finally:
-        for handle in handles:
-            handle.remove()
     return amaxes
+
+
+@contextmanager
+def watching(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
+    """Call ``see(path, input, output)`` in each forward pass of the layers inside the block."""
+
+    def report(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda _, inputs, output: see(path, inputs[0], output)
+
+    with ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(report(path)))
+        yield
 
 
 def _weight_of(layer: nn.Linear) -> Tensor | QuantizedTensor:

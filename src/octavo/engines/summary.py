@@ -10,7 +10,7 @@ import torch
 from octavo.engines.agreement import MEANS, Agreement, LayerAgreement, mean_of
 from octavo.engines.attribution import Attribution, Change, PropertyEffect
 from octavo.engines.layer_differences import CodesDifference
-from octavo.engines.profile import NOT_RUN
+from octavo.engines.profile import NOT_RUN, EngineProfile
 from octavo.engines.properties import unproven
 from octavo.engines.suspects import Suspect
 from octavo.engines.token_scores import CLIP, TokenScores
@@ -168,8 +168,8 @@ def record(
     result: dict[str, Any] = {
         "format": FORMAT,
         **facts,
-        "trainer": _profile(agreement, "trainer"),
-        "server": _profile(agreement, "server"),
+        "trainer": _profile(agreement.trainer),
+        "server": _profile(agreement.server),
         "windows": len(agreement.scores),
         "context": agreement.length,
         "max_kl": agreement.max_kl,
@@ -194,11 +194,9 @@ def record(
     return result
 
 
-def _profile(agreement: Agreement, side: str) -> dict[str, Any]:
-    profile = agreement.trainer if side == "trainer" else agreement.server
-    return {"name": profile.name, "engine": profile.engine, "accumulate": str(profile.accumulate)} | {
-        NOT_RUN: list(unproven(profile))
-    }
+def _profile(profile: EngineProfile) -> dict[str, Any]:
+    facts = {"name": profile.name, "engine": profile.engine, "accumulate": str(profile.accumulate)}
+    return {**facts, NOT_RUN: list(unproven(profile))}
 
 
 def _tokens(windows: Sequence[TokenScores]) -> dict[str, Any]:

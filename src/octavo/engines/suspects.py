@@ -83,7 +83,7 @@ def find_suspects(
     tokens, theirs = tokens[: len(logprobs)], torch.cat(list(logprobs)).double()
     candidates = [(AS_CLAIMED, "", claimed), *neighbours(claimed, catalogue)]
     copies = copies_for(model, [profile for *_, profile in candidates], tokens)
-    groups: dict[bytes, list[tuple[str, str]]] = {}
+    groups: dict[bytes, tuple[Tensor, list[tuple[str, str]]]] = {}
     for index, (name, value, profile) in enumerate(candidates):
         on_progress("try every property", index, len(candidates))
         try:
@@ -91,9 +91,8 @@ def find_suspects(
             ours = torch.cat([text_log_probabilities(engine(w[None, :-1])[0], w[1:]) for w in tokens])
         except (BackendError, ConfigError):  # no engine has such a combination
             continue
-        groups.setdefault(ours.numpy().tobytes(), []).append((name, value))
-    suspects = [_suspect(torch.frombuffer(bytearray(key), dtype=torch.float64), theirs, changes)
-                for key, changes in groups.items()]  # fmt: skip
+        groups.setdefault(ours.numpy().tobytes(), (ours, []))[1].append((name, value))
+    suspects = [_suspect(ours, theirs, changes) for ours, changes in groups.values()]
     return tuple(sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta)))
 
 

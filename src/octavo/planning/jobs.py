@@ -1,12 +1,11 @@
 """Work that the planner predicts: a training step, its parallel layout, a service, a matrix product."""
 
-import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from octavo.errors import ConfigError
 from octavo.planning.hardware import Hardware
-from octavo.planning.model_shapes import ModelShape, Part
+from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import Precision
 
 __all__ = [
@@ -155,32 +154,6 @@ class TrainingJob:
     def tokens(self) -> int:
         """Tokens of one micro-batch on one context-parallel rank."""
         return max(1, self.micro_batch * self.seq // self.layout.cp)
-
-    @property
-    def head_layers(self) -> float:
-        """FLOPs of the head, as a number of layers."""
-        head = 6.0 * sum(linear.parameters for linear in self.model.linears() if linear.part == Part.HEAD)
-        return head * self.model.layers / (self.model.training_flops(self.seq) - head)
-
-    @property
-    def longest_stage(self) -> float:
-        """Layers of a pipeline's longest stage, the head counted by its FLOPs; all of them without a pipeline.
-
-        Each of a stage's ``vp`` parts holds the same number of whole layers, but for the last part of all, which holds
-        those that are left, and the head. The number is the one that makes the longest stage shortest.
-        """
-        layout, layers, head = self.layout, self.model.layers, self.head_layers
-        if layout.pp == 1:
-            return layers + head
-        parts = layout.pp * layout.vp
-        numbers = range(math.ceil(layers / parts), math.ceil(layers / (parts - 1)) + 1)
-        last = [(layout.vp - 1) * each + max(0, layers - (parts - 1) * each) + head for each in numbers]
-        return min(max(float(layout.vp * each), stage) for each, stage in zip(numbers, last, strict=True))
-
-    @property
-    def imbalance(self) -> float:
-        """Work of a pipeline's longest stage as a multiple of the mean stage's; 1 without a pipeline."""
-        return self.longest_stage * self.layout.pp / (self.model.layers + self.head_layers)
 
     def at(self, precision: Precision) -> "TrainingJob":
         """The same step in another precision."""

@@ -5,7 +5,7 @@ divided only where one does not fit. Layouts that do not fit into memory with ev
 pipelines whose longest stage has more than 1.1 times the mean stage's work.
 """
 
-import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,12 +13,12 @@ from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import Layout, Recompute, Sharding, TrainingJob
-from octavo.planning.model_shapes import ModelShape
+from octavo.planning.model_shapes import ModelShape, Part
 from octavo.planning.precision import unsupported_reason
 from octavo.planning.training_costs import training_parts
 from octavo.planning.training_memory import Memory, planned_memory, recomputed_share, training_memory
 
-__all__ = ["Candidate", "best_layout", "layouts"]
+__all__ = ["Candidate", "best_layout", "head_layers", "imbalance", "layouts", "longest_stage"]
 
 MICRO_BATCHES = tuple(1 << doublings for doublings in range(9))
 MOST_TOKENS = 65536  # of a micro-batch on one GPU
@@ -73,7 +73,10 @@ def layouts(model: ModelShape, hardware: Hardware, gpus: int, *, seq: int) -> It
             for cp in POWERS if seq >= 16384 else (1,):
                 if cp > 16 or gpus % (tp * pp * cp) or seq // cp < 4096 * (cp > 1):
                     continue
-                yield from _with_experts(model, Layout(gpus=gpus, tp=tp, pp=pp, cp=cp), hardware.domain)
+                for vp in range(1, 1 + (max(1, min(4, model.layers // (2 * pp))) if pp > 1 else 1)):
+                    layout = Layout(gpus=gpus, tp=tp, pp=pp, cp=cp, vp=vp)
+                    if imbalance(model, layout, seq=seq) <= MOST_IMBALANCE:
+                        yield from _with_experts(model, layout, hardware.domain)
 
 
 def _with_experts(model: ModelShape, layout: Layout, domain: int) -> Iterator[Layout]:
@@ -81,17 +84,42 @@ def _with_experts(model: ModelShape, layout: Layout, domain: int) -> Iterator[La
 
     Weights that are gathered for every use may be sharded inside a domain alone, with replicas in the others (HSDP).
     """
-    most = max(1, min(4, model.layers // (2 * layout.pp))) if layout.pp > 1 else 1
     kinds = (Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO1) if layout.pp == 1 else (Sharding.ZERO1,)
     ranks = layout.gpus // layout.pp
     for ep in POWERS if model.experts else (1,):
         if ep > 1 and (model.experts % ep or ranks % ep):
             continue
-        for kind, vp in itertools.product(kinds, range(1, most + 1)):
-            yield replace(layout, vp=vp, ep=ep, sharding=kind)
+        for kind in kinds:
+            yield replace(layout, ep=ep, sharding=kind)
         near = domain // layout.tp
         if layout.pp == 1 and 1 < near < layout.dp * layout.cp and layout.dp * layout.cp % near == 0 and ep <= domain:
             yield replace(layout, ep=ep, shard=near)
+
+
+def head_layers(model: ModelShape, *, seq: int) -> float:
+    """FLOPs of the head, as a number of layers."""
+    head = 6.0 * sum(linear.parameters for linear in model.linears() if linear.part == Part.HEAD)
+    return head * model.layers / (model.training_flops(seq) - head)
+
+
+def longest_stage(model: ModelShape, layout: Layout, *, seq: int) -> float:
+    """Layers of a pipeline's longest stage, the head counted by its FLOPs; all of them without a pipeline.
+
+    Each of a stage's ``vp`` parts holds the same number of whole layers, but for the last part of all, which holds
+    those that are left, and the head. The number is the one that makes the longest stage shortest.
+    """
+    head = head_layers(model, seq=seq)
+    if layout.pp == 1:
+        return model.layers + head
+    parts = layout.pp * layout.vp
+    numbers = range(math.ceil(model.layers / parts), math.ceil(model.layers / (parts - 1)) + 1)
+    last = [(layout.vp - 1) * each + max(0, model.layers - (parts - 1) * each) + head for each in numbers]
+    return min(max(float(layout.vp * each), stage) for each, stage in zip(numbers, last, strict=True))
+
+
+def imbalance(model: ModelShape, layout: Layout, *, seq: int) -> float:
+    """Work of a pipeline's longest stage as a multiple of the mean stage's; 1 without a pipeline."""
+    return longest_stage(model, layout, seq=seq) * layout.pp / (model.layers + head_layers(model, seq=seq))
 
 
 def best_layout(job: TrainingJob, constants: Constants, candidates: list[Layout] | None = None) -> list[Candidate]:
@@ -147,8 +175,6 @@ def _batches(job: TrainingJob, layout: Layout, constants: Constants) -> Iterator
         each = replace(job, layout=layout, micro_batch=micro)
         if layout.vp > 1 and each.micro_batches % layout.pp:
             continue  # interleaved stages pass micro-batches on in groups of pp
-        if each.imbalance > MOST_IMBALANCE:
-            return
         if not _fits(each):
             return
         yield predicted(each, constants)

@@ -24,7 +24,7 @@ def small(finished_run, text):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, small):
     out = tmp_path_factory.mktemp("agree") / "out"
-    result = run_octavo(*small, *SIDES, "--why", "--max-kl", 1e-9, "--save", out)
+    result = run_octavo(*small, *SIDES, "--why", "--max-kl", 1e-9, "--out", out)
     assert result.exit_code == 1, result.output
     return out, result
 

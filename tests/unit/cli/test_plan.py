@@ -146,7 +146,7 @@ def test_the_program_that_trains_can_be_chosen(octavo):
 def test_a_search_of_1024_gpus_tries_few_layouts():
     """Its time is that of its predictions, a few milliseconds each."""
     counts = {name: len(list(layouts(find_model(name), find_hardware("h100"), 1024, seq=8192))) for name in MODELS}
-    assert all(20 < count < 500 for count in counts.values()), counts
+    assert all(20 < count < 400 for count in counts.values()), counts
 
 
 def test_rows_are_predicted_as_one_list(octavo, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from octavo.planning import PlanRequest, find_hardware, find_model, fitted_constants, make_plan
 from octavo.planning.jobs import Layout, Recompute
-from octavo.planning.search import best_layout
+from octavo.planning.search import best_layout, head_layers, imbalance, longest_stage
 
 CONSTANTS = fitted_constants()
 
@@ -37,37 +37,30 @@ def test_fp8_recipes_have_the_best_of_all_layouts(name, gpus, hardware, seq):
             assert option.candidate.seconds["total"] <= 1.01 * best.seconds["total"], option.name
 
 
-def pipeline(name: str, pp: int, vp: int) -> Any:
-    job = plan(name, 1024, seq=2048).bf16.job
-    return replace(job, layout=Layout(gpus=1024, pp=pp, vp=vp))
-
-
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-2b", "llama-3-405b"])
 @pytest.mark.parametrize(("pp", "vp"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 3), (16, 1)])
 def test_the_longest_stage_is_the_shortest_of_all_divisions(name, pp, vp):
     """Every number of layers of the last part is tried; the other parts share the rest."""
-    job = pipeline(name, pp, vp)
-    layers, head, parts = job.model.layers, job.head_layers, pp * vp
+    model, layout = find_model(name), Layout(gpus=1024, pp=pp, vp=vp)
+    layers, head, parts = model.layers, head_layers(model, seq=2048), pp * vp
     stages = []
     for last in range(layers + 1):
         part = -(-(layers - last) // (parts - 1))
         if last <= part:
             stages.append(max(vp * part, (vp - 1) * part + last + head))
-    assert job.longest_stage == pytest.approx(min(stages))
-    assert job.imbalance == pytest.approx(min(stages) / ((layers + head) / pp))
+    assert longest_stage(model, layout, seq=2048) == pytest.approx(min(stages))
+    assert imbalance(model, layout, seq=2048) == pytest.approx(min(stages) / ((layers + head) / pp))
 
 
 def test_a_head_is_worth_layers():
-    """32 layers and a head of 2.4 on four stages: 9, 9, 9 and 5 with the head, rather than 8, 8, 8 and 10.4."""
-    assert pipeline("llama-3-8b", 4, 1).longest_stage == 9
+    """Llama 3 8B: 128256 x 4096 weights of the head, 218,103,808 of a layer, and attention to 1,024 earlier tokens.
 
-
-def test_the_head_counts_as_its_share_of_the_flops():
-    """Llama 3 8B: 128256 x 4096 weights of the head, 218,103,808 of a layer, and attention to 1,024 earlier tokens."""
-    job = pipeline("llama-3-8b", 1, 1)
-    layer = 6 * 218_103_808 + 3 * 2 * 4096 * 2 * 1024
-    assert job.head_layers == pytest.approx(6 * 128256 * 4096 / layer, rel=1e-3)
-    assert job.imbalance == 1
+    That makes 2.4 of its 32 layers. On four stages: 9, 9, 9 and 5 with the head, rather than 8, 8, 8 and 10.4.
+    """
+    model, layer = find_model("llama-3-8b"), 6 * 218_103_808 + 3 * 2 * 4096 * 2 * 1024
+    assert head_layers(model, seq=2048) == pytest.approx(6 * 128256 * 4096 / layer, rel=1e-3)
+    assert longest_stage(model, Layout(gpus=4, pp=4), seq=2048) == 9
+    assert imbalance(model, Layout(gpus=4), seq=2048) == 1
 
 
 @pytest.mark.long
@@ -79,7 +72,7 @@ def test_pipelines_are_even_and_interleave_whole_groups(name, gpus):
     found = [each.job for each in best_layout(job, CONSTANTS) if each.job.layout.pp > 1]
     assert found
     for each in found:
-        assert each.imbalance <= 1.1
+        assert imbalance(each.model, each.layout, seq=each.seq) <= 1.1
         assert each.layout.vp == 1 or each.micro_batches % each.layout.pp == 0
 
 
