@@ -11,7 +11,7 @@ from octavo.nn.scaling_state import load_scaling_state, nonfinite_counts, scalin
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize
 
 if _typing.TYPE_CHECKING:  # loaded on first use
-    from octavo import plot
+    from octavo import plot, rl
     from octavo.engines import agree
     from octavo.export import load_quantized, save_quantized
     from octavo.quantization import calibrate, convert_qat, load_calibration, prepare_qat
@@ -45,6 +45,7 @@ __all__ = [
     "quantize",
     "recipes",
     "restore",
+    "rl",
     "save_quantized",
     "scaled_mm",
     "scaling_state",

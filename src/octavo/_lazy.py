@@ -17,6 +17,7 @@ LATER = {  # name → its module, or itself for a module
     **dict.fromkeys(("load_quantized", "save_quantized"), "export"),
     "agree": "engines",
     "plot": "plot",
+    "rl": "rl",
 }
 
 

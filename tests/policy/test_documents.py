@@ -105,12 +105,12 @@ def optional_libraries(block):
 def test_python_runs(name, tmp_path, monkeypatch):
     """A page's blocks run one after the other in one namespace, in an empty folder.
 
-    A page is skipped if a library that its first block imports is not installed. Deprecations in such a library's own
-    code are ignored.
+    A page is skipped if a library that its blocks import is not installed. Deprecations in such a library's own code
+    are ignored.
     """
     monkeypatch.chdir(tmp_path)
     text = BY_NAME[name].read_text()
-    libraries = optional_libraries(fences(text, "python")[0][1])
+    libraries = set().union(*(optional_libraries(block) for _, block in fences(text, "python")))
     if missing := sorted(library for library in libraries if importlib.util.find_spec(library) is None):
         pytest.skip(f"{name} needs {', '.join(missing)}, not installed")
     namespace = {"__name__": "__main__"}

@@ -43,6 +43,7 @@ ROWS = (
     "export",
     "onnx",
     "engines",
+    "rl",
     "inference",
     "serving",
     "bench",

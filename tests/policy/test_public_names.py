@@ -26,7 +26,7 @@ PUBLIC = {
     # checkpoints in FP8
     "load_quantized", "save_quantized",
     # trainer and server
-    "agree",
+    "agree", "rl",
     # figures
     "plot",
     # modules

@@ -104,6 +104,7 @@ class EngineCopies:
 
     Args:
         model: octavo's Llama or a model of transformers, in high precision or with stored FP8 codes; not changed.
+            Copies compute by their classes' ``forward``, not by one that a trainer has set on the model.
         input_amaxes: by path, as :func:`input_amaxes` gives them; None serves profiles that measure their inputs.
 
     Example:
@@ -221,6 +222,8 @@ def _shared_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Modul
     """A copy with the same tensors; with ``dtype``, floating parameters of 16 bits and more are rounded to it."""
     tensors = [*model.parameters(), *model.buffers()]
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for module in copied.modules():
+        vars(module).pop("forward", None)  # set by accelerate or TRL, and bound to the model that was copied
     if dtype is None:
         return copied
     rounded: dict[int, nn.Parameter] = {}  # tied parameters stay tied

@@ -13,7 +13,7 @@ from octavo.engines.layer_differences import CodesDifference
 from octavo.engines.profile import NOT_RUN, EngineProfile
 from octavo.engines.properties import unproven
 from octavo.engines.suspects import Suspect
-from octavo.engines.token_scores import CLIP, TokenScores
+from octavo.engines.token_scores import CLIP, TokenScores, effective_share
 from octavo.experiments.intervals import Interval
 
 __all__ = [
@@ -93,11 +93,10 @@ WHOLE = {
 def _whole(windows: Sequence[TokenScores]) -> dict[str, float]:
     """Numbers of all tokens together."""
     delta = torch.cat([scores.delta.abs() for scores in windows])
-    weights = torch.cat([scores.log_ratio for scores in windows]).exp()
     return {
         "p99": float(delta.quantile(0.99)),
         "max": float(delta.max()),
-        "effective_share": float(weights.sum().square() / (len(weights) * weights.square().sum())),
+        "effective_share": effective_share(torch.cat([scores.log_ratio for scores in windows])),
         "logit_rms": math.sqrt(sum(scores.logit_squares for scores in windows) / len(windows)),
         "logit_max": max(scores.largest_logit for scores in windows),
     }

@@ -20,7 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CLIP", "TokenScores", "divergences", "log_probabilities", "score_tokens", "text_log_probabilities"]
+__all__ = [
+    "CLIP",
+    "TokenScores",
+    "divergences",
+    "effective_share",
+    "is_clipped",
+    "k3_estimate",
+    "log_probabilities",
+    "score_tokens",
+    "text_log_probabilities",
+]
 
 CLIP = 0.2  # of PPO
 ROWS = 64  # positions whose probabilities are FP64 at a time: 25 MB of a vocabulary of 49,152
@@ -54,12 +64,33 @@ class TokenScores:
     @property
     def k3(self) -> Tensor:
         """Estimator r − 1 − log r."""
-        return torch.expm1(self.log_ratio) - self.log_ratio
+        return k3_estimate(self.log_ratio)
 
     @property
     def clipped(self) -> Tensor:
         """1 where PPO's clip begins, else 0."""
-        return (torch.expm1(self.log_ratio).abs() > CLIP).double()
+        return is_clipped(self.log_ratio).double()
+
+
+def k3_estimate(log_ratio: Tensor) -> Tensor:
+    """Estimator r − 1 − log r of each token's KL(server ‖ trainer), at least 0."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def is_clipped(log_ratio: Tensor) -> Tensor:
+    """True where |r − 1| is above :data:`CLIP`."""
+    return torch.expm1(log_ratio).abs() > CLIP
+
+
+def effective_share(log_ratio: Tensor) -> float:
+    """(Σ r)² / (N Σ r²) of N tokens.
+
+    Example:
+        >>> effective_share(torch.zeros(4)), effective_share(torch.tensor([0.0, -torch.inf]))
+        (1.0, 0.5)
+    """
+    weights = (log_ratio - log_ratio.max()).exp()  # a common factor cancels; this one cannot overflow
+    return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
 
 
 def score_tokens(trainer: Tensor, server: Tensor, targets: Tensor, generator: torch.Generator) -> TokenScores:
