@@ -232,7 +232,8 @@ def sample_rollout(
     check_whole("max_new_tokens", max_new_tokens, least=1)
     engine, tokens = _under(model, profile, prompts), prompts
     running = torch.ones(len(prompts), dtype=torch.bool)
-    drawn_probs, masks = [], []
+    drawn_probs: list[Tensor] = []
+    masks: list[Tensor] = []
     while len(masks) < max_new_tokens and running.any():
         distribution = _row(_logits(engine, tokens)[:, -1], temperature).cpu()
         drawn = torch.multinomial(distribution.exp(), 1, generator=generator)[:, 0]

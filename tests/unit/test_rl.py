@@ -18,8 +18,12 @@ VOCABULARY = 24
 @pytest.fixture(scope="module")
 def policy():
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
-    llama = Llama(LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_positions=32))
+    llama = Llama(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1,
+            max_positions=32,
+        )
+    )  # fmt: skip
     with torch.no_grad():
         llama.lm_head.weight.mul_(8)  # a distribution that is not flat
     return llama

@@ -67,7 +67,7 @@ class ProfileRollouts:
             ours = log_probs(policy, rollout.tokens, temperature=arguments.temperature).cpu()
             texts = zip(rollout.tokens.cpu(), rollout.log_probs, ours, rollout.mask, strict=True)
             drawn += [(ids[1:][mask], theirs[mask], own[mask]) for ids, theirs, own, mask in texts]
-        tokens, server, own = zip(*drawn, strict=True)
+        tokens, server, own = map(list, zip(*drawn, strict=True))
         mask = pad_sequence([torch.ones_like(each, dtype=torch.bool) for each in tokens], batch_first=True)
         self.monitor.update(pad_sequence(own, batch_first=True), pad_sequence(server, batch_first=True), mask)
         return {
