@@ -6,9 +6,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.study_run import DATA, REPORT, check_same_config
+from octavo.cli.thread_choice import threads_of
 from octavo.errors import ConfigError
 from octavo.experiments import grid_tables
 from octavo.experiments.bars import Bars, read_bars, save_bars
@@ -19,6 +22,7 @@ from octavo.experiments.grid_results import write_results
 from octavo.experiments.presets import Preset, outcome, preset_named
 from octavo.experiments.run_measures import Phase
 from octavo.experiments.study import DEFAULT_RECIPES, check_study_data
+from octavo.parallel.process_group import Place
 from octavo.reports.grid import grid_page
 from octavo.reports.rendering import write_page
 from octavo.text.corpus import Split
@@ -95,26 +99,44 @@ def study_grid(
     preset: Preset | None = None,
     bars: Path | None = None,
     jobs: int = 1,
+    place: Place | None = None,
+    chooses_threads: bool = False,
     as_json: bool = False,
 ) -> None:
     """Run the cells of a grid that are not finished, and print and write what all of them say.
+
+    Ranks of a launch are processes that share the folder's cells: all of them run cells, and the first one waits for
+    the others and prints.
+
+    Args:
+        config: configuration of the runs.
+        out: the study's folder.
+        grid: the cells.
+        preset: whose claims are tested.
+        bars: file of the bars.
+        jobs: processes of this machine.
+        place: this process's place in a launch.
+        chooses_threads: take the folder's number of threads, or as many as there are free cores for each process.
+        as_json: print JSON.
 
     Raises:
         ConfigError: an invalid cell; ``out`` holds a study of another configuration or with other bars.
         DataError: a split of the text is too short.
     """
+    is_first = place is None or place.rank == 0
     check_run_fits(config, SMALLEST_VOCABULARY)
-    check_same_config(config, out)
     for cell in grid.cells:
         cell.config(config)
     own_bars = _bars(out / BARS, bars)
-    out.mkdir(parents=True, exist_ok=True)
-    save_bars(own_bars, out / BARS)
-    with open_display() as display:
-        data = _prepared(config, out, phases(display))
-        save_config(config, out / CONFIG)
+    if place is not None and place.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(place.local_rank)
+    with open_display(quiet=not is_first) as display:
+        ranks = (jobs if place is None else place.local_size) if chooses_threads else None
+        config, data = _begun(config, out, own_bars, phases(display), ranks=ranks)
         with _workers(jobs - 1, grid, config, out):
-            results = _run_shown(grid, config, out, data, display)
+            results = _run_shown(grid, config, out, data, display, wait=is_first)
+    if not is_first:
+        return
     comparison = GridComparison(
         results,
         baseline=grid.variants[0].name,
@@ -126,7 +148,9 @@ def study_grid(
     _print(comparison, preset, out, names, as_json=as_json)
 
 
-def _run_shown(grid: Grid, config: RunConfig, out: Path, data: TokenData, display: Display) -> tuple[CellResult, ...]:
+def _run_shown(
+    grid: Grid, config: RunConfig, out: Path, data: TokenData, display: Display, *, wait: bool
+) -> tuple[CellResult, ...]:
     """Run the grid with a line for each finished cell, and one bar."""
     finished, advance = 0, display.phase("runs", len(grid.cells))
 
@@ -140,7 +164,7 @@ def _run_shown(grid: Grid, config: RunConfig, out: Path, data: TokenData, displa
     def on_phase(phase: Phase) -> None:
         advance(finished, f"{phase.name} {phase.done:,.0f}/{phase.total:,.0f}")
 
-    return run_grid(grid, config, out, data=data, on_phase=on_phase, on_cell=on_cell)
+    return run_grid(grid, config, out, data=data, wait=wait, on_phase=on_phase, on_cell=on_cell)
 
 
 def _bars(own: Path, given: Path | None) -> Bars:
@@ -156,12 +180,26 @@ def _bars(own: Path, given: Path | None) -> Bars:
     return bars
 
 
-def _prepared(config: RunConfig, out: Path, show: Callable[..., None]) -> TokenData:
-    """The study's tokens, prepared by one process at a time."""
-    with locked(out / ".data.lock", wait=True):
+def _begun(
+    config: RunConfig, out: Path, bars: Bars, show: Callable[..., None], *, ranks: int | None
+) -> tuple[RunConfig, TokenData]:
+    """The study's configuration and tokens, written by one process at a time; ``ranks`` share chosen threads."""
+    if (out / CONFIG).exists():
+        config = _with_threads(config, out, ranks)
+    check_same_config(config, out)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".data.lock", wait=True):  # another process may have begun meanwhile, with its threads
+        config = _with_threads(config, out, ranks)
+        check_same_config(config, out)
+        save_bars(bars, out / BARS)
         with preparing(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show) as tokens:
             check_study_data(tokens, config)
-        return open_data(out / DATA)
+        save_config(config, out / CONFIG)
+        return config, open_data(out / DATA)
+
+
+def _with_threads(config: RunConfig, out: Path, ranks: int | None) -> RunConfig:
+    return config if ranks is None else config.with_training(threads=threads_of(out, goes_on=True, ranks=ranks))
 
 
 @contextmanager
