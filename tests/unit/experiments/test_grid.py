@@ -174,9 +174,19 @@ def test_claims_of_presets_are_about_cells_of_their_grids(name):
     grid = preset.grid((0, 1, 2))
     groups = {(cell.variant.name, cell.lr, cell.warmup) for cell in grid.cells}
     assert preset.claims
-    assert {group for claim in preset.claims for group in (claim.better, claim.worse)} <= groups
+    named = ((claim.better, claim.worse, *(claim.baselines or ())) for claim in preset.claims)
+    assert {group for claim in named for group in claim} <= groups
     for cell in grid.cells:
         assert cell.config(tiny_config()).training.recipe == cell.variant.recipe
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gradient-jump", "norm-weights", "smooth-swiglu", "widths"])
+def test_runs_of_a_preset_train_and_differ(name, data, tmp_path):
+    base = tiny_config(steps=4)
+    results = run_grid(preset_named(name).grid((0,)), base, tmp_path, data=data)
+    assert not any(result.diverged for result in results)
+    assert len({result.run.nats for result in results}) >= len(results) - 1  # after four steps two may agree
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest():
