@@ -1,6 +1,6 @@
 """Changes of the initial weights that a study trains from.
 
-**Width** (``mu_base_width``; µP, Yang et al., arXiv 2203.03466, tables 3 and 8). With m = hidden_size / mu_base_width:
+**Width** (``mu_base_width``; µP, Yang et al., arXiv 2203.03466, table 3). With m = hidden_size / mu_base_width:
 
 | weights               | initial std | learning rate | weight decay | decay in a step |
 |-----------------------|-------------|---------------|--------------|-----------------|

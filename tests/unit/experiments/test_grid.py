@@ -15,6 +15,7 @@ from octavo.experiments.presets import PRESETS, preset_named
 from octavo.training import loop
 from octavo.training.loop import train
 from octavo.training.run_folder import load_run
+from tests.policy.source_tree import ROOT
 from tests.unit.training.tiny_runs import tiny_config
 
 BF16, TENSORWISE = (Variant(name=name, recipe=name) for name in ("bf16", "tensorwise"))
@@ -201,3 +202,11 @@ def test_bars_are_read_as_they_were_written(tmp_path):
     (tmp_path / "bars.toml").write_text("gap_nats = -1.0\n")
     with pytest.raises(ConfigError, match=r"gap_nats must be above 0, not -1\.0"):
         read_bars(tmp_path / "bars.toml")
+
+
+def test_every_preset_is_on_the_page_of_presets():
+    page = (ROOT / "docs" / "reference" / "study-presets.md").read_text()
+    assert [name for name in PRESETS if f"| `{name}` |" not in page] == []
+    keys = {key for preset in PRESETS.values() for variant in preset.variants for key in variant.training}
+    explained = keys - {"precision_schedule", "convert_head", "moments"}  # of runs in general
+    assert [key for key in explained if f"`{key} = " not in page] == []
