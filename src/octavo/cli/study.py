@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli import options
-from octavo.cli.study_grid import GridOptions, refuse, study_grid
+from octavo.cli.study_grid import GridOptions, Sharing, refuse, study_grid
 from octavo.cli.study_run import compare, print_study
 from octavo.cli.thread_choice import sets_threads, threads_of
 from octavo.experiments.presets import PRESETS
@@ -87,17 +87,8 @@ def study(
         refuse(jobs > 1 and place is not None, "--jobs", "one process; each rank of a launch is one, so leave it out")
         names = None if recipes == ",".join(DEFAULT_RECIPES) else recipe_names
         grid, chosen = grid_options.grid(names, first_seed=run_config.training.seed)
-        study_grid(
-            run_config,
-            out,
-            grid=grid,
-            preset=chosen,
-            bars=bars,
-            jobs=jobs,
-            place=place,
-            chooses_threads=chooses_threads,
-            as_json=as_json,
-        )
+        sharing = Sharing(jobs=jobs, place=place, chooses_threads=chooses_threads)
+        study_grid(run_config, out, grid=grid, preset=chosen, bars=bars, sharing=sharing, as_json=as_json)
         return
     if chooses_threads:
         run_config = run_config.with_training(threads=threads_of(out, goes_on=not force))

@@ -33,8 +33,9 @@ from octavo.training.evaluate import unigram_entropy
 from octavo.training.memory import check_run_fits
 from octavo.training.run_folder import CONFIG
 from octavo.training.signals import StoppedBySignal
+from octavo.training.study_facts import facts_of
 
-__all__ = ["GridOptions", "refuse", "study_grid"]
+__all__ = ["GridOptions", "Sharing", "refuse", "study_grid"]
 
 BARS = "bars.toml"
 FACTOR = "1"  # of the learning rate and of the warm-up, by default
@@ -78,6 +79,28 @@ class GridOptions:
         return grid, None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Processes that share a grid's cells.
+
+    Attributes:
+        jobs: of this command.
+        place: this command's place in a launch; None outside of one.
+        chooses_threads: take the folder's number of CPU threads, or as many as there are free cores for each process.
+    """
+
+    jobs: int = 1
+    place: Place | None = None
+    chooses_threads: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        """Processes that share this machine's free cores; None if the configuration sets the threads."""
+        if not self.chooses_threads:
+            return None
+        return self.jobs if self.place is None else self.place.local_size
+
+
 def refuse(given: bool, option: str, needs: str) -> None:
     """Raise ConfigError if an option was given that has no effect."""
     if given:
@@ -98,9 +121,7 @@ def study_grid(
     grid: Grid,
     preset: Preset | None = None,
     bars: Path | None = None,
-    jobs: int = 1,
-    place: Place | None = None,
-    chooses_threads: bool = False,
+    sharing: Sharing | None = None,
     as_json: bool = False,
 ) -> None:
     """Run the cells of a grid that are not finished, and print and write what all of them say.
@@ -114,16 +135,15 @@ def study_grid(
         grid: the cells.
         preset: whose claims are tested.
         bars: file of the bars.
-        jobs: processes of this machine.
-        place: this process's place in a launch.
-        chooses_threads: take the folder's number of threads, or as many as there are free cores for each process.
+        sharing: processes that run the cells; None for this one, with the configuration's threads.
         as_json: print JSON.
 
     Raises:
         ConfigError: an invalid cell; ``out`` holds a study of another configuration or with other bars.
         DataError: a split of the text is too short.
     """
-    is_first = place is None or place.rank == 0
+    sharing = sharing or Sharing()
+    place, is_first = sharing.place, sharing.place is None or sharing.place.rank == 0
     check_run_fits(config, SMALLEST_VOCABULARY)
     for cell in grid.cells:
         cell.config(config)
@@ -131,9 +151,8 @@ def study_grid(
     if place is not None and place.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(place.local_rank)
     with open_display(quiet=not is_first) as display:
-        ranks = (jobs if place is None else place.local_size) if chooses_threads else None
-        config, data = _begun(config, out, own_bars, phases(display), ranks=ranks)
-        with _workers(jobs - 1, grid, config, out):
+        config, data = _begun(config, out, own_bars, phases(display), ranks=sharing.ranks)
+        with _workers(sharing.jobs - 1, grid, config, out):
             results = _run_shown(grid, config, out, data, display, wait=is_first)
     if not is_first:
         return
@@ -144,7 +163,7 @@ def study_grid(
         unigram_nats=unigram_entropy(data, Split.VALIDATION),
     )
     names = write_results(results, out)
-    _write_report(comparison, preset, out)
+    _write_report(comparison, preset, out, _facts(grid, config, data))
     _print(comparison, preset, out, names, as_json=as_json)
 
 
@@ -225,9 +244,16 @@ def _work(grid: Grid, config: RunConfig, out: Path) -> None:
         run_grid(grid, config, out, data=open_data(out / DATA), wait=False)
 
 
-def _write_report(comparison: GridComparison, preset: Preset | None, out: Path) -> None:
+def _facts(grid: Grid, config: RunConfig, data: TokenData) -> dict[str, str]:
+    shape = config.model.llama(vocab_size=data.vocab_size, max_positions=config.training.context)
+    facts = facts_of(config, data, parameters=shape.parameters)
+    steps = f"{config.training.steps:,} a run"
+    return facts | {"seed": ", ".join(map(str, grid.seeds)), "steps": steps}
+
+
+def _write_report(comparison: GridComparison, preset: Preset | None, out: Path, facts: dict[str, str]) -> None:
     try:
-        page = grid_page(comparison, preset)
+        page = grid_page(comparison, preset, facts)
     except ConfigError as error:
         print_lines(f"note: no {REPORT}: {error}", to_stderr=True)
         return

@@ -1,5 +1,7 @@
 """Jumps of gradients: runs of dynamic scales keep every bit, delayed scales meet what their history does not know."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -30,7 +32,8 @@ def test_without_history_a_jump_changes_no_bit(tmp_path, data, recipe):
 
 def test_delayed_scales_meet_the_jump_unprepared(tmp_path, data):
     """Before the head, gradients are not cast yet: their amax is that of the other run, times the power."""
-    amaxes, norms = {}, {}
+    amaxes: dict[str, list[float]] = {}
+    norms = {}
     for name, jumps in (("with", JUMPS), ("without", ())):
         config = tiny_config(recipe="delayed", recipe_options={"history_length": 1}, gradient_jumps=jumps)
         model, converted = build_model(config, data.vocab_size)
@@ -38,7 +41,7 @@ def test_delayed_scales_meet_the_jump_unprepared(tmp_path, data):
         trainer = Trainer(config, tmp_path / name, model, data=data, on_event=lambda _: None, converted=converted)
         model.train()
         log = trainer.open_log()
-        amaxes[name], layer = [], model.model.layers[-1].mlp.down_proj
+        amaxes[name], layer = [], cast("Any", model.model.layers[-1]).mlp.down_proj
         for _ in range(4):
             trainer.train_step(log)
             amaxes[name].append(layer.amax_history.amax[2].item())

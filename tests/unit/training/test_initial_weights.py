@@ -1,6 +1,7 @@
 """µP's initial weights, learning rates and decay against the formulas written out; channels that begin aligned."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ def test_the_base_width_changes_nothing(tmp_path, data):
 def test_aligned_channels_are_equal_and_large():
     model, _ = build_model(tiny_config(aligned_channels=3), 300)
     usual, _ = build_model(tiny_config(), 300)
-    mlp, same = model.model.layers[0].mlp, usual.model.layers[0].mlp
+    mlp: Any = model.model.layers[0].mlp
+    same: Any = usual.model.layers[0].mlp
     assert torch.equal(mlp.gate_proj.weight[:3], 16 * same.gate_proj.weight[:3])
     assert torch.equal(mlp.up_proj.weight[:3], mlp.gate_proj.weight[:3])
     assert torch.equal(mlp.gate_proj.weight[3:], same.gate_proj.weight[3:])

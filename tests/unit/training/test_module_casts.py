@@ -1,6 +1,7 @@
 """Norms whose weights are cast, and smoothed MLPs: what a run's model computes, in which steps, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -31,11 +32,11 @@ def blocks_of_32(weight):
 def test_a_norms_weight_is_that_of_its_codes():
     config = tiny_config(recipe="mxfp8", recipe_options={"scale_rounding": "floor"}, cast_norms=True)
     model, _ = build_model(dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_size=48)), 300)
-    norm = model.model.norm
+    norm: Any = model.model.norm
     with torch.no_grad():
         norm.weight.copy_(1 + 0.5 * torch.randn(48, generator=torch.Generator().manual_seed(0)))
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    wanted = RMSNorm(48)
+    wanted: Any = RMSNorm(48)
     wanted.weight.data = torch.from_numpy(blocks_of_32(norm.weight.detach().numpy()))
     assert not torch.equal(wanted.weight, norm.weight)
     assert torch.equal(norm(x), wanted(x))
@@ -49,23 +50,25 @@ def test_every_norm_is_cast_and_only_in_fp8_phases():
         recipe="mxfp8", cast_norms=True, smooth_swiglu=True, precision_schedule=(("bf16", 0.0), ("fp8", 0.5))
     )
     model, _ = build_model(config, 300)
+    mlp: Any = model.model.layers[0].mlp
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
     assert len(norms) == 3
     for step, on in ((1, False), (4, True), (3, False)):
         apply_recipe(model, config.training, step=step)
         assert all((norm.weight_cast is not None) == on for norm in norms)
-        assert model.model.layers[0].mlp.is_smooth == on
+        assert mlp.is_smooth == on
 
 
 @pytest.mark.long
 def test_a_smooth_run_is_another_run_in_fp8_only(tmp_path, data):
     weights = {}
-    for name, training in {
+    changes: dict[str, dict[str, Any]] = {
         "plain": {},
         "smooth": {"smooth_swiglu": True},
         "phases": {"smooth_swiglu": True, "precision_schedule": (("bf16", 0.0),)},
         "bf16": {"recipe": "bf16"},
-    }.items():
+    }
+    for name, training in changes.items():
         train(tiny_config(**({"recipe": "tensorwise", "aligned_channels": 4} | training)), tmp_path / name, data=data)
         weights[name] = load_run(tmp_path / name).model.state_dict()
     key = "model.layers.0.mlp.down_proj.weight"
