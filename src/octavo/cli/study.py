@@ -55,7 +55,7 @@ def study(
     """Train one model in several precisions, all else equal, and measure what each costs.
 
     A second call skips finished runs and resumes an interrupted one. Processes on one folder share the runs of several
-    seeds: those of --jobs, ranks of torchrun or srun, or the same command started by Ray or by hand.
+    seeds: those of --jobs, ranks of torchrun or srun, or the same command started by Ray or in other shells.
     """
     del hub  # its option opens the Hub
     run_config = options.configured(
