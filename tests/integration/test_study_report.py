@@ -1,9 +1,12 @@
-"""The study's report in a real browser: it draws its figures, passes the checks of pages, and is light or dark."""
+"""Studies' reports in a real browser: they draw their figures, pass the checks of pages, and are light or dark."""
 
 import pytest
 
+from octavo.experiments.presets import PRESETS
+from octavo.reports.grid import grid_page
 from octavo.reports.rendering import write_page
 from octavo.reports.study import study_page
+from tests.unit.experiments.test_grid_comparison import compared, result
 from tests.unit.training.synthetic_study import study
 
 
@@ -18,4 +21,17 @@ def test_the_report_opens_in_light_and_dark(tmp_path, open_page, page_faults):
     light = page.evaluate(shown)
     page.emulate_media(color_scheme="dark")
     page.wait_for_function(f"light => {shown} !== light", arg=light)
+    assert page_faults(path) == []
+
+
+@pytest.mark.long
+def test_a_presets_page_says_what_became_of_its_claims(tmp_path, open_page, page_faults):
+    losses = {"bf16": 4.0, "tensorwise": 4.001, "hopper": 4.03}
+    results = [result(name, seed, nats + 0.01 * seed) for name, nats in losses.items() for seed in range(5)]
+    path = tmp_path / "report.html"
+    write_page(path, grid_page(compared(results), PRESETS["accumulation"], {"model": "a decoder", "seed": "0 to 4"}))
+    page = open_page(path)
+    assert page.locator("h1").inner_text() == "1 claim rerun: 1 confirmed, 0 contradicted, 0 open"
+    table = page.locator(".wide.layers")  # the verdicts, which no reader should have to scroll to
+    assert table.evaluate("table => table.scrollWidth <= table.clientWidth")
     assert page_faults(path) == []

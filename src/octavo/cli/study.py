@@ -1,16 +1,18 @@
 """``octavo study``: train one model in several precisions, on your own text and configuration."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from octavo.cli import options
-from octavo.cli.study_grid import GridOptions, refuse, study_grid
+from octavo.cli.study_grid import GridOptions, Sharing, refuse, study_grid
 from octavo.cli.study_run import compare, print_study
 from octavo.cli.thread_choice import sets_threads, threads_of
 from octavo.experiments.presets import PRESETS
 from octavo.experiments.study import DEFAULT_RECIPES
+from octavo.parallel.process_group import place_of
 
 __all__ = ["study"]
 
@@ -52,7 +54,8 @@ def study(
 ) -> None:
     """Train one model in several precisions, all else equal, and measure what each costs.
 
-    A second call skips finished runs and resumes an interrupted one.
+    A second call skips finished runs and resumes an interrupted one. Processes on one folder share the runs of several
+    seeds: those of --jobs, ranks of torchrun or srun, or the same command started by Ray or in other shells.
     """
     del hub  # its option opens the Hub
     run_config = options.configured(
@@ -71,19 +74,23 @@ def study(
         threads=threads,
         device=device,
     )
-    if threads is None and not sets_threads(config):
-        run_config = run_config.with_training(threads=threads_of(out, goes_on=not force, ranks=jobs))
+    chooses_threads, place = threads is None and not sets_threads(config), place_of(os.environ)
     recipe_names = tuple(name.strip() for name in recipes.split(",") if name.strip())
     grid_options = GridOptions(seeds=seeds, lr_factors=lr_factors, warmup_factors=warmup_factors, preset=preset)
     if grid_options.is_one_run:
         refuse(bars is not None, "--bars", "several seeds or factors; add --seeds 5")
         refuse(jobs > 1, "--jobs", "several seeds or factors; add --seeds 5")
+        refuse(place is not None and place.size > 1, "a launch of several ranks", "several seeds; add --seeds 5")
     else:
         refuse(prompt is not None, "--prompt", "one seed; leave it out")
         refuse(force, "--force", "one seed; remove the folder, or name another with --out")
+        refuse(jobs > 1 and place is not None, "--jobs", "one process; each rank of a launch is one, so leave it out")
         names = None if recipes == ",".join(DEFAULT_RECIPES) else recipe_names
         grid, chosen = grid_options.grid(names, first_seed=run_config.training.seed)
-        study_grid(run_config, out, grid=grid, preset=chosen, bars=bars, jobs=jobs, as_json=as_json)
+        sharing = Sharing(jobs=jobs, place=place, chooses_threads=chooses_threads)
+        study_grid(run_config, out, grid=grid, preset=chosen, bars=bars, sharing=sharing, as_json=as_json)
         return
+    if chooses_threads:
+        run_config = run_config.with_training(threads=threads_of(out, goes_on=not force))
     study_result = compare(run_config, out, recipes=recipe_names, prompt=prompt, force=force)
     print_study(study_result, run_config, out, as_json=as_json)

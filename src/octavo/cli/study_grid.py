@@ -6,9 +6,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.study_run import DATA, REPORT, check_same_config
+from octavo.cli.thread_choice import threads_of
 from octavo.errors import ConfigError
 from octavo.experiments import grid_tables
 from octavo.experiments.bars import Bars, read_bars, save_bars
@@ -19,6 +22,7 @@ from octavo.experiments.grid_results import write_results
 from octavo.experiments.presets import Preset, outcome, preset_named
 from octavo.experiments.run_measures import Phase
 from octavo.experiments.study import DEFAULT_RECIPES, check_study_data
+from octavo.parallel.process_group import Place
 from octavo.reports.grid import grid_page
 from octavo.reports.rendering import write_page
 from octavo.text.corpus import Split
@@ -29,8 +33,9 @@ from octavo.training.evaluate import unigram_entropy
 from octavo.training.memory import check_run_fits
 from octavo.training.run_folder import CONFIG
 from octavo.training.signals import StoppedBySignal
+from octavo.training.study_facts import facts_of
 
-__all__ = ["GridOptions", "refuse", "study_grid"]
+__all__ = ["GridOptions", "Sharing", "refuse", "study_grid"]
 
 BARS = "bars.toml"
 FACTOR = "1"  # of the learning rate and of the warm-up, by default
@@ -74,6 +79,28 @@ class GridOptions:
         return grid, None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Processes that share a grid's cells.
+
+    Attributes:
+        jobs: of this command.
+        place: this command's place in a launch; None outside of one.
+        chooses_threads: take the folder's number of CPU threads, or as many as there are free cores for each process.
+    """
+
+    jobs: int = 1
+    place: Place | None = None
+    chooses_threads: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        """Processes that share this machine's free cores; None if the configuration sets the threads."""
+        if not self.chooses_threads:
+            return None
+        return self.jobs if self.place is None else self.place.local_size
+
+
 def refuse(given: bool, option: str, needs: str) -> None:
     """Raise ConfigError if an option was given that has no effect."""
     if given:
@@ -94,27 +121,41 @@ def study_grid(
     grid: Grid,
     preset: Preset | None = None,
     bars: Path | None = None,
-    jobs: int = 1,
+    sharing: Sharing | None = None,
     as_json: bool = False,
 ) -> None:
     """Run the cells of a grid that are not finished, and print and write what all of them say.
+
+    Ranks of a launch are processes that share the folder's cells: all of them run cells, and the first one waits for
+    the others and prints.
+
+    Args:
+        config: configuration of the runs.
+        out: the study's folder.
+        grid: the cells.
+        preset: whose claims are tested.
+        bars: file of the bars.
+        sharing: processes that run the cells; None for this one, with the configuration's threads.
+        as_json: print JSON.
 
     Raises:
         ConfigError: an invalid cell; ``out`` holds a study of another configuration or with other bars.
         DataError: a split of the text is too short.
     """
+    sharing = sharing or Sharing()
+    place, is_first = sharing.place, sharing.place is None or sharing.place.rank == 0
     check_run_fits(config, SMALLEST_VOCABULARY)
-    check_same_config(config, out)
     for cell in grid.cells:
         cell.config(config)
     own_bars = _bars(out / BARS, bars)
-    out.mkdir(parents=True, exist_ok=True)
-    save_bars(own_bars, out / BARS)
-    with open_display() as display:
-        data = _prepared(config, out, phases(display))
-        save_config(config, out / CONFIG)
-        with _workers(jobs - 1, grid, config, out):
-            results = _run_shown(grid, config, out, data, display)
+    if place is not None and place.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(place.local_rank)
+    with open_display(quiet=not is_first) as display:
+        config, data = _begun(config, out, own_bars, phases(display), ranks=sharing.ranks)
+        with _workers(sharing.jobs - 1, grid, config, out):
+            results = _run_shown(grid, config, out, data, display, wait=is_first)
+    if not is_first:
+        return
     comparison = GridComparison(
         results,
         baseline=grid.variants[0].name,
@@ -122,11 +163,13 @@ def study_grid(
         unigram_nats=unigram_entropy(data, Split.VALIDATION),
     )
     names = write_results(results, out)
-    _write_report(comparison, preset, out)
+    _write_report(comparison, preset, out, _facts(grid, config, data))
     _print(comparison, preset, out, names, as_json=as_json)
 
 
-def _run_shown(grid: Grid, config: RunConfig, out: Path, data: TokenData, display: Display) -> tuple[CellResult, ...]:
+def _run_shown(
+    grid: Grid, config: RunConfig, out: Path, data: TokenData, display: Display, *, wait: bool
+) -> tuple[CellResult, ...]:
     """Run the grid with a line for each finished cell, and one bar."""
     finished, advance = 0, display.phase("runs", len(grid.cells))
 
@@ -140,7 +183,7 @@ def _run_shown(grid: Grid, config: RunConfig, out: Path, data: TokenData, displa
     def on_phase(phase: Phase) -> None:
         advance(finished, f"{phase.name} {phase.done:,.0f}/{phase.total:,.0f}")
 
-    return run_grid(grid, config, out, data=data, on_phase=on_phase, on_cell=on_cell)
+    return run_grid(grid, config, out, data=data, wait=wait, on_phase=on_phase, on_cell=on_cell)
 
 
 def _bars(own: Path, given: Path | None) -> Bars:
@@ -156,12 +199,26 @@ def _bars(own: Path, given: Path | None) -> Bars:
     return bars
 
 
-def _prepared(config: RunConfig, out: Path, show: Callable[..., None]) -> TokenData:
-    """The study's tokens, prepared by one process at a time."""
-    with locked(out / ".data.lock", wait=True):
+def _begun(
+    config: RunConfig, out: Path, bars: Bars, show: Callable[..., None], *, ranks: int | None
+) -> tuple[RunConfig, TokenData]:
+    """The study's configuration and tokens, written by one process at a time; ``ranks`` share chosen threads."""
+    if (out / CONFIG).exists():
+        config = _with_threads(config, out, ranks)
+    check_same_config(config, out)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".data.lock", wait=True):  # another process may have begun meanwhile, with its threads
+        config = _with_threads(config, out, ranks)
+        check_same_config(config, out)
+        save_bars(bars, out / BARS)
         with preparing(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show) as tokens:
             check_study_data(tokens, config)
-        return open_data(out / DATA)
+        save_config(config, out / CONFIG)
+        return config, open_data(out / DATA)
+
+
+def _with_threads(config: RunConfig, out: Path, ranks: int | None) -> RunConfig:
+    return config if ranks is None else config.with_training(threads=threads_of(out, goes_on=True, ranks=ranks))
 
 
 @contextmanager
@@ -187,9 +244,16 @@ def _work(grid: Grid, config: RunConfig, out: Path) -> None:
         run_grid(grid, config, out, data=open_data(out / DATA), wait=False)
 
 
-def _write_report(comparison: GridComparison, preset: Preset | None, out: Path) -> None:
+def _facts(grid: Grid, config: RunConfig, data: TokenData) -> dict[str, str]:
+    shape = config.model.llama(vocab_size=data.vocab_size, max_positions=config.training.context)
+    facts = facts_of(config, data, parameters=shape.parameters)
+    steps = f"{config.training.steps:,} a run"
+    return facts | {"seed": ", ".join(map(str, grid.seeds)), "steps": steps}
+
+
+def _write_report(comparison: GridComparison, preset: Preset | None, out: Path, facts: dict[str, str]) -> None:
     try:
-        page = grid_page(comparison, preset)
+        page = grid_page(comparison, preset, facts)
     except ConfigError as error:
         print_lines(f"note: no {REPORT}: {error}", to_stderr=True)
         return

@@ -3,6 +3,9 @@
 A claim is an order of two groups of the grid: the first ends at a lower held-out loss than the second, or less far
 above a baseline of its own. It is confirmed if the 95 % interval of their paired difference lies on the claimed side of
 0, contradicted if it lies on the other, and open if it holds 0: more seeds, or a larger model, would have to decide.
+
+A claim that the second group loses nothing is confirmed if the interval ends at or below the study's bar
+(``bars.gap_nats``), contradicted if it begins above it, and open otherwise.
 """
 
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ class Claim:
         better: the group said to end at the lower loss.
         worse: the other one.
         baselines: groups that better and worse are counted from; None compares their losses.
+        loses_nothing: whether the claim is that ``worse`` ends at most the study's bar above ``better``.
     """
 
     text: str
@@ -35,6 +39,7 @@ class Claim:
     better: Group
     worse: Group
     baselines: tuple[Group, Group] | None = None
+    loses_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +69,15 @@ def outcome(claim: Claim, comparison: GridComparison) -> Outcome:
     """Test a claim."""
     beyond = None if claim.baselines is None else (claim.baselines[1], claim.baselines[0])
     difference = comparison.gap(claim.worse, claim.better, beyond=beyond)
+    bar = comparison.bars.gap_nats
     if difference is None or not difference.error > 0:
         verdict = "open"
-    elif difference.low > 0:
+    elif difference.high <= bar if claim.loses_nothing else difference.low > 0:
         verdict = "confirmed"
+    elif difference.low > bar if claim.loses_nothing else difference.high < 0:
+        verdict = "contradicted"
     else:
-        verdict = "contradicted" if difference.high < 0 else "open"
+        verdict = "open"
     return Outcome(claim=claim, verdict=verdict, difference=difference)
 
 
@@ -99,6 +107,29 @@ _TENSORWISE = Variant(name="tensorwise", recipe="tensorwise")
 _ARTICLE = "the article that octavo started from (2025)"
 _FIRST = {"precision_schedule": (("bf16", 0.0), ("fp8", 0.2))}
 _LAST = {"precision_schedule": (("fp8", 0.0), ("bf16", 0.8))}
+_JUMP = {"gradient_jumps": ((0.5, 16), (0.6, 0))}
+_ALIGNED = {"aligned_channels": 4}
+_SMOOTH = {"smooth_swiglu": True}
+_NORMS = {"cast_norms": True}
+_FIXED = {"history_length": 1, "update_interval": 1 << 16, "margin": 3}  # the first step's amaxes, with headroom
+_BASE_WIDTH = 64
+
+
+def _wide(kind: str, width: int, *, is_mu: bool = True) -> Variant:
+    """A width in BF16 or with fixed scales; heads have 32 elements, and the MLP three times the width."""
+    return Variant(
+        name=f"{kind}-{width}{'' if is_mu else '-usual'}",
+        recipe="bf16" if kind == "bf16" else "delayed",
+        options={} if kind == "bf16" else _FIXED,
+        training={"mu_base_width": _BASE_WIDTH} if is_mu else {},
+        model={
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "num_heads": width // 32,
+            "num_kv_heads": width // 64,
+        },
+    )
+
 
 PRESETS: dict[str, Preset] = {
     "learning-rate": Preset(
@@ -151,6 +182,7 @@ PRESETS: dict[str, Preset] = {
                 source="arXiv 2209.05433",
                 better=_at("tensorwise"),
                 worse=_at("max-of-16"),
+                loses_nothing=True,
             ),
             Claim(
                 text="A mean of scales every 4 steps trains worse than the maximum.",
@@ -297,6 +329,119 @@ PRESETS: dict[str, Preset] = {
                 source="arXiv 2410.19313 §3.1",
                 better=_at("fp8-moments-expanded"),
                 worse=_at("fp8-moments"),
+            ),
+        ),
+    ),
+    "gradient-jump": Preset(
+        variants=(
+            _BF16,
+            _variant("tensorwise", "tensorwise", _JUMP),
+            _variant("max-of-16", "delayed", _JUMP),
+            _variant("max-of-1024", "delayed", _JUMP, history_length=1024),
+            _variant("latest", "delayed", _JUMP, history_length=1),
+            _variant("mean-of-32", "article", _JUMP),
+        ),
+        claims=(
+            Claim(
+                text="After all gradients have jumped, a mean of scales trains worse than the maximum of a window.",
+                source="octavo's docs/concepts/delayed-scaling.md, against the article",
+                better=_at("max-of-16"),
+                worse=_at("mean-of-32"),
+            ),
+            Claim(
+                text="After they have fallen back, a window of 1,024 steps trains worse than the latest step.",
+                source="a question of octavo's own",
+                better=_at("latest"),
+                worse=_at("max-of-1024"),
+            ),
+        ),
+    ),
+    "norm-weights": Preset(
+        variants=(
+            _BF16,
+            _variant("floor", "mxfp8", scale_rounding="floor"),
+            _variant("floor-norms", "mxfp8", _NORMS, scale_rounding="floor"),
+            _variant("round-up", "mxfp8"),
+            _variant("round-up-norms", "mxfp8", _NORMS),
+        ),
+        claims=(
+            Claim(
+                text="Weights of norms in MXFP8 end higher than in high precision.",
+                source="arXiv 2506.20752",
+                better=_at("floor"),
+                worse=_at("floor-norms"),
+            ),
+            Claim(
+                text="They cost less with scales rounded up, which saturate nothing.",
+                source="a question of octavo's own",
+                better=_at("round-up-norms"),
+                worse=_at("floor-norms"),
+                baselines=(_at("round-up"), _at("floor")),
+            ),
+        ),
+    ),
+    "smooth-swiglu": Preset(
+        variants=(
+            _BF16,
+            _TENSORWISE,
+            _variant("smooth", "tensorwise", _SMOOTH),
+            _variant("bf16-aligned", "bf16", _ALIGNED),
+            _variant("tensorwise-aligned", "tensorwise", _ALIGNED),
+            _variant("smooth-aligned", "tensorwise", _ALIGNED | _SMOOTH),
+        ),
+        claims=(
+            Claim(
+                text="Aligned rows of gate and up raise what FP8 costs.",
+                source="arXiv 2409.12517 §4",
+                better=_at("tensorwise"),
+                worse=_at("tensorwise-aligned"),
+                baselines=(_at("bf16"), _at("bf16-aligned")),
+            ),
+            Claim(
+                text="With aligned rows, Smooth-SwiGLU ends lower than FP8 without it.",
+                source="arXiv 2409.12517 §4",
+                better=_at("smooth-aligned"),
+                worse=_at("tensorwise-aligned"),
+            ),
+            Claim(
+                text="Without them, Smooth-SwiGLU loses nothing.",
+                source="arXiv 2409.12517 §4",
+                better=_at("tensorwise"),
+                worse=_at("smooth"),
+                loses_nothing=True,
+            ),
+        ),
+    ),
+    "widths": Preset(
+        variants=(
+            _wide("bf16", _BASE_WIDTH),
+            _wide("fixed", _BASE_WIDTH),
+            _wide("bf16", 4 * _BASE_WIDTH),
+            _wide("fixed", 4 * _BASE_WIDTH),
+            _wide("bf16", 4 * _BASE_WIDTH, is_mu=False),
+            _wide("fixed", 4 * _BASE_WIDTH, is_mu=False),
+        ),
+        claims=(
+            Claim(
+                text="With µ-parametrised weights, FP8 with scales that never change loses nothing at width 64.",
+                source="arXiv 2502.05967, whose scales are constants; these are the first step's",
+                better=_at("bf16-64"),
+                worse=_at("fixed-64"),
+                loses_nothing=True,
+            ),
+            Claim(
+                text="Nor does it at width 256.",
+                source="as above",
+                better=_at("bf16-256"),
+                worse=_at("fixed-256"),
+                loses_nothing=True,
+            ),
+            Claim(
+                text="At width 256, such scales cost less with µ-parametrised weights than with the usual ones.",
+                source="a question of octavo's own",
+                better=_at("fixed-256"),
+                worse=_at("fixed-256-usual"),
+                baselines=(_at("bf16-256"), _at("bf16-256-usual")),
             ),
         ),
     ),

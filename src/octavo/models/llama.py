@@ -36,6 +36,7 @@ from octavo.errors import ConfigError
 from octavo.memory import check_fits
 from octavo.nn import RMSNorm, RotaryScaling, rotary_table, rotate
 from octavo.nn.attention import attend
+from octavo.nn.smooth_input import smooth_linear
 
 __all__ = ["LARGEST", "QK_NORMS", "DecoderCache", "Llama", "LlamaConfig", "causal_attention", "mlps_of", "skip_init"]
 
@@ -279,6 +280,8 @@ def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202, equation 6)."""
 
+    is_smooth = False  # training.smooth_swiglu sets it
+
     def __init__(self, config: LlamaConfig, size: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
@@ -287,7 +290,8 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map each position independently, [B, T, H] to [B, T, H]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        product = F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        out: Tensor = smooth_linear(self.down_proj, product) if self.is_smooth else self.down_proj(product)
         return out
 
 

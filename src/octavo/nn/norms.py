@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.errors import ConfigError
+from octavo.kernels.casting import fake_quantize
 from octavo.nn.arguments import check_eps, check_sizes
+from octavo.numerics import CastSpec
 from octavo.numerics.cast import check_float
 
 __all__ = ["NORMALIZATIONS", "LayerNorm", "RMSNorm", "norm_layer"]
@@ -98,6 +100,8 @@ class RMSNorm(nn.Module):
     Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, equation 4.
     """
 
+    weight_cast: CastSpec | None = None  # of a weight that is cast to FP8 and decoded, as one row
+
     def __init__(
         self,
         size: int,
@@ -121,7 +125,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same shape and dtype."""
         _check_input(x, self.size)
-        return F.rms_norm(x.float(), (self.size,), _gain(self), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), (self.size,), self._gain(), self.eps).to(x.dtype)
+
+    def _gain(self) -> Tensor:
+        gain, spec = _gain(self), self.weight_cast
+        if spec is None:
+            return gain
+        row = fake_quantize(gain[None], spec.format, granularity=spec.granularity, scale_rounding=spec.scale_rounding)
+        return row[0]
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""

@@ -1,11 +1,13 @@
 """The page of a study over several seeds: gaps with intervals, gaps over the steps, claims, pairs, costs."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.curves import difference
 from octavo.experiments import grid_tables
 from octavo.experiments.grid_comparison import GridComparison, VariantMeasures
-from octavo.experiments.presets import Preset, outcome
+from octavo.experiments.presets import Outcome, Preset, outcome
+from octavo.html.wording import counted
 from octavo.reports.figures import MUTED, PALETTE, add_level, add_line, new_figure
 from octavo.reports.rendering import check_report_extra, render
 
@@ -14,8 +16,13 @@ __all__ = ["grid_page"]
 COLOURS = [PALETTE[name] for name in ("orange", "violet", "teal", "pink", "blue", "slate")]
 
 
-def grid_page(comparison: GridComparison, preset: Preset | None) -> str:
+def grid_page(comparison: GridComparison, preset: Preset | None, facts: Mapping[str, str]) -> str:
     """HTML of a grid.
+
+    Args:
+        comparison: its runs.
+        preset: whose claims were tested.
+        facts: machine, model and text, by name.
 
     Raises:
         ConfigError: plotly or jinja2 is not installed.
@@ -27,7 +34,7 @@ def grid_page(comparison: GridComparison, preset: Preset | None) -> str:
     first = next(iter(comparison.groups))
     return render(
         "grid",
-        headline=_headline(comparison, compared),
+        headline=_claims_headline(outcomes) if outcomes else _headline(comparison, compared),
         bars=comparison.bars,
         baseline=comparison.baseline,
         intervals=_intervals(comparison, compared),
@@ -41,8 +48,16 @@ def grid_page(comparison: GridComparison, preset: Preset | None) -> str:
         ranking=grid_tables.ranking_rows(comparison.ranking(*first[1:])),
         cost_columns=grid_tables.cost_columns(comparison.bars.targets),
         costs=grid_tables.cost_rows(measures),
+        facts=facts,
         seeds_note=grid_tables.seeds_note(measures),
     )
+
+
+def _claims_headline(outcomes: Sequence[Outcome]) -> str:
+    """Counts of verdicts: a preset's variants may be models that differ in more than precision."""
+    verdicts = [one.verdict for one in outcomes]
+    counts = (f"{verdicts.count(name)} {name}" for name in ("confirmed", "contradicted", "open"))
+    return f"{counted(len(verdicts), 'claim')} rerun: {', '.join(counts)}"
 
 
 def _headline(comparison: GridComparison, compared: list[VariantMeasures]) -> str:

@@ -33,11 +33,12 @@ from octavo.parsing import parse_json, read_toml
 from octavo.text.sources import BUILTIN
 from octavo.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
+from octavo.training.gradient_jump import Jump, check_jumps, jump_at
 from octavo.training.metric_writers import LOGGERS, TENSORBOARD
 from octavo.training.moments import Moments
 from octavo.training.parallel_config import ParallelConfig
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
-from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
+from octavo.training.recipe_choice import PLAIN_RECIPES, check_module_casts, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8
 
 __all__ = [
@@ -56,6 +57,14 @@ __all__ = [
 
 AUTO, DYNAMIC = "auto", "dynamic"
 MOST_SEED = 2**63 - 1  # the largest integer of TOML and of torch's generators alike
+LEAST = {
+    **dict.fromkeys(
+        ("steps", "batch_size", "context", "grad_accumulation", "autopilot_patience", "autopilot_flips"), 1
+    ),
+    **dict.fromkeys(("threads", "warmup", "seed", "eval_interval", "eval_tokens", "statistics_interval"), 0),
+    **dict.fromkeys(("checkpoint_interval", "keep_checkpoints", "weight_decay", "clip_norm", "min_lr"), 0),
+    **dict.fromkeys(("aligned_channels", "mu_base_width"), 0),
+}
 MOST = {
     "threads": 1024,  # thousands more end the process inside OpenMP
     "seed": MOST_SEED,
@@ -66,7 +75,14 @@ MOST = {
 
 _LATER: dict[str, dict[str, Any]] = {
     "model": {"qk_norm": False},
-    "training": {"moments": str(Moments.FP32)},
+    "training": {
+        "moments": str(Moments.FP32),
+        "gradient_jumps": [],
+        "cast_norms": False,
+        "smooth_swiglu": False,
+        "aligned_channels": 0,
+        "mu_base_width": 0,
+    },
 }  # keys of later releases, defaults
 _FP8_GRADIENTS = "fp8_gradients"  # the only key of [parallel] that changes results
 _LAYOUT = tuple(f"parallel.{each.name}" for each in fields(ParallelConfig) if each.name != _FP8_GRADIENTS)
@@ -164,6 +180,12 @@ class TrainingConfig:
         betas: AdamW's averaging factors.
         eps: AdamW's denominator floor.
         moments: precision of AdamW's moments; see :mod:`octavo.training.moments`.
+        gradient_jumps: jumps of all gradients; see :mod:`octavo.training.gradient_jump`. Empty for none.
+        cast_norms: cast the norms' weights to FP8, and decode them, as the recipe casts the weights of linears.
+        smooth_swiglu: scale the channels between an FP8 run's SwiGLU and its last linear to one magnitude; see
+            :mod:`octavo.nn.smooth_input`.
+        aligned_channels: channels of every MLP that begin as outliers; see :mod:`octavo.training.initial_weights`.
+        mu_base_width: width at which µP changes no weights and learning rates; see there; 0 for no µP.
         clip_norm: largest global gradient norm; 0 does not clip.
         seed: seed of weights and batches.
         eval_interval: updates between evaluations; 0 evaluates only at the end.
@@ -201,6 +223,11 @@ class TrainingConfig:
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     moments: Moments = Moments.FP32
+    gradient_jumps: tuple[Jump, ...] = ()
+    cast_norms: bool = False
+    smooth_swiglu: bool = False
+    aligned_channels: int = 0
+    mu_base_width: int = 0
     clip_norm: float = 1.0
     seed: int = 0
     eval_interval: int = 50
@@ -218,6 +245,10 @@ class TrainingConfig:
         check_recipe(self.recipe, self.recipe_options)
         check_overrides(self.overrides)
         check_schedule(self.precision_schedule, self.recipe)
+        check_jumps(self.gradient_jumps)
+        check_module_casts(self.recipe, self.recipe_options, norms=self.cast_norms, smooth=self.smooth_swiglu)
+        if self.smooth_swiglu and self.cache_weights:
+            raise ConfigError("training.smooth_swiglu scales a weight anew in each micro-batch; turn cache_weights off")
         check_member("training.precision", self.precision, Precision)
         check_member("training.device", self.device, Device)
         check_member("training.moments", self.moments, Moments)
@@ -225,12 +256,8 @@ class TrainingConfig:
             check_member("training.log", name, LOGGERS)
         _check_loss_scale(self.loss_scale)
         _check_autopilot(self)
-        for name in ("steps", "batch_size", "context", "grad_accumulation", "autopilot_patience", "autopilot_flips"):
-            check_at_least(f"training.{name}", getattr(self, name), 1)
-        for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens", "statistics_interval"):
-            check_at_least(f"training.{name}", getattr(self, name), 0)
-        for name in ("checkpoint_interval", "keep_checkpoints", "weight_decay", "clip_norm", "min_lr"):
-            check_at_least(f"training.{name}", getattr(self, name), 0)
+        for name, least in LEAST.items():
+            check_at_least(f"training.{name}", getattr(self, name), least)
         for name, most in MOST.items():
             _check_at_most(f"training.{name}", getattr(self, name), most)
         for name in ("lr", "eps"):
@@ -249,6 +276,10 @@ class TrainingConfig:
     def recipe_at(self, step: int) -> str:
         """Return the name of the recipe of a step, 1 for the first."""
         return recipe_name_at(self.precision_schedule, step, steps=self.steps, own=self.recipe)
+
+    def jump_at(self, step: int) -> float:
+        """Return the factor of the gradients of a step, 1 for the first."""
+        return jump_at(self.gradient_jumps, step, steps=self.steps)
 
     @property
     def surrounding(self) -> Precision:
@@ -295,6 +326,9 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    def __post_init__(self) -> None:
+        _check_weights(self.model, self.training, self.parallel)
+
     @property
     def free_to_change(self) -> tuple[str, ...]:
         """Keys without effect on results: layout, loggers, and intervals (statistics' without the autopilot)."""
@@ -316,8 +350,9 @@ class RunConfig:
         return replace(self, training=replace(self.training, **changes))
 
     def with_recipe(self, recipe: str, **options: Any) -> "RunConfig":
-        """Return a copy with another recipe; high precision drops phases and the autopilot."""
-        only_fp8 = {"precision_schedule": (), "autopilot": False} if recipe in PLAIN_RECIPES else {}
+        """Return a copy with another recipe; high precision drops what only FP8 layers have."""
+        none = {"precision_schedule": (), "autopilot": False, "cast_norms": False, "smooth_swiglu": False}
+        only_fp8 = none if recipe in PLAIN_RECIPES else {}
         return self.with_training(recipe=recipe, recipe_options=options, **only_fp8)
 
     def config_hash(self) -> str:
@@ -389,6 +424,20 @@ def _check_autopilot(training: TrainingConfig) -> None:
         )
     if training.autopilot and not training.statistics_interval:
         raise ConfigError("training.autopilot needs statistics; set training.statistics_interval to at least 1, not 0")
+
+
+def _check_weights(model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig) -> None:
+    if training.smooth_swiglu and parallel.shard * parallel.tensor > 1:
+        raise ConfigError(
+            "training.smooth_swiglu scales whole weights; set parallel.shard and parallel.tensor to 1, or turn it off"
+        )
+    if training.mu_base_width and model.tie_embeddings:
+        raise ConfigError("training.mu_base_width needs a head of its own; set model.tie_embeddings to false")
+    if training.aligned_channels > model.intermediate_size:
+        raise ConfigError(
+            f"training.aligned_channels must be at most model.intermediate_size ({model.intermediate_size}), not "
+            f"{training.aligned_channels}"
+        )
 
 
 def _check_at_most(name: str, value: float, most: int) -> None:

@@ -45,6 +45,7 @@ from octavo.training.checkpoint_saver import CheckpointSaver
 from octavo.training.config import RunConfig
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Notice, OnEvent, StepDone
+from octavo.training.gradient_jump import divide_gradients
 from octavo.training.memory import fitting_in_memory, peak_memory_bytes, reset_peak_memory
 from octavo.training.metrics import Log, MetricsLog, NoLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite, last_good_checkpoint
@@ -247,7 +248,7 @@ class Trainer:
             steps=training.steps,
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)
         return lr
 
     def _gradients(self) -> tuple[float, float, bool]:
@@ -257,7 +258,8 @@ class Trainer:
             The mean loss, the gradients' norm before clipping, and whether a scaled gradient overflowed.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        share = 1 / self.training.grad_accumulation
+        jump = self.training.jump_at(self.step + 1)
+        share = jump / self.training.grad_accumulation
         losses = []
         for index, (inputs, targets) in enumerate(self._batches()):
             with self._synchronizing(now=index == self.micro_batches - 1):
@@ -270,6 +272,7 @@ class Trainer:
             losses.append(loss.detach())
         self.heartbeat.enter(f"step {self.step + 1}, after backward")
         overflowed = self.scaler is not None and not self.scaler.unscale_(self.optimizer)
+        divide_gradients(self.model, jump)
         return self._mean_loss(torch.stack(losses)), self._clip(), overflowed
 
     def _synchronizing(self, *, now: bool) -> AbstractContextManager[object]:
@@ -302,10 +305,7 @@ class Trainer:
         first = self.step * training.grad_accumulation + self.ranks.data_rank * self.micro_batches
         for index in range(first, first + self.micro_batches):
             inputs, targets = self.data.batch(
-                index,
-                batch_size=training.batch_size,
-                context=training.context,
-                seed=training.seed,
+                index, batch_size=training.batch_size, context=training.context, seed=training.seed
             )
             yield inputs.to(self.device), targets.to(self.device)
 
@@ -413,7 +413,7 @@ class Trainer:
                 self.model,
                 self._batches(),
                 surroundings=self.surroundings,
-                loss_scale=self._loss_scale / self.training.grad_accumulation,
+                loss_scale=self._loss_scale * self.training.jump_at(self.step + 1) / self.training.grad_accumulation,
                 ranks=self.ranks,
             )
         scale_value = {} if self.scaler is None else {"loss_scale": self.scaler.value}

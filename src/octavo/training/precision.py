@@ -20,7 +20,8 @@ from torch import nn
 from octavo import recipes
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
-from octavo.nn import Linear
+from octavo.models.llama import MLP
+from octavo.nn import Linear, RMSNorm
 from octavo.nn.scaling_state import accept_new_histories
 from octavo.recipes import Recipe
 from octavo.training.config import Device, Precision, TrainingConfig
@@ -63,9 +64,19 @@ def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -
     for module in model.modules():
         if isinstance(module, Linear):
             module.trained_recipe = None  # metrics.jsonl records the recipes of phases
+    _change_modules(model, training, recipe_named(name, training) if report else recipes.get(BF16))
     accept_new_histories(model)  # a phase begins with them, and checkpoints have those of a phase that goes on
     plain = _leave_rest_plain(model, training, converted=(*report.converted, *report.weights) if report else ())
     return report or plain
+
+
+def _change_modules(model: nn.Module, training: TrainingConfig, recipe: Recipe) -> None:
+    """Smooth the MLPs of FP8 layers, and cast norms' weights as the recipe casts those of linears, if configured."""
+    for module in model.modules():
+        if isinstance(module, MLP):
+            module.is_smooth = training.smooth_swiglu and not recipe.is_high_precision
+        if isinstance(module, RMSNorm):
+            module.weight_cast = recipe.output.b if training.cast_norms else None
 
 
 def layer_recipe(path: str, training: TrainingConfig, *, step: int = 1) -> Recipe:

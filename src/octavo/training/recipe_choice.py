@@ -5,9 +5,10 @@ from typing import Any
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.numerics import Scaling
 from octavo.training.config_values import did_you_mean
 
-__all__ = ["BF16", "PLAIN_RECIPES", "check_overrides", "check_recipe", "trainable_recipes"]
+__all__ = ["BF16", "PLAIN_RECIPES", "check_module_casts", "check_overrides", "check_recipe", "trainable_recipes"]
 
 BF16 = "bf16"
 PLAIN_RECIPES = ("fp32", BF16)
@@ -34,6 +35,23 @@ def check_recipe(name: str, options: dict[str, Any]) -> None:
         recipes.get(name, **options)
     elif options:
         raise ConfigError(f"recipe {name!r} has no option {next(iter(options))!r}; it takes no options")
+
+
+def check_module_casts(name: str, options: dict[str, Any], *, norms: bool, smooth: bool) -> None:
+    """Check a run that casts the weights of its norms, or smooths its MLPs.
+
+    Raises:
+        ConfigError: a recipe without FP8, or norms with one whose weights have no dynamic scales.
+    """
+    for key, value in (("cast_norms", norms), ("smooth_swiglu", smooth)):
+        if value and name in PLAIN_RECIPES:
+            raise ConfigError(f"training.{key} needs an FP8 recipe, not {name!r}; turn it off")
+    weight = recipes.get(name, **options).output.b if norms else None
+    if weight is not None and weight.scaling != Scaling.DYNAMIC:
+        raise ConfigError(
+            f"training.cast_norms needs a recipe whose weights have dynamic scales, and {name!r} has {weight.scaling} "
+            "ones; use tensorwise, rowwise, blockwise or mxfp8"
+        )
 
 
 def check_overrides(overrides: Mapping[str, str]) -> None:

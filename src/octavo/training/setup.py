@@ -10,6 +10,7 @@ from octavo.errors import ConfigError
 from octavo.models import Llama
 from octavo.text.tokens import TokenData
 from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
+from octavo.training.initial_weights import align_channels, parameter_groups, scale_to_width
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.memory import check_run_fits
 from octavo.training.moments import keep_in_fp8
@@ -46,6 +47,8 @@ def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
     shape = config.model.llama(vocab_size=vocab_size, max_positions=training.context)
     try:
         model = Llama(shape, seed=training.seed).to(device)
+        scale_to_width(model, training.mu_base_width)
+        align_channels(model, training.aligned_channels)
     except RuntimeError as error:
         raise ConfigError(
             f"a model of hidden_size {shape.hidden_size} and {shape.num_layers} layers does not fit in the memory of "
@@ -56,12 +59,8 @@ def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW in one pass over each tensor; matrices decay, vectors (norms, biases) do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """AdamW in one pass over each tensor, in the groups of :mod:`octavo.training.initial_weights`."""
+    groups = parameter_groups(model, weight_decay=training.weight_decay, base_width=training.mu_base_width)
     beta1, beta2 = training.betas
     optimizer = torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
     keep_in_fp8(optimizer, training.moments)

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from octavo.cli import thread_choice
+from tests.unit.cli.conftest import run_octavo
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -17,8 +20,6 @@ def arguments(folder, setting):
 
 @pytest.fixture(scope="module")
 def printed(arguments):
-    from tests.unit.cli.conftest import run_octavo
-
     result = run_octavo(*arguments)
     assert result.exit_code == 0, result.output
     return result
@@ -69,3 +70,32 @@ def test_options_that_do_not_go_together_are_refused(octavo, setting, tmp_path, 
     assert result.exit_code == 2
     assert sentence in " ".join(result.stderr.split())
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "a launch of several ranks needs a study of several seeds"),
+        (["--seeds", "2", "--jobs", "2"], "--jobs needs a study of one process"),
+    ],
+)
+def test_ranks_are_refused_where_they_cannot_share_runs(setting, tmp_path, monkeypatch, options, sentence):
+    launch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    result = run_octavo("study", *setting, "--out", tmp_path / "new", *options)
+    assert result.exit_code == 2
+    assert sentence in " ".join(result.stderr.split())
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.long
+def test_a_process_that_joins_takes_the_folders_number_of_threads(octavo, text, tiny, tmp_path, monkeypatch):
+    config = tmp_path / "run.toml"
+    config.write_text(tiny.read_text().replace("threads = 1\n", ""))
+    arguments = ["study", "--config", config, "--data", text, "--out", tmp_path / "runs", "--recipes", "bf16"]
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda: 2)
+    assert octavo(*arguments, "--seeds", "1", "--lr-factors", "1,2").exit_code == 0
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda: 1)
+    assert octavo(*arguments, "--seeds", "2", "--lr-factors", "1,2").exit_code == 0
+    assert "threads = 2" in (tmp_path / "runs" / "config.toml").read_text()

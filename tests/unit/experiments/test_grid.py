@@ -15,6 +15,7 @@ from octavo.experiments.presets import PRESETS, preset_named
 from octavo.training import loop
 from octavo.training.loop import train
 from octavo.training.run_folder import load_run
+from tests.policy.source_tree import ROOT
 from tests.unit.training.tiny_runs import tiny_config
 
 BF16, TENSORWISE = (Variant(name=name, recipe=name) for name in ("bf16", "tensorwise"))
@@ -174,9 +175,19 @@ def test_claims_of_presets_are_about_cells_of_their_grids(name):
     grid = preset.grid((0, 1, 2))
     groups = {(cell.variant.name, cell.lr, cell.warmup) for cell in grid.cells}
     assert preset.claims
-    assert {group for claim in preset.claims for group in (claim.better, claim.worse)} <= groups
+    named = ((claim.better, claim.worse, *(claim.baselines or ())) for claim in preset.claims)
+    assert {group for claim in named for group in claim} <= groups
     for cell in grid.cells:
         assert cell.config(tiny_config()).training.recipe == cell.variant.recipe
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gradient-jump", "norm-weights", "smooth-swiglu", "widths"])
+def test_runs_of_a_preset_train_and_differ(name, data, tmp_path):
+    base = tiny_config(steps=4)
+    results = run_grid(preset_named(name).grid((0,)), base, tmp_path, data=data)
+    assert not any(result.diverged for result in results)
+    assert len({result.run.nats for result in results}) >= len(results) - 1  # after four steps two may agree
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest():
@@ -191,3 +202,11 @@ def test_bars_are_read_as_they_were_written(tmp_path):
     (tmp_path / "bars.toml").write_text("gap_nats = -1.0\n")
     with pytest.raises(ConfigError, match=r"gap_nats must be above 0, not -1\.0"):
         read_bars(tmp_path / "bars.toml")
+
+
+def test_every_preset_is_on_the_page_of_presets():
+    page = (ROOT / "docs" / "reference" / "study-presets.md").read_text()
+    assert [name for name in PRESETS if f"| `{name}` |" not in page] == []
+    keys = {key for preset in PRESETS.values() for variant in preset.variants for key in variant.training}
+    explained = keys - {"precision_schedule", "convert_head", "moments"}  # of runs in general
+    assert [key for key in explained if f"`{key} = " not in page] == []

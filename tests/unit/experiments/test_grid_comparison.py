@@ -121,6 +121,16 @@ def test_a_claim_can_compare_what_two_changes_cost(cost, verdict):
     assert found.difference.estimate == pytest.approx(cost - 0.01, abs=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("gap", "bar", "verdict"),
+    [(0.002, 0.005, "confirmed"), (-0.02, 0.005, "confirmed"), (0.03, 0.005, "contradicted"), (0.03, 0.03, "open")],
+)
+def test_a_claim_of_no_loss_is_decided_by_the_bar(gap, bar, verdict):
+    results = BASE + [result("rowwise", seed, 4.0 + gap + 0.01 * seed) for seed in range(5)]
+    claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0), loses_nothing=True)
+    assert outcome(claim, compared(results, gap_nats=bar)).verdict == verdict
+
+
 def test_a_claim_about_runs_that_all_broke_is_open():
     results = BASE + [result("rowwise", seed, 4.0, failed_at=3) for seed in range(5)]
     claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
