@@ -5,9 +5,10 @@ from typing import Any
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.recipes.engines import get, served_recipe
 from octavo.training.config_values import did_you_mean
 
-__all__ = ["BF16", "PLAIN_RECIPES", "check_overrides", "check_recipe", "trainable_recipes"]
+__all__ = ["BF16", "PLAIN_RECIPES", "check_overrides", "check_recipe", "check_served_by", "trainable_recipes"]
 
 BF16 = "bf16"
 PLAIN_RECIPES = ("fp32", BF16)
@@ -34,6 +35,26 @@ def check_recipe(name: str, options: dict[str, Any]) -> None:
         recipes.get(name, **options)
     elif options:
         raise ConfigError(f"recipe {name!r} has no option {next(iter(options))!r}; it takes no options")
+
+
+def check_served_by(engine: str, recipe: str, options: Mapping[str, Any]) -> None:
+    """Check the engine that a run trains for; "" is none.
+
+    Raises:
+        ConfigError: an unknown engine, one whose forward pass a run cannot have, or a recipe in high precision.
+    """
+    if not engine:
+        return
+    if recipe in PLAIN_RECIPES:
+        raise ConfigError(
+            f"training.as_served_by gives layers the forward pass of {engine!r}, and training.recipe their gradients "
+            f"in FP8; {recipe!r} runs none in FP8, and 'weight_only' has gradients in high precision"
+        )
+    if served_recipe(get(engine), recipes.get(recipe, **options)).has_static_input:
+        raise ConfigError(
+            f"{engine} takes its inputs' scales from calibration, which a run has not; octavo qat --as-served-by "
+            f"{engine} tracks them"
+        )
 
 
 def check_overrides(overrides: Mapping[str, str]) -> None:
