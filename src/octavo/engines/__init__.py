@@ -6,6 +6,7 @@ from octavo.engines.linear import linear_as, weight_as
 from octavo.engines.model import EngineCopies, EngineModel, input_amaxes, model_as
 from octavo.engines.properties import differences, neighbours, with_property
 from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs
+from octavo.engines.training import convert_as_served
 from octavo.numerics import EngineCast, quantize_as
 from octavo.numerics.engine_cast import AmaxOf, Application, Division, PowerOfTwo, Saturation
 from octavo.recipes.engines import profile_of_recipe, served_recipe
@@ -34,6 +35,7 @@ __all__ = [
     "Suspect",
     "agree",
     "attribute",
+    "convert_as_served",
     "differences",
     "find_suspects",
     "get",

@@ -238,9 +238,10 @@ def _check_weights_fit(engine: EngineProfile, model: nn.Module) -> None:
     for path, layer in model.named_modules():
         codes = layer.stored_codes() if isinstance(layer, Linear) else None
         if codes is not None and codes.granularity != engine.weight.granularity:
+            ours, theirs = map(granularity_in_words, (codes.granularity, engine.weight.granularity))
             raise ConfigError(
-                f"the calibration has a scale a {granularity_in_words(codes.granularity)} of the weight of {path!r}, and "
-                f"{engine.name} one a {granularity_in_words(engine.weight.granularity)}; calibrate the model for that"
+                f"the calibration has a scale a {ours} of the weight of {path!r}, and {engine.name} one a {theirs}; "
+                "calibrate the model for that"
             )
 
 

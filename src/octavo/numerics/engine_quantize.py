@@ -37,7 +37,7 @@ def quantize_as(
         scale: float32 in the scale's shape, for a cast whose scale is from calibration; None makes one.
 
     Example:
-        >>> from octavo.numerics import EngineCast, PowerOfTwo
+        >>> from octavo.numerics.engine_cast import EngineCast, PowerOfTwo
         >>> x = torch.tensor([0.1, -0.2, 0.4])
         >>> quantize_as(x, EngineCast()).scale, quantize_as(x, EngineCast(power_of_two=PowerOfTwo.SCALE_UP)).scale
         (tensor(0.0009), tensor(0.0010))
