@@ -26,7 +26,7 @@ from octavo.kernels import needs_widening
 from octavo.language_model import KVTransform, logits_of
 from octavo.models import Llama
 from octavo.nn import Linear
-from octavo.nn.rounded_parameters import wide_parameters
+from octavo.nn.parameter_rounding import wide_parameters
 from octavo.numerics import EngineCast, QuantizedTensor, Scaling, quantize_as
 from octavo.recipes.engines.profile import EngineProfile
 

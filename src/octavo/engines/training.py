@@ -6,7 +6,7 @@ from torch import nn
 from octavo.convert import convert
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
-from octavo.nn.rounded_parameters import rounded_parameters
+from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.recipes import Recipe
 from octavo.recipes.engines import EngineProfile, served_recipe
 

@@ -25,7 +25,7 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, from_quantized, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn import Linear
-from octavo.nn.rounded_parameters import round_parameters
+from octavo.nn.parameter_rounding import round_parameters
 from octavo.numerics import Scaling
 from octavo.numerics.granularity import granularity_in_words
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat

@@ -10,7 +10,7 @@ What happens to a group of zeros, or of numbers that are not finite, is a field 
 is cast so in any recipe.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -142,3 +142,17 @@ class EngineCast:
     def largest(self) -> float:
         """The limit of the codes."""
         return self.format.max if self.limit is None else self.limit
+
+    def of_tensors_in(self, dtype: torch.dtype) -> "EngineCast":
+        """The same cast of tensors of one dtype, which it then applies to the same numbers in any dtype.
+
+        Example:
+            >>> EngineCast(divided_in=None).of_tensors_in(torch.bfloat16).divided_in
+            torch.bfloat16
+        """
+        return replace(
+            self,
+            divided_in=self.divided_in or dtype,
+            applied_in=self.applied_in or dtype,
+            infinite_encode=dtype if isinstance(self.infinite_encode, str) else self.infinite_encode,
+        )

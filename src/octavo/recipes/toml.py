@@ -38,10 +38,12 @@ from octavo.numerics import (
 )
 from octavo.parsing import parse_toml
 from octavo.recipes.engines.catalog import PROFILES
+from octavo.recipes.engines.profile import EngineProfile
 from octavo.recipes.specs import Close, GemmSpec, History, Recipe, Statistic
 
 __all__ = ["GEMMS", "from_toml", "to_toml"]
 
+ROLES = ("weight", "input")
 GEMMS = ("output", "grad_input", "grad_weight")
 
 
@@ -125,8 +127,8 @@ def _word(value: object) -> object:
 
 def _engine_name(cast: EngineCast) -> str:
     for profile in PROFILES.values():
-        for role in ("weight", "input"):
-            if getattr(profile, role) == cast:
+        for role in ROLES:
+            if _cast_of(profile, role) == cast:
                 return f"{profile.name}.{role}"
     raise ConfigError(
         "a file holds the casts of named engines, octavo.engines.names(), and this one is of none of them"
@@ -180,10 +182,15 @@ def _granularity(word: object) -> Granularity:
 
 def _engine(name: object) -> EngineCast:
     profile, _, role = str(name).rpartition(".")
-    cast = getattr(PROFILES.get(profile), role, None) if role in ("weight", "input") else None
-    if not isinstance(cast, EngineCast):
+    cast = _cast_of(PROFILES[profile], role) if profile in PROFILES and role in ROLES else None
+    if cast is None:
         raise ConfigError(f"an engine's cast is a profile and its role, such as 'vllm-block.input', not {name!r}")
     return cast
+
+
+def _cast_of(profile: EngineProfile, role: str) -> EngineCast | None:
+    cast: EngineCast | None = getattr(profile, role)
+    return None if cast is None else cast.of_tensors_in(profile.activations)
 
 
 def _one_of(enum: Any, value: object, name: str) -> Any:

@@ -23,7 +23,7 @@ from octavo import recipes
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.rounded_parameters import rounded_parameters
+from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.nn.scaling_state import accept_new_histories
 from octavo.recipes import Recipe
 from octavo.recipes.engines import get, served_recipe

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from octavo.checkpoints import load_quantized
-from octavo.engines import get, input_amaxes, model_as, weight_as
+from octavo.convert import restore
+from octavo.engines import get, model_as, weight_as
 from octavo.language_model import load_language_model
 from octavo.nn import Linear
-from octavo.nn.rounded_parameters import rounded_parameters
+from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.quantization import load_qat
 from octavo.training.config import load_config
 from octavo.training.run_folder import load_run
@@ -71,13 +72,12 @@ def test_qat_and_export(octavo, finished_run, text, tmp_path, engine):
     result = octavo("qat", finished_run, "--data", text, *QAT, "--as-served-by", engine, "--out", tuned)
     assert result.exit_code == 0, result.output
     assert json.loads((tuned / "qat.json").read_text())["settings"]["activations"] == "bfloat16"
-    learned, plain = load_qat(tuned), load_language_model(tuned)
+    learned, untuned, plain = load_qat(tuned), load_qat(tuned).model, load_language_model(tuned)
+    restore(untuned)
     if engine == "vllm-token":
         with torch.no_grad(), rounded_parameters(learned.model, torch.bfloat16):
             logits = learned.logits(IDS[:, :16])
-        assert torch.equal(logits, model_as(plain.model, get(engine))(IDS[:, :16]))
-    else:
-        assert input_amaxes(plain.model, IDS[:, :16])
+        assert torch.equal(logits, model_as(untuned, get(engine))(IDS[:, :16]))
     result = octavo("export", tuned, "--for", engine, "--out", served)
     assert result.exit_code == 0, result.output
     file_is_of(served, plain, engine)
@@ -106,7 +106,7 @@ def test_qat_and_export(octavo, finished_run, text, tmp_path, engine):
         ("export", ["--for", "vllm-fnuz"], "casts to E4M3_FNUZ"),
         ("export", ["--for", "vllm", "--format", "hf-fp8"], "--for chooses the format"),
         ("export", ["--for", "vllm", "--recipe", "rowwise"], "as --recipe does"),
-        ("export", ["--for", "vllm-tensor"], "--calibration SCALES"),
+        ("export", ["--for", "vllm-tensor"], "or calibrate on data"),
         ("export", ["--for", "vlm"], "or of vllm, sglang, transformers, tensorrt-llm"),
     ],
 )

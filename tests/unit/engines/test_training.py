@@ -14,13 +14,13 @@ from octavo.engines.token_scores import log_probabilities
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import cast, cast_selections
 from octavo.models import Llama
-from octavo.nn.rounded_parameters import rounded_parameters
-from octavo.numerics import Scaling
+from octavo.nn.parameter_rounding import rounded_parameters
+from octavo.numerics import CastSpec, Scaling
 from octavo.onnx.layers import graph_linear
 from octavo.parallel.shard_cast import ShardCast
 from octavo.quantization import compensate_rounding
 from octavo.recipes.engines import forward_recipe
-from tests.oracle.engines.adversarial import finite_tensors, nonfinite_tensors, same_codes
+from tests.oracle.engines.adversarial import finite_tensors, input_cast, nonfinite_tensors, same_codes
 from tests.tiny_llama import tiny_llama_config
 
 REFUSED = {
@@ -28,7 +28,7 @@ REFUSED = {
     "compressed-tensors": "products",
     "compressed-tensors-static": "products",
 }
-DYNAMIC = [name for name, p in PROFILES.items() if p.input.scaling is Scaling.DYNAMIC and name not in REFUSED]
+DYNAMIC = [name for name in PROFILES if name not in REFUSED and input_cast(name).scaling is Scaling.DYNAMIC]
 PROVEN = ("vllm-token", "sglang-block", "torchao-rowwise")
 
 
@@ -40,6 +40,12 @@ def decoder(**sizes: int) -> Llama:
             if parameter.ndim == 2:
                 parameter.mul_(5)
     return model
+
+
+def input_spec(name: str) -> CastSpec:
+    spec = served_recipe(get(name)).output.a
+    assert spec is not None
+    return spec
 
 
 def tokens(count: int, length: int) -> torch.Tensor:
@@ -80,18 +86,20 @@ def test_log_probabilities_of_10_000_tokens_after_updates(name):
 
 @pytest.mark.parametrize("name", [name for name in PROFILES if name != "te-delayed"])
 def test_a_recipes_casts_are_the_engines(name):
-    profile = get(name)
-    recipe = forward_recipe(profile)
-    for engine, spec in ((profile.weight, recipe.output.b), (profile.input, recipe.output.a)):
+    recipe = forward_recipe(get(name))
+    for engine, spec in ((get(name).weight, recipe.output.b), (input_cast(name), recipe.output.a)):
+        assert spec is not None
         for tensor_name, x in (finite_tensors(torch.bfloat16) | nonfinite_tensors(torch.bfloat16)).items():
             expected, ours = quantize_as(x, engine), cast(x, spec).output
             assert torch.equal(ours.scale, expected.scale) or expected.scale.isnan().any(), tensor_name
             assert same_codes(ours.data, expected.data), tensor_name
+            wide = cast(x.float(), spec).output  # an optimizer's weight with the same values
+            assert torch.equal(wide.data.view(torch.uint8), ours.data.view(torch.uint8)), tensor_name
     assert recipes.from_toml(recipes.to_toml(recipe)) == recipe
 
 
 def test_no_fast_kernel_casts_as_an_engine_does():
-    cast(torch.ones(3, 7), served_recipe(get("vllm-token")).output.a)
+    cast(torch.ones(3, 7), input_spec("vllm-token"))
     selection = next(each for each in cast_selections() if each.problem.shape == (3, 7) and each.problem.foreign)
     assert selection.backend == "reference"
     assert "it makes octavo's scales, not another engine's" in dict(selection.rejected).values()
@@ -99,18 +107,19 @@ def test_no_fast_kernel_casts_as_an_engine_does():
 
 def test_gradients_in_high_precision_pass_straight_through():
     generator = torch.Generator().manual_seed(0)
-    layer = nn.Sequential(nn.Linear(64, 32))
+    layer = octavo.nn.Linear(64, 32, recipe=served_recipe(get("vllm-token")))
     x = torch.randn(16, 64, generator=generator).bfloat16().requires_grad_()
     g = torch.randn(16, 32, generator=generator).bfloat16()
-    weight = layer[0].weight.detach().bfloat16()
-    octavo.convert(layer, served_recipe(get("vllm-token")), convert_head=True)
+    weight = layer.weight.detach().bfloat16()
     with rounded_parameters(layer, torch.bfloat16):
         y = layer(x)
     y.backward(g)
-    assert torch.equal(y, linear_as(x, weight, get("vllm-token"), bias=layer[0].bias.bfloat16()))
+    assert torch.equal(y, linear_as(x, weight, get("vllm-token"), bias=layer.bias.bfloat16()))
     exact_x, exact_w = g.double() @ weight.double(), g.double().t() @ x.detach().double()
+    assert x.grad is not None
+    assert layer.weight.grad is not None
     torch.testing.assert_close(x.grad.double(), exact_x, rtol=2**-8, atol=1e-5)  # one rounding to BF16
-    torch.testing.assert_close(layer[0].weight.grad.double(), exact_w, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(layer.weight.grad.double(), exact_w, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("gradients", ["rowwise", "tensorwise"])
@@ -143,22 +152,21 @@ def test_an_fp8_cache_is_named_too():
 
 
 def test_whatever_computes_octavos_scales_itself_refuses_an_engines():
-    recipe = served_recipe(get("vllm-token"))
-    model = nn.Sequential(nn.Linear(32, 16))
-    octavo.convert(model, recipe, convert_head=True)
+    layer = octavo.nn.Linear(32, 16, recipe=served_recipe(get("vllm-token")))
     with pytest.raises(ConfigError, match="leave compensated rounding out"):
-        compensate_rounding(model, [torch.randn(8, 32)])
+        compensate_rounding(nn.Sequential(layer), [torch.randn(8, 32)])
     with pytest.raises(ConfigError, match="not with another engine's"):
-        ShardCast(spec=recipe.output.b, transposed=False, shape=(16, 32), ranks=2, rank=0)
+        ShardCast(spec=input_spec("vllm-token"), transposed=False, shape=(16, 32), ranks=2, rank=0)
     with pytest.raises(ConfigError, match="an ONNX graph casts as octavo does"):
-        graph_linear(model[0], torch.float32, "0")
+        graph_linear(layer, torch.float32, "0")
 
 
 def test_a_casts_engine_fits_it():
-    spec = served_recipe(get("vllm-token")).output.a
+    spec = input_spec("vllm-token")
+    assert spec.engine is not None
     with pytest.raises(ConfigError, match="have one granularity"):
         replace(spec, granularity=octavo.PerTensor())
-    foreign = replace(served_recipe(get("vllm-token")).output.a, engine=replace(spec.engine, amax_floor=0.5))
+    foreign = replace(spec, engine=replace(spec.engine, amax_floor=0.5))
     with pytest.raises(ConfigError, match="casts of named engines"):
         recipes.to_toml(replace(recipes.get("weight_only"), output=recipes.GemmSpec(a=foreign, b=foreign)))
     with pytest.raises(ConfigError, match="a profile and its role"):

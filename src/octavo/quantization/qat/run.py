@@ -40,7 +40,7 @@ from octavo.curves import perplexity
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
-from octavo.nn.rounded_parameters import round_parameters, rounded_parameters
+from octavo.nn.parameter_rounding import round_parameters, rounded_parameters
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.numerics.cast_spec import check_member
 from octavo.quantization.bf16 import bf16_autocast

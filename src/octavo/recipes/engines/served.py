@@ -57,8 +57,8 @@ def forward_recipe(profile: EngineProfile) -> Recipe:
         PerRow()
     """
     output = GemmSpec(
-        a=None if profile.input is None else _spec(profile.input),
-        b=_spec(profile.weight),
+        a=None if profile.input is None else _spec(profile.input.of_tensors_in(profile.activations)),
+        b=_spec(profile.weight.of_tensors_in(profile.activations)),
         accumulate=profile.accumulate,
     )
     return Recipe(name=f"as served by {profile.name}", output=output, grad_input=_PLAIN, grad_weight=_PLAIN)

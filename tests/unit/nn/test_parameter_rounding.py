@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.nn.rounded_parameters import round_parameters, rounded_parameters
+from octavo.nn.parameter_rounding import round_parameters, rounded_parameters
 
 
 def test_tied_parameters_stay_tied_and_all_come_back():
@@ -22,7 +22,7 @@ def test_tied_parameters_stay_tied_and_all_come_back():
         assert y.dtype is torch.bfloat16
         assert all(parameter is before[name] for name, parameter in model.named_parameters())
     y.float().square().sum().backward()
-    assert all(parameter.grad.dtype is torch.float32 for parameter in before.values())
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in before.values())
 
 
 def test_parameters_come_back_after_an_error_and_it_does_not_nest():
