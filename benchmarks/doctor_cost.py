@@ -76,7 +76,7 @@ def contestants(config: RunConfig, recipe: str, log: MetricsLog) -> dict[str, Ca
     shape = config.model.llama(vocab_size=config.data.vocab_size, max_positions=training.context)
     model = Llama(shape, seed=0)
     apply_recipe(model, training)
-    optimizer, context = build_optimizer(model, training), surroundings(training, torch.device("cpu"))
+    optimizer, context = build_optimizer(model, training), surroundings(training, torch.device("cpu"), model)
     watcher = watch(model, optimizer, interval=1, on_sample=log.write_sample)
     batches = _batches(shape.vocab_size, (training.batch_size, training.context))
 

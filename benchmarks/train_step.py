@@ -105,7 +105,7 @@ def contestants(config: RunConfig) -> dict[str, Callable[[], Tensor]]:
     tokens, targets = (torch.randint(shape.vocab_size, size, generator=generator) for _ in range(2))
 
     def step_of(model: nn.Module, around: TrainingConfig) -> Callable[[], Tensor]:
-        context = surroundings(around, torch.device("cpu"))
+        context = surroundings(around, torch.device("cpu"), model)
 
         def step() -> Tensor:
             with context:

@@ -1,6 +1,6 @@
 """Agreement of engines on SmolLM2-135M-Instruct.
 
-    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults] [--windows 40] [--no-write]
+    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,served] [--windows 40] [--no-write]
 
 Hours on two cores; steps are saved in build/engine_agreement, and a run that was stopped goes on.
 
@@ -9,6 +9,7 @@ folders   one compressed-tensors folder, dynamic and static, in octavo and in tr
 matrix    KL and mean |Δ log p| of every pair of profiles, and of UE8M0 and float scales against BF16
 why       attribution of the five pairs that differ most
 faults    the profiles one property away from vllm-block: which can be told from each other on 128 tokens
+served    runs of ``octavo train --as-served-by``: the trainer's log-probabilities of 10,000 tokens and the engine's
 """
 
 import argparse
@@ -26,11 +27,13 @@ from benchmarks.engine_agreement.matrix import (
     matrix_rows,
     pair_matrices,
 )
+from benchmarks.engine_agreement.served import COLUMNS, served_rows
 from benchmarks.measure import hardware, markdown_table, publish
 from octavo.engines.summary import EFFECT_COLUMNS
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
-PARTS = ("folders", "matrix", "why", "faults")
+PARTS = ("folders", "matrix", "why", "faults", "served")
+OF_PAIRS = {"matrix", "why", "faults"}
 PAIR_WINDOWS, WHY_WINDOWS, PAIRS = 10, 2, 5
 UE8M0 = (("vllm-block", "vllm-block-ue8m0"), ("sglang-block", "sglang-block-ue8m0"))
 
@@ -86,8 +89,10 @@ def main() -> None:
     parts, machine = arguments.parts.split(","), hardware()
     os.nice(10)
     lines = list(folders(arguments.windows)) if "folders" in parts else []
-    if {*parts} - {"folders"}:
+    if OF_PAIRS & {*parts}:
         lines += pairs(parts)
+    if "served" in parts:
+        lines += ["", "## Runs trained as an engine serves", "", *markdown_table(COLUMNS, list(served_rows()))]
     publish(
         "engine_agreement", lines, title="Agreement of engines", machine=machine, write=not arguments.no_write,
         variant="" if {*parts} == {*PARTS} else "_".join(parts),

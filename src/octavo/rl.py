@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from octavo.caller_warnings import warn_caller
 from octavo.engines.agreement import copies_for, resolved
 from octavo.engines.model import EngineModel
-from octavo.engines.profile import EngineProfile
 from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.language_model import logits_of
 from octavo.nn.arguments import check_whole
+from octavo.recipes.engines import EngineProfile
 
 __all__ = ["Mismatch", "MismatchMonitor", "Rollout", "log_probs", "mismatch", "sample_rollout"]
 

@@ -37,6 +37,7 @@ PUBLIC_NN = {
     "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",
     # what stands between them
     "DotProductAttention", "KVCache", "LayerNorm", "RMSNorm", "RotaryScaling", "rotary_table", "rotate",
+    "rounded_parameters",
     # made of both
     "MultiheadAttention", "TransformerLayer",
 }  # fmt: skip

@@ -11,13 +11,16 @@ from octavo.cli.export_checkpoint import write_checkpoint
 from octavo.cli.export_graph import write_graph
 from octavo.cli.export_job import TRITON, CheckpointOptions, GraphOptions, Job, Writer
 from octavo.cli.export_repository import write_triton
+from octavo.errors import ConfigError
 from octavo.export.checkpoint_writer import DTYPES
+from octavo.export.engine_format import engine_to_write_for, format_of_engine
 from octavo.export.sources import ONNX, ConversionOptions
 from octavo.models.sources import located
 from octavo.onnx import OPSETS
 
 __all__ = ["export"]
 
+DEFAULT = "compressed-tensors"
 WRITERS: dict[str, Writer] = {**dict.fromkeys(FORMATS, write_checkpoint), ONNX: write_graph, TRITON: write_triton}
 
 
@@ -25,7 +28,17 @@ def export(
     *,
     model: options.Model,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, new or empty.")],
-    format_: Annotated[str, typer.Option("--format", help=f"Format: {', '.join(WRITERS)}.")] = "compressed-tensors",
+    format_: Annotated[
+        str | None, typer.Option("--format", help=f"Format: {', '.join(WRITERS)}. [default: compressed-tensors]")
+    ] = None,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="ENGINE",
+            help="Write the codes and scales of an engine, vllm, sglang or any of octavo agree, in a format it reads.",
+        ),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="Preset, such as rowwise, blockwise or weight_only. [default: by the format]")
     ] = None,
@@ -84,6 +97,10 @@ def export(
     """Write a language model in FP8 for other programs, and verify that it computes the same there."""
     if hub:
         located(model, hub=True)
+    engine = None if for_ is None else engine_to_write_for(for_)
+    if engine is not None and format_ is not None:
+        raise ConfigError("--for chooses the format; leave --format out")
+    written = format_ or (DEFAULT if engine is None else format_of_engine(engine))
     request = ConversionOptions(
         recipe=recipe,
         power_of_two=power_of_two,
@@ -91,11 +108,12 @@ def export(
         mix=mix,
         skip=tuple(skip or ()),
         convert_head=head,
+        engine=engine,
     )
     job = Job(
         model=model,
         out=out,
-        format=format_,
+        format=written,
         request=request,
         dtype=dtype,
         checkpoint=CheckpointOptions(max_shard_size=max_shard_size, device=device, no_verify=not verify, fnuz=fnuz),
@@ -109,4 +127,4 @@ def export(
             max_length=max_length,
         ),
     )
-    WRITERS[format_](job, as_json=as_json)
+    WRITERS[written](job, as_json=as_json)

@@ -17,6 +17,7 @@ from octavo.training.recipe_choice import PLAIN_RECIPES
 
 __all__ = [
     "DATA_HELP",
+    "AsServedBy",
     "BatchSize",
     "CheckpointInterval",
     "ConfigFile",
@@ -52,6 +53,12 @@ DATA_HELP = (
     "'language-topics'), a text file, a folder of .txt/.md/.jsonl/.parquet, or a Hugging Face dataset name with --hub."
 )
 
+AsServedBy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ENGINE", help="Train with the forward pass of an engine, such as vllm-block; see octavo agree."
+    ),
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; missing keys keep their defaults.")]
 Source = Annotated[str | None, typer.Option("--data", help=DATA_HELP)]
 Steps = Annotated[int | None, typer.Option(help="Number of optimizer updates.")]

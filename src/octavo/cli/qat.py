@@ -21,6 +21,8 @@ from octavo.quantization.qat.folder import bytes_of_qat, save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
 from octavo.quantization.windows import text_windows
+from octavo.recipes import Recipe
+from octavo.recipes.engines import get, served_recipe
 from octavo.text.corpus import Split
 from octavo.training.config import Device
 
@@ -42,7 +44,10 @@ def qat(
     model: options.Model,
     out: Annotated[Path, typer.Option("--out", help="Folder to write, new or empty.")],
     source: options.ModelText = None,
-    recipe: Annotated[str, typer.Option(help="Recipe: static, or a preset with dynamic scales.")] = "static",
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe: static, or a preset with dynamic scales. [default: static]")
+    ] = None,
+    as_served_by: options.AsServedBy = None,
     scales: Annotated[
         str | None, typer.Option(help="Scales of static inputs: tracked, learned or frozen. [default: tracked]")
     ] = None,
@@ -87,9 +92,11 @@ def qat(
         "warmup": warmup,
         "seed": seed,
     }
+    trained_recipe = _recipe(recipe, as_served_by)
     settings = QATSettings(
-        recipe=recipes.get(recipe),
-        scales=_scales(recipe, scales),
+        recipe=trained_recipe,
+        activations=None if as_served_by is None else get(as_served_by).activations,
+        scales=_scales(trained_recipe, scales),
         clip_gradients=clip_gradients,
         skip=tuple(skip or ()),
         convert_head=head,
@@ -132,10 +139,19 @@ def _load(model: str, place: Device, *, hub: bool) -> LanguageModel:
     return loaded
 
 
-def _scales(recipe: str, given: str | None) -> str:
-    if given is not None and not recipes.get(recipe).has_static_input:
+def _recipe(name: str | None, engine: str | None) -> Recipe:
+    if engine is None:
+        return recipes.get(name or "static")
+    if name is not None:
+        raise ConfigError("--recipe and --as-served-by both define the casts; leave one of them out")
+    return served_recipe(get(engine))
+
+
+def _scales(recipe: Recipe, given: str | None) -> str:
+    if given is not None and not recipe.has_static_input:
         raise ConfigError(
-            f"--scales needs static inputs, but recipe {recipe!r} has dynamic scales; leave --scales out, or use static"
+            f"--scales needs static inputs, but recipe {recipe.name!r} has dynamic scales; leave --scales out, or use "
+            "static"
         )
     return given or "tracked"
 

@@ -43,6 +43,7 @@ def train(
     recipe: Annotated[
         str | None, typer.Option(help="fp32, bf16, or a preset of octavo.recipes.names(). [default: tensorwise]")
     ] = None,
+    as_served_by: options.AsServedBy = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="Recipes and the fraction of the run at which each begins, such as bf16:0.0,fp8:0.8."),
@@ -100,6 +101,7 @@ def train(
             vocab_size=vocab_size,
             parallel={"shard": shard, "tensor": tensor, "sequence": sequence},
             recipe=recipe,
+            as_served_by=as_served_by,
             precision_schedule=None if schedule is None else parse_schedule(schedule),
             autopilot=autopilot,
             steps=steps,

@@ -2,22 +2,16 @@
 
 from octavo.engines.agreement import Agreement, LayerAgreement, agree
 from octavo.engines.attribution import Attribution, Change, PropertyEffect, attribute
-from octavo.engines.catalog import PROFILES, get, names
 from octavo.engines.linear import linear_as, weight_as
 from octavo.engines.model import EngineCopies, EngineModel, input_amaxes, model_as
-from octavo.engines.profile import NOT_RUN, EngineProfile, Products, Source, properties_of, source_of
-from octavo.engines.profiles import profile_of_recipe
 from octavo.engines.properties import differences, neighbours, with_property
 from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs
-from octavo.engines.tensor_cast import (
-    AmaxOf,
-    Application,
-    Division,
-    EngineCast,
-    PowerOfTwo,
-    Saturation,
-    quantize_as,
-)
+from octavo.engines.training import convert_as_served
+from octavo.numerics import EngineCast, quantize_as
+from octavo.numerics.engine_cast import AmaxOf, Application, Division, PowerOfTwo, Saturation
+from octavo.recipes.engines import profile_of_recipe, served_recipe
+from octavo.recipes.engines.catalog import PROFILES, get, names
+from octavo.recipes.engines.profile import NOT_RUN, EngineProfile, Products, Source, properties_of, source_of
 
 __all__ = [
     "NOT_RUN",
@@ -41,6 +35,7 @@ __all__ = [
     "Suspect",
     "agree",
     "attribute",
+    "convert_as_served",
     "differences",
     "find_suspects",
     "get",
@@ -53,6 +48,7 @@ __all__ = [
     "properties_of",
     "quantize_as",
     "read_server_logprobs",
+    "served_recipe",
     "source_of",
     "weight_as",
     "with_property",

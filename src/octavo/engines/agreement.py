@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.catalog import get
 from octavo.engines.layer_differences import CodesDifference, compare_codes, relative_error, total_of
 from octavo.engines.linear import input_as
 from octavo.engines.model import EngineCopies, EngineLinear, EngineModel, input_amaxes, watching
-from octavo.engines.profile import EngineProfile
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.language_model import LanguageModel
 from octavo.numerics import Accumulate, QuantizedTensor, Scaling
+from octavo.recipes.engines.catalog import get
+from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["MEANS", "Agreement", "LayerAgreement", "Progress", "agree", "copies_for", "mean_of", "nudge", "resolved"]
 

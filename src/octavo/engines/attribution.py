@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from octavo.engines.agreement import Agreement, Progress, copies_for
 from octavo.engines.layer_differences import compare_codes, relative_error
 from octavo.engines.model import EngineCopies, EngineModel, watching
-from octavo.engines.profile import NOT_RUN, EngineProfile
 from octavo.engines.properties import differences, proof_of, value_in_words, with_property
 from octavo.engines.token_scores import divergences
 from octavo.errors import BackendError, ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.language_model import LanguageModel
+from octavo.recipes.engines.profile import NOT_RUN, EngineProfile
 
 __all__ = ["Attribution", "Change", "LayerProbe", "PropertyEffect", "attribute"]
 

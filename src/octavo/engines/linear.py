@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from octavo.engines.profile import EngineProfile, Products
-from octavo.engines.tensor_cast import quantize_as
 from octavo.kernels import high_precision_mm, scaled_mm
-from octavo.numerics import QuantizedTensor
+from octavo.numerics import QuantizedTensor, quantize_as
+from octavo.recipes.engines.profile import EngineProfile, Products
 
 __all__ = ["input_as", "linear_as", "linear_of_codes", "weight_as"]
 

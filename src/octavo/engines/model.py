@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from octavo.convert import choose_layers, convert
 from octavo.engines.linear import linear_of_codes, weight_as
-from octavo.engines.profile import EngineProfile
-from octavo.engines.tensor_cast import EngineCast, quantize_as
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
 from octavo.language_model import KVTransform, logits_of
 from octavo.models import Llama
 from octavo.nn import Linear
-from octavo.numerics import QuantizedTensor, Scaling
+from octavo.nn.parameter_rounding import wide_parameters
+from octavo.numerics import EngineCast, QuantizedTensor, Scaling, quantize_as
+from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["EngineCopies", "EngineLinear", "EngineModel", "engine_layers", "input_amaxes", "model_as", "watching"]
 
@@ -227,13 +227,10 @@ def _shared_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Modul
     if dtype is None:
         return copied
     rounded: dict[int, nn.Parameter] = {}  # tied parameters stay tied
-    for module in copied.modules():
-        for name, parameter in module._parameters.items():  # noqa: SLF001 (layers with codes refuse assignments)
-            if parameter is None or not parameter.is_floating_point() or parameter.element_size() == 1:
-                continue
-            if id(parameter) not in rounded:
-                rounded[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-            module._parameters[name] = rounded[id(parameter)]  # noqa: SLF001
+    for table, name, parameter in wide_parameters(copied):
+        if id(parameter) not in rounded:
+            rounded[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        table[name] = rounded[id(parameter)]
     return copied
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from octavo.engines.profile import NOT_RUN, EngineProfile, in_words, properties_of, source_of
-from octavo.engines.tensor_cast import ENCODE_DIVISIONS, ENCODE_ROUNDINGS, EngineCast
+from octavo.numerics.engine_cast import ENCODE_DIVISIONS, ENCODE_ROUNDINGS, EngineCast
+from octavo.recipes.engines.profile import NOT_RUN, EngineProfile, in_words, properties_of, source_of
 
 __all__ = ["differences", "neighbours", "proof_of", "unproven", "value_in_words", "with_property"]
 

@@ -10,11 +10,11 @@ import torch
 from octavo.engines.agreement import MEANS, Agreement, LayerAgreement, mean_of
 from octavo.engines.attribution import Attribution, Change, PropertyEffect
 from octavo.engines.layer_differences import CodesDifference
-from octavo.engines.profile import NOT_RUN, EngineProfile
 from octavo.engines.properties import unproven
 from octavo.engines.suspects import Suspect
 from octavo.engines.token_scores import CLIP, TokenScores, effective_share
 from octavo.experiments.intervals import Interval
+from octavo.recipes.engines.profile import NOT_RUN, EngineProfile
 
 __all__ = [
     "EFFECT_COLUMNS",

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.engines.agreement import Progress, copies_for
-from octavo.engines.catalog import PROFILES
-from octavo.engines.profile import EngineProfile
 from octavo.engines.properties import neighbours
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.parsing import parse_json
+from octavo.recipes.engines.catalog import PROFILES
+from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["AS_CLAIMED", "EXACT", "Suspect", "find_suspects", "read_server_logprobs"]
 

@@ -143,7 +143,7 @@ def _probe(weights: Llama, config: RunConfig) -> GradientProbe:
     model = Llama(weights.config).to(device)
     model.load_state_dict(weights.state_dict())
     apply_recipe(model, config.training, step=config.training.steps)
-    context = surroundings(config.training, device)
+    context = surroundings(config.training, device, model)
 
     def loss(batch: Tensor) -> Tensor:
         update_scales(model)  # a delayed recipe computes its scales from the previous batch

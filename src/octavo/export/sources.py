@@ -7,7 +7,7 @@
 | a model and a calibration     | the calibration's static recipe                   | the calibration's         |
 | a model and a mix             | the mix's                                         | –                         |
 | a run of a delayed recipe     | ``static``, on request, from its amax history     | –                         |
-| any other model               | the requested recipe, or the format's default     | –                         |
+| any other model               | the requested recipe or engine's, or the default  | –                         |
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.checkpoints import FORMATS, CodedTable, is_quantized, load_quantized
@@ -25,9 +25,13 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, from_quantized, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn import Linear
+from octavo.nn.parameter_rounding import round_parameters
+from octavo.numerics import Scaling
+from octavo.numerics.granularity import granularity_in_words
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
 from octavo.quantization.qat.folder import MARK
 from octavo.recipes import Recipe
+from octavo.recipes.engines import EngineProfile, forward_recipe
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG as RUN
@@ -51,6 +55,7 @@ class ConversionOptions:
         mix: file of ``octavo sensitivity``.
         skip: shell patterns of layers that stay in high precision.
         convert_head: also convert an untied head.
+        engine: write the codes and scales of this engine.
 
     Raises:
         ConfigError: contradictory options or an unknown recipe, before a model is loaded.
@@ -62,8 +67,11 @@ class ConversionOptions:
     mix: Path | None = None
     skip: tuple[str, ...] = ()
     convert_head: bool = False
+    engine: EngineProfile | None = None
 
     def __post_init__(self) -> None:
+        if self.engine is not None:
+            self._check_engine(self.engine)
         ways = {"--recipe": self.recipe, "--calibration": self.calibration}
         given = [name for name, value in ways.items() if value is not None]
         if self.mix is not None and given:
@@ -75,10 +83,16 @@ class ConversionOptions:
         if self.recipe is not None:
             _recipe(self.recipe, power_of_two=self.power_of_two)
 
+    def _check_engine(self, engine: EngineProfile) -> None:
+        for option, value in {"recipe": self.recipe, "mix": self.mix, "power-of-two": self.power_of_two}.items():
+            if value:
+                raise ConfigError(f"--for {engine.name} defines the casts, as --{option} does; leave one of them out")
+
     @property
     def has_static_inputs(self) -> bool:
         """True if the calibration defines how layers run; beside another recipe it has the scales of a cache alone."""
-        return self.calibration is not None and self.recipe in (None, STATIC)
+        static = self.recipe in (None, STATIC) if self.engine is None else _is_static(self.engine)
+        return self.calibration is not None and static
 
     @property
     def is_empty(self) -> bool:
@@ -129,19 +143,27 @@ def load_source(model: str, fmt: str, request: ConversionOptions, *, device: Dev
     loaded = load_language_model(folder, device=device)
     loaded.model.requires_grad_(False)
     _name_experts(loaded, fmt)
+    if request.engine is not None:
+        round_parameters(loaded.model, request.engine.activations)  # as it loads them
     if request.calibration is not None and request.has_static_inputs:
         return _apply_calibration(loaded, load_calibration(request.calibration), request)
     if request.mix is not None:
         return _apply_mix(loaded, request.mix, fmt)
     name = request.recipe or PRESETS[fmt]
-    if name == STATIC:
+    if _is_static(request.engine) if request.engine else name == STATIC:
         return _calibrate_from_run(loaded, folder, fmt, request)
-    recipe, kv_scales = _recipe(name, power_of_two=request.power_of_two), _cache_scales(loaded, fmt, request)
+    plain = _recipe(name, power_of_two=request.power_of_two)
+    recipe = plain if request.engine is None else forward_recipe(request.engine)
+    kv_scales = _cache_scales(loaded, fmt, request)
     if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
         raise ConfigError(nothing_in_fp8(loaded.model))
     skip = [*request.skip, *other_modules(loaded.model)]  # those in one weight are stored as they are
     convert(loaded.model, recipe, skip=skip, convert_head=request.convert_head)
     return replace(_store_codes(loaded), kv_scales=kv_scales)
+
+
+def _is_static(engine: EngineProfile) -> bool:
+    return engine.input is not None and engine.input.scaling is Scaling.STATIC
 
 
 def _cache_scales(loaded: LanguageModel, fmt: str, request: ConversionOptions) -> Mapping[int, tuple[Tensor, Tensor]]:
@@ -168,13 +190,26 @@ def _recipe(name: str, *, power_of_two: bool) -> Recipe:
 
 
 def _load_qat_folder(folder: Path, request: ConversionOptions, place: torch.device) -> LanguageModel:
-    if not request.is_empty:
+    if not replace(request, engine=None).is_empty:
         raise ConfigError(
             f"{str(folder)!r} was trained for its own recipe; leave out the options that define how layers run"
         )
     loaded = load_qat(folder)
+    others = _recipes_unlike(request.engine, loaded.model)
+    if request.engine is not None and others:
+        raise ConfigError(
+            f"{str(folder)!r} was trained for {others[0]!r}, not for what serves as {request.engine.name}; leave out "
+            f"--for, or tune it with octavo qat --as-served-by {request.engine.name}"
+        )
     loaded.model.to(place)
     return loaded
+
+
+def _recipes_unlike(engine: EngineProfile | None, model: nn.Module) -> list[str]:
+    """Names of the recipes in FP8 that have another forward pass than an engine."""
+    recipes_used = [layer.recipe for layer in model.modules() if isinstance(layer, Linear)]
+    output = None if engine is None else forward_recipe(engine).output
+    return [recipe.name for recipe in recipes_used if not recipe.is_high_precision and recipe.output != output]
 
 
 def _load_fp8_folder(folder: Path, request: ConversionOptions, place: torch.device) -> ExportSource:
@@ -194,7 +229,20 @@ def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request:
     if request.skip or request.convert_head:
         raise ConfigError("a calibration defines its layers; give --skip and --head to octavo calibrate instead")
     calibration.apply(loaded, hold_weights=True)
+    if request.engine is not None:
+        _check_weights_fit(request.engine, loaded.model)
     return ExportSource(language_model=loaded, kv_scales=calibration.kv_scales, calibration=calibration)
+
+
+def _check_weights_fit(engine: EngineProfile, model: nn.Module) -> None:
+    for path, layer in model.named_modules():
+        codes = layer.stored_codes() if isinstance(layer, Linear) else None
+        if codes is not None and codes.granularity != engine.weight.granularity:
+            ours, theirs = map(granularity_in_words, (codes.granularity, engine.weight.granularity))
+            raise ConfigError(
+                f"the calibration has a scale a {ours} of the weight of {path!r}, and {engine.name} one a {theirs}; "
+                "calibrate the model for that"
+            )
 
 
 def _apply_mix(loaded: LanguageModel, path: Path, fmt: str) -> ExportSource:

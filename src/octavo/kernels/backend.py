@@ -52,6 +52,7 @@ class CastProblem(NamedTuple):
         scale_given: whether the scale, or the amax that it is made from, is passed instead of measured.
         transformed: whether the tensor is one of torch.func's, which have no memory.
         decodes: whether codes are decoded to ``dtype``, instead of cast from it.
+        foreign: whether the scales and codes are those of another engine's arithmetic.
     """
 
     shape: torch.Size
@@ -63,6 +64,7 @@ class CastProblem(NamedTuple):
     scale_given: bool = False
     transformed: bool = False
     decodes: bool = False
+    foreign: bool = False
 
     @property
     def noun(self) -> str:

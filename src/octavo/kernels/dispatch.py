@@ -120,7 +120,8 @@ def _select_cast(x: Tensor, spec: CastSpec, source: ScaleSource) -> CastBackend:
         )
     if is_tracing() or not is_plain(x):  # a size may be a symbol, which is no key
         return _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)[0]
-    key = (x.shape, x.dtype, x.device, spec.format, spec.granularity, spec.rounding, scale_given, inside_transform())
+    cast_as = (spec.format, spec.granularity, spec.rounding, spec.engine is not None)
+    key = (x.shape, x.dtype, x.device, *cast_as, scale_given, inside_transform())
     entry = _cast_choices.get(key)
     if entry is None:
         entry = _choose_cast(key, _describe_cast(x, spec, scale_given=scale_given))
@@ -149,6 +150,7 @@ def _describe_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastProbl
         rounding=spec.rounding,
         scale_given=scale_given,
         transformed=inside_transform(),
+        foreign=spec.engine is not None,
     )
 
 

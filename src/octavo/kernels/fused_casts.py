@@ -64,6 +64,8 @@ def _unsupported_reasons(x: Tensor, columns: int, cast: ResultCast, longest: int
         yield "the tensor is empty"
     if columns > longest:
         yield f"a row of {columns} is longer than {longest}"
+    if cast.spec.engine is not None:
+        yield "the kernels make octavo's scales, not another engine's"
     if cast.spec.format.torch_dtype not in CODES:
         yield f"the kernels write E4M3 and E5M2, not {cast.spec.format}"
     if isinstance(groups, PerBlock) and (groups.rows != 1 or groups.columns not in _BLOCK_WIDTHS):

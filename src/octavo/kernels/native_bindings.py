@@ -128,6 +128,8 @@ def _unsupported_reasons(problem: CastProblem) -> Iterator[str]:
         yield f"it decodes to float32, bfloat16 and float16, not {problem.dtype}"
     if problem.rounding != Rounding.NEAREST:
         yield "it rounds to nearest"
+    if problem.foreign:
+        yield "it makes octavo's scales, not another engine's"
     if 0 in problem.shape:
         yield "the tensor is empty"
     if not stacks(problem.granularity, problem.shape):

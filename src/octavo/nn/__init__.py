@@ -8,6 +8,7 @@ from octavo.nn.layernorm_mlp import LayerNormMLP
 from octavo.nn.linear import Linear
 from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.norms import LayerNorm, RMSNorm
+from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.nn.rotary import RotaryScaling, rotary_table, rotate
 from octavo.nn.transformer import TransformerLayer
 
@@ -25,4 +26,5 @@ __all__ = [
     "TransformerLayer",
     "rotary_table",
     "rotate",
+    "rounded_parameters",
 ]

@@ -2,7 +2,9 @@
 
 from octavo.numerics.accumulate import Accumulate, hopper_chains, hopper_sums
 from octavo.numerics.cast import Nonfinite, Overflow, Rounding, cast_nearest, cast_stochastic
-from octavo.numerics.cast_spec import CastSpec, Scaling
+from octavo.numerics.cast_spec import CastSpec
+from octavo.numerics.engine_cast import EngineCast
+from octavo.numerics.engine_quantize import quantize_as
 from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
 from octavo.numerics.quantized import QuantizedTensor, dequantize, quantize
@@ -10,6 +12,7 @@ from octavo.numerics.scaling import (
     AmaxRecord,
     Measurement,
     ScaleRounding,
+    Scaling,
     amax,
     encode_scale_from_amax,
     measure,
@@ -21,6 +24,7 @@ __all__ = [
     "Accumulate",
     "AmaxRecord",
     "CastSpec",
+    "EngineCast",
     "Granularity",
     "Measurement",
     "Nonfinite",
@@ -44,6 +48,7 @@ __all__ = [
     "nonfinite_count",
     "power_of_two_floor",
     "quantize",
+    "quantize_as",
     "saturation_fraction",
     "scale_from_amax",
     "sqnr_db",

@@ -14,23 +14,15 @@ They change no other element: a scale is computed from the finite elements' amax
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, FP32, Format
 from octavo.numerics.cast import NONFINITE_POLICIES, Nonfinite, Rounding, check_fp8_format, check_member
+from octavo.numerics.engine_cast import EngineCast
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
-from octavo.numerics.scaling import AMAX_FLOOR, ScaleRounding
+from octavo.numerics.scaling import AMAX_FLOOR, ScaleRounding, Scaling
 
-__all__ = ["LARGEST_MARGIN", "CastSpec", "Scaling", "check_integer", "check_member", "is_number"]
-
-
-class Scaling(StrEnum):
-    """Source of a scale."""
-
-    DYNAMIC = "dynamic"  # this tensor
-    DELAYED = "delayed"  # finished steps
-    STATIC = "static"  # calibration; the layer holds it
+__all__ = ["LARGEST_MARGIN", "CastSpec", "check_integer", "check_member", "is_number"]
 
 
 LARGEST_MARGIN = 4096  # binades that kernels are passed at most: below what FP64 holds
@@ -55,6 +47,8 @@ class CastSpec:
         nonfinite: result of an infinite element; see the table above.
         rounding: to the nearest code, or, of gradients, to either neighbour by chance; its seeds are drawn from torch's
             default generator of the CPU.
+        engine: cast of another engine, which makes codes and scales as its own fields say; ``scale_rounding``,
+            ``amax_floor``, ``margin``, ``nonfinite`` and ``rounding`` then only describe it.
     """
 
     format: Format
@@ -66,6 +60,7 @@ class CastSpec:
     margin: int = 0
     nonfinite: Nonfinite = Nonfinite.PROPAGATE
     rounding: Rounding = Rounding.NEAREST
+    engine: EngineCast | None = None
 
     def __post_init__(self) -> None:
         check_fp8_format(self.format)
@@ -84,6 +79,9 @@ class CastSpec:
         if not is_number(self.amax_floor) or not 0 <= self.amax_floor < math.inf:
             raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
         check_integer("a cast's margin", self.margin, least=0)
+        for name in () if self.engine is None else ("format", "granularity", "scale_format"):
+            if getattr(self, name) != getattr(self.engine, name):
+                raise ConfigError(f"a cast and its engine's have one {name}, not {getattr(self, name)} and another")
 
 
 def is_number(value: object) -> bool:

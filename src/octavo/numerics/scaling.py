@@ -48,6 +48,7 @@ __all__ = [
     "AmaxRecord",
     "Measurement",
     "ScaleRounding",
+    "Scaling",
     "amax",
     "check_scale_options",
     "e8m0_from_scale",
@@ -62,6 +63,14 @@ __all__ = [
 # None but that of the encode scale's own limit. An integer: torch.compile(dynamic=True) makes symbols of floats, and
 # fails where a layer is called twice.
 AMAX_FLOOR = 0
+
+
+class Scaling(StrEnum):
+    """Source of a scale."""
+
+    DYNAMIC = "dynamic"  # this tensor
+    DELAYED = "delayed"  # finished steps
+    STATIC = "static"  # calibration; the layer holds it
 
 
 class ScaleRounding(StrEnum):

@@ -210,6 +210,11 @@ def _input_cast(layer: Linear, dtype: torch.dtype, path: str) -> tuple[nn.Module
     spec = layer.recipe.output.a
     if spec is None:
         return PlainInput(), HIGH_PRECISION
+    if spec.engine is not None:
+        raise ConfigError(
+            f"layer {path!r} runs {layer.recipe.name!r}, whose scales are another engine's; an ONNX graph casts as "
+            "octavo does: convert it with tensorwise, rowwise or static"
+        )
     rounding = (ScaleRounding.FP32, ScaleRounding.RCEIL)
     if spec.format != E4M3 or not isinstance(spec.granularity, GRANULARITIES) or spec.scale_rounding not in rounding:
         raise ConfigError(

@@ -22,6 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.formats import E8M0
 from octavo.kernels import cast
 from octavo.numerics import AmaxRecord, CastSpec, PerBlock, PerRow, QuantizedTensor, measure
@@ -50,6 +51,10 @@ class ShardCast:
     shape: tuple[int, int]
     ranks: int
     rank: int
+
+    def __post_init__(self) -> None:
+        if self.spec.engine is not None:
+            raise ConfigError("ranks gather a weight as codes with octavo's scales, not with another engine's")
 
     @cached_property
     def chunk(self) -> int:

@@ -255,7 +255,7 @@ def _cast_cells(spec: CastSpec | None) -> tuple[str, ...]:
         return ("high precision", "–", "–", "")
     shown = ("format", "granularity", "scaling")
     options = (
-        f"{field.name} {getattr(spec, field.name)}"
+        "another engine's arithmetic" if field.name == "engine" else f"{field.name} {getattr(spec, field.name)}"
         for field in fields(spec)
         if field.name not in shown and getattr(spec, field.name) != field.default
     )

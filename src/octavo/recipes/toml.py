@@ -12,7 +12,8 @@
     ...
 
 A GEMM in high precision is a table without ``a`` and ``b``, one that casts its weight alone has no ``a``. Everything is
-written out, and everything but the names and formats has its default when read.
+written out, and everything but the names and formats has its default when read. The cast of another engine is written
+as its profile and role, such as ``engine = "vllm-block.input"``.
 """
 
 import re
@@ -25,6 +26,7 @@ from octavo.formats import FORMATS, Format
 from octavo.numerics import (
     Accumulate,
     CastSpec,
+    EngineCast,
     Granularity,
     Nonfinite,
     PerBlock,
@@ -35,10 +37,13 @@ from octavo.numerics import (
     Scaling,
 )
 from octavo.parsing import parse_toml
+from octavo.recipes.engines.catalog import PROFILES
+from octavo.recipes.engines.profile import EngineProfile
 from octavo.recipes.specs import Close, GemmSpec, History, Recipe, Statistic
 
 __all__ = ["GEMMS", "from_toml", "to_toml"]
 
+ROLES = ("weight", "input")
 GEMMS = ("output", "grad_input", "grad_weight")
 
 
@@ -101,7 +106,8 @@ def from_toml(text: str) -> Recipe:
 
 
 def _plain(spec: CastSpec | History) -> dict[str, Any]:
-    return {field.name: _word(getattr(spec, field.name)) for field in fields(spec)}
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return {name: _word(value) for name, value in values.items() if value is not None}
 
 
 def _word(value: object) -> object:
@@ -114,9 +120,19 @@ def _word(value: object) -> object:
             return "row"
         case PerBlock(rows, columns):
             return f"{rows}x{columns}"
-        case str():
-            return str(value)
-    return value
+        case EngineCast():
+            return _engine_name(value)
+    return str(value) if isinstance(value, str) else value
+
+
+def _engine_name(cast: EngineCast) -> str:
+    for profile in PROFILES.values():
+        for role in ROLES:
+            if _cast_of(profile, role) == cast:
+                return f"{profile.name}.{role}"
+    raise ConfigError(
+        "a file holds the casts of named engines, octavo.engines.names(), and this one is of none of them"
+    )
 
 
 def _gemm(given: Any) -> GemmSpec:
@@ -164,6 +180,19 @@ def _granularity(word: object) -> Granularity:
     return PerBlock(int(block[1]), int(block[2]))
 
 
+def _engine(name: object) -> EngineCast:
+    profile, _, role = str(name).rpartition(".")
+    cast = _cast_of(PROFILES[profile], role) if profile in PROFILES and role in ROLES else None
+    if cast is None:
+        raise ConfigError(f"an engine's cast is a profile and its role, such as 'vllm-block.input', not {name!r}")
+    return cast
+
+
+def _cast_of(profile: EngineProfile, role: str) -> EngineCast | None:
+    cast: EngineCast | None = getattr(profile, role)
+    return None if cast is None else cast.of_tensors_in(profile.activations)
+
+
 def _one_of(enum: Any, value: object, name: str) -> Any:
     if value not in list(enum):
         raise ConfigError(f"{name} must be one of {', '.join(enum)}, not {value!r}")
@@ -186,4 +215,5 @@ _CAST_READERS: dict[str, Callable[[object], object]] = {
     "scale_rounding": lambda value: _one_of(ScaleRounding, value, "scale_rounding"),
     "scale_format": _format,
     "nonfinite": lambda value: _one_of(Nonfinite, value, "nonfinite"),
+    "engine": _engine,
 }

@@ -25,11 +25,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.models import LlamaConfig
 from octavo.models.llama import LARGEST
 from octavo.parsing import parse_json, read_toml
+from octavo.recipes.engines import get
 from octavo.text.sources import BUILTIN
 from octavo.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
@@ -38,7 +41,13 @@ from octavo.training.metric_writers import LOGGERS, TENSORBOARD
 from octavo.training.moments import Moments
 from octavo.training.parallel_config import ParallelConfig
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
-from octavo.training.recipe_choice import PLAIN_RECIPES, check_module_casts, check_overrides, check_recipe
+from octavo.training.recipe_choice import (
+    PLAIN_RECIPES,
+    check_module_casts,
+    check_overrides,
+    check_recipe,
+    check_served_by,
+)
 from octavo.training.schedules import adjust_for_fp8
 
 __all__ = [
@@ -77,6 +86,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "model": {"qk_norm": False},
     "training": {
         "moments": str(Moments.FP32),
+        "as_served_by": "",
         "gradient_jumps": [],
         "cast_norms": False,
         "smooth_swiglu": False,
@@ -156,7 +166,10 @@ class TrainingConfig:
     Attributes:
         recipe: "fp32" (everything FP32), "bf16" (torch.autocast) or one of octavo's FP8 recipes.
         recipe_options: the recipe's own options, such as ``history_length`` for "delayed".
-        precision: precision around the linears of an FP8 recipe; ignored by "fp32" and "bf16".
+        as_served_by: engine whose forward pass layers in FP8 have, one of ``octavo.engines.names()``; the recipe then
+            gives the gradients, and the model around the layers computes in the engine's dtype. "" is none.
+        precision: precision around the linears of an FP8 recipe; ignored by "fp32" and "bf16", and with
+            ``as_served_by``.
         loss_scale: factor of the loss before backward, by which gradients are divided afterwards: "dynamic", a number,
             or "auto", which is dynamic for precision "fp16" and no scale otherwise. A dynamic scale starts at 2^16,
             halves and repeats the step when a gradient overflows, and doubles after 2000 steps without overflow.
@@ -202,6 +215,7 @@ class TrainingConfig:
 
     recipe: str = "tensorwise"
     recipe_options: dict[str, Any] = field(default_factory=dict)
+    as_served_by: str = ""
     precision: Precision = Precision.BF16
     loss_scale: str | float = AUTO
     overrides: dict[str, str] = field(default_factory=dict)
@@ -243,10 +257,14 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe, self.recipe_options)
+        check_served_by(self.as_served_by, self.recipe, self.recipe_options)
         check_overrides(self.overrides)
         check_schedule(self.precision_schedule, self.recipe)
         check_jumps(self.gradient_jumps)
-        check_module_casts(self.recipe, self.recipe_options, norms=self.cast_norms, smooth=self.smooth_swiglu)
+        check_module_casts(
+            self.recipe, self.recipe_options, norms=self.cast_norms, smooth=self.smooth_swiglu,
+            served_by=self.as_served_by,
+        )  # fmt: skip
         if self.smooth_swiglu and self.cache_weights:
             raise ConfigError("training.smooth_swiglu scales a weight anew in each micro-batch; turn cache_weights off")
         check_member("training.precision", self.precision, Precision)
@@ -284,6 +302,8 @@ class TrainingConfig:
     @property
     def surrounding(self) -> Precision:
         """Precision of embedding, attention, norms and head; parameters are always FP32."""
+        if self.as_served_by:
+            return Precision.FP32 if get(self.as_served_by).activations is torch.float32 else Precision.BF16
         return self.precision if self.is_fp8 else Precision(self.recipe)
 
     @property
@@ -328,6 +348,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_weights(self.model, self.training, self.parallel)
+        if self.training.as_served_by and not self.parallel.shard == self.parallel.tensor == 1:
+            raise ConfigError(
+                "training.as_served_by needs whole layers on each rank; set parallel.shard and tensor to 1"
+            )
 
     @property
     def free_to_change(self) -> tuple[str, ...]:
@@ -351,7 +375,10 @@ class RunConfig:
 
     def with_recipe(self, recipe: str, **options: Any) -> "RunConfig":
         """Return a copy with another recipe; high precision drops what only FP8 layers have."""
-        none = {"precision_schedule": (), "autopilot": False, "cast_norms": False, "smooth_swiglu": False}
+        none = {
+            "precision_schedule": (), "autopilot": False, "as_served_by": "", "cast_norms": False,
+            "smooth_swiglu": False,
+        }  # fmt: skip
         only_fp8 = none if recipe in PLAIN_RECIPES else {}
         return self.with_training(recipe=recipe, recipe_options=options, **only_fp8)
 
@@ -421,6 +448,10 @@ def _check_autopilot(training: TrainingConfig) -> None:
     if training.autopilot and not training.is_fp8:
         raise ConfigError(
             f"training.autopilot needs FP8 layers, but a run of {training.recipe!r} has none; turn it off"
+        )
+    if training.autopilot and training.as_served_by:
+        raise ConfigError(
+            "training.autopilot changes casts, and training.as_served_by fixes them; leave one of them out"
         )
     if training.autopilot and not training.statistics_interval:
         raise ConfigError("training.autopilot needs statistics; set training.statistics_interval to at least 1, not 0")

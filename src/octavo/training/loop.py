@@ -155,7 +155,7 @@ class Trainer:
         self.training = config.training if self.autopilot is None else self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
         self.device = resolve_device(self.training.device)
-        self.surroundings = surroundings(self.training, self.device)
+        self.surroundings = surroundings(self.training, self.device, self.model)
         self.optimizer = build_optimizer(self.model, self.training)
         self.scaler = build_loss_scaler(self.training, self.device)
         self.checkpoint = None if resumed is None else self._continue_from(resumed[0])
@@ -383,7 +383,7 @@ class Trainer:
         before, self.training = self.training, self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
         apply_recipe(self.model, self.training, step=self.step)
-        self.surroundings = surroundings(self.training, self.device)
+        self.surroundings = surroundings(self.training, self.device, self.model)
         self._renew_loss_scaler(keep=before.loss_scale == self.training.loss_scale)
         return True
 

@@ -5,6 +5,8 @@
 | fp32            | FP32                          | FP32                              | FP32                     |
 | bf16            | BF16 operands and results     | bf16 autocast                     | FP32                     |
 | an FP8 recipe   | as the recipe says            | bf16 or fp16 autocast, or FP32    | FP32                     |
+| … as served by  | the engine's forward, the     | the engine's dtype, parameters    | FP32                     |
+| an engine       | recipe's gradients            | rounded to it                     |                          |
 
 Under autocast every linear becomes an ``octavo.nn.Linear`` with octavo's "bf16" recipe: the results are equal, but on a
 CPU without BF16 instructions the GEMMs run in FP32 on BF16 operands, several times faster than torch's own. The same
@@ -22,8 +24,10 @@ from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
 from octavo.models.llama import MLP
 from octavo.nn import Linear, RMSNorm
+from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.nn.scaling_state import accept_new_histories
 from octavo.recipes import Recipe
+from octavo.recipes.engines import get, served_recipe
 from octavo.training.config import Device, Precision, TrainingConfig
 from octavo.training.recipe_choice import BF16
 
@@ -89,8 +93,10 @@ def layer_recipe(path: str, training: TrainingConfig, *, step: int = 1) -> Recip
 
 
 def recipe_named(name: str, training: TrainingConfig) -> Recipe:
-    """Return a preset, with the run's options if it is the run's own recipe."""
-    return recipes.get(name, **(training.recipe_options if name == training.recipe else {}))
+    """Return a preset, with the run's options if it is the run's own recipe, and the engine's forward pass in FP8."""
+    recipe = recipes.get(name, **(training.recipe_options if name == training.recipe else {}))
+    is_served = training.as_served_by and not recipe.is_high_precision
+    return served_recipe(get(training.as_served_by), recipe) if is_served else recipe
 
 
 def _leave_rest_plain(
@@ -105,8 +111,10 @@ def _leave_rest_plain(
     return convert(model, BF16, convert_head=True, layer_filter=is_remaining) if everywhere or converted else None
 
 
-def surroundings(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return the reusable context of forward and loss."""
+def surroundings(training: TrainingConfig, device: torch.device, model: nn.Module) -> AbstractContextManager[object]:
+    """Return the reusable context of a model's forward and loss."""
+    if training.as_served_by:
+        return rounded_parameters(model, get(training.as_served_by).activations)
     if training.surrounding == Precision.FP32:
         return nullcontext()
     dtype = torch.float16 if training.surrounding == Precision.FP16 else torch.bfloat16

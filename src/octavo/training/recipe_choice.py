@@ -6,9 +6,18 @@ from typing import Any
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.numerics import Scaling
+from octavo.recipes.engines import get, served_recipe
 from octavo.training.config_values import did_you_mean
 
-__all__ = ["BF16", "PLAIN_RECIPES", "check_module_casts", "check_overrides", "check_recipe", "trainable_recipes"]
+__all__ = [
+    "BF16",
+    "PLAIN_RECIPES",
+    "check_module_casts",
+    "check_overrides",
+    "check_recipe",
+    "check_served_by",
+    "trainable_recipes",
+]
 
 BF16 = "bf16"
 PLAIN_RECIPES = ("fp32", BF16)
@@ -37,13 +46,16 @@ def check_recipe(name: str, options: dict[str, Any]) -> None:
         raise ConfigError(f"recipe {name!r} has no option {next(iter(options))!r}; it takes no options")
 
 
-def check_module_casts(name: str, options: dict[str, Any], *, norms: bool, smooth: bool) -> None:
+def check_module_casts(name: str, options: dict[str, Any], *, norms: bool, smooth: bool, served_by: str) -> None:
     """Check a run that casts the weights of its norms, or smooths its MLPs.
 
     Raises:
-        ConfigError: a recipe without FP8, or norms with one whose weights have no dynamic scales.
+        ConfigError: a recipe without FP8, or norms with one whose weights have no dynamic scales; or an engine whose
+            forward pass the run shall have.
     """
     for key, value in (("cast_norms", norms), ("smooth_swiglu", smooth)):
+        if value and served_by:
+            raise ConfigError(f"training.{key} changes the forward pass, and {served_by} does not; turn it off")
         if value and name in PLAIN_RECIPES:
             raise ConfigError(f"training.{key} needs an FP8 recipe, not {name!r}; turn it off")
     weight = recipes.get(name, **options).output.b if norms else None
@@ -51,6 +63,26 @@ def check_module_casts(name: str, options: dict[str, Any], *, norms: bool, smoot
         raise ConfigError(
             f"training.cast_norms needs a recipe whose weights have dynamic scales, and {name!r} has {weight.scaling} "
             "ones; use tensorwise, rowwise, blockwise or mxfp8"
+        )
+
+
+def check_served_by(engine: str, recipe: str, options: Mapping[str, Any]) -> None:
+    """Check the engine that a run trains for; "" is none.
+
+    Raises:
+        ConfigError: an unknown engine, one whose forward pass a run cannot have, or a recipe in high precision.
+    """
+    if not engine:
+        return
+    if recipe in PLAIN_RECIPES:
+        raise ConfigError(
+            f"training.as_served_by gives layers the forward pass of {engine!r}, and training.recipe their gradients "
+            f"in FP8; {recipe!r} runs none in FP8, and 'weight_only' has gradients in high precision"
+        )
+    if served_recipe(get(engine), recipes.get(recipe, **options)).has_static_input:
+        raise ConfigError(
+            f"{engine} takes its inputs' scales from calibration, which a run has not; octavo qat --as-served-by "
+            f"{engine} tracks them"
         )
 
 

@@ -153,7 +153,7 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
         model=model,
         tokenizer=load_tokenizer(folder / TOKENIZER),
         step=state.step,
-        surroundings=surroundings(training, target),
+        surroundings=surroundings(training, target, model),
     )
 
 

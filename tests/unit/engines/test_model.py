@@ -10,12 +10,11 @@ import octavo
 from octavo import recipes
 from octavo.engines import EngineCopies, get, input_amaxes, linear_as, model_as, profile_of_recipe
 from octavo.engines.model import EngineLinear
-from octavo.engines.tensor_cast import quantize_as
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
 from octavo.models import Llama
 from octavo.nn.fp8_weight import FP8WeightLinear
-from octavo.numerics import PerRow
+from octavo.numerics import PerRow, quantize_as
 from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 

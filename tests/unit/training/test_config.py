@@ -118,6 +118,7 @@ def test_hash_changes_with_every_key_that_matters():
         "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5, "overrides": {"*.q_proj": "bf16"}, "log": (),
         "convert_head": True, "cache_weights": True, "precision_schedule": (("fp8", 0.0),), "autopilot": True,
         "moments": "fp8", "gradient_jumps": ((0.5, 3),), "cast_norms": True, "smooth_swiglu": True,
+        "as_served_by": "vllm-block",
     }  # fmt: skip
     for field in fields(TrainingConfig):
         if field.name == "recipe_options":

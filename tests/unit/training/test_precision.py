@@ -28,7 +28,7 @@ def test_fp32_converts_nothing():
     model, report = converted(recipe="fp32")
     assert report is None
     assert recipes_of(model) == {}
-    assert isinstance(surroundings(TrainingConfig(recipe="fp32"), CPU), nullcontext)
+    assert isinstance(surroundings(TrainingConfig(recipe="fp32"), CPU, model), nullcontext)
 
 
 def test_bf16_takes_every_linear_and_the_numbers_are_autocasts():
@@ -37,7 +37,7 @@ def test_bf16_takes_every_linear_and_the_numbers_are_autocasts():
     assert len(recipes_of(model)) == 8
     plain = Llama(MODEL.llama(vocab_size=50, max_positions=8))
     tokens = torch.randint(0, 50, (2, 8))
-    with surroundings(TrainingConfig(recipe="bf16"), CPU):
+    with surroundings(TrainingConfig(recipe="bf16"), CPU, model):
         ours, theirs = model(tokens), plain(tokens)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     # The same products of BF16 operands; the order of sums may move a result by an ulp of BF16, 2^-8.
@@ -52,21 +52,21 @@ def test_fp8_takes_the_layers_and_leaves_the_head_in_bf16():
     assert report is not None
     assert set(report.converted) == set(recipes)
     assert torch.is_autocast_enabled("cpu") is False
-    with surroundings(TrainingConfig(recipe="tensorwise"), CPU):
+    with surroundings(TrainingConfig(recipe="tensorwise"), CPU, model):
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 def test_fp8_in_fp32_surroundings():
     model, _ = converted(recipe="rowwise", precision=Precision.FP32)
     assert "lm_head" not in recipes_of(model)
-    assert isinstance(surroundings(TrainingConfig(recipe="rowwise", precision=Precision.FP32), CPU), nullcontext)
+    assert isinstance(surroundings(TrainingConfig(recipe="rowwise", precision=Precision.FP32), CPU, model), nullcontext)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_fp8_in_fp16_surroundings(recipe):
     training = TrainingConfig(recipe=recipe, precision=Precision.FP16)
     model, _ = converted(recipe=recipe, precision=Precision.FP16)
-    with surroundings(training, CPU):
+    with surroundings(training, CPU, model):
         logits = model(torch.randint(0, 50, (2, 8)))
     assert logits.dtype is torch.float16
     assert recipes_of(model)["lm_head"] == "bf16"  # the preset that casts nothing
@@ -117,7 +117,7 @@ def test_new_settings_replace_all_earlier_ones(precision):
     first = TrainingConfig(recipe="delayed", precision=precision)
     apply_recipe(model, first)
     before = recipes_of(model)
-    with surroundings(first, CPU):
+    with surroundings(first, CPU, model):
         model(torch.randint(0, 50, (2, 8))).float().square().mean().backward()
     octavo.update_scales(model)
     state = octavo.scaling_state(model)

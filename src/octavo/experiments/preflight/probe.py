@@ -53,5 +53,5 @@ class Probe:
 
     def loss(self) -> Tensor:
         """Loss of the micro-batch in nats: [], with its graph."""
-        with surroundings(self.training, self.device):
+        with surroundings(self.training, self.device, self.model):
             return token_loss(self.model(self.inputs), self.targets)

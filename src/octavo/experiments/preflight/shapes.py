@@ -73,7 +73,7 @@ def _ratio(probe: Probe, layer: Linear, rows: int) -> float:
 def _seconds(probe: Probe, layer: Linear, x: Tensor) -> float:
     x = x.detach().requires_grad_()
     started = synchronized_time(probe.device)
-    with surroundings(probe.training, probe.device):
-        y = layer(x)
+    with surroundings(probe.training, probe.device, layer):
+        y = layer(x.to(layer.weight.dtype))
     y.backward(torch.ones_like(y))
     return synchronized_time(probe.device) - started

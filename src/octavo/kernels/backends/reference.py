@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, ScaleSource
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor, measure
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor, measure, quantize_as
 from octavo.numerics.granularity import granularity_as_list
 from octavo.numerics.quantized import cast_by_torch, dequantize_by_torch
 
@@ -36,7 +36,7 @@ def _decode(q: QuantizedTensor) -> Tensor:
 
 
 class ReferenceCast:
-    """Casts by torch's operations: every format, granularity, rounding, device and shape."""
+    """Casts by torch's operations: every format, granularity, rounding, device, shape and engine."""
 
     name = "reference"
 
@@ -57,7 +57,10 @@ class ReferenceCast:
         measurement, amax = measure(x.detach(), spec.granularity), source.get("amax")
         if amax is not None and source.get("measure_if_zero"):
             amax = torch.where(amax > 0, amax, measurement.amax)
-        output = cast_by_torch(x, spec, amax=amax, scale=source.get("scale"), measurement=measurement)
+        scale = source.get("scale")
+        if spec.engine is not None:
+            return CastResult(quantize_as(x, spec.engine, amax=amax, scale=scale), None, measurement)
+        output = cast_by_torch(x, spec, amax=amax, scale=scale, measurement=measurement)
         return CastResult(output, None, measurement)
 
     def fake_quantize(self, x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor | None:

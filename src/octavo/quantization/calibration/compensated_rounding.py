@@ -91,6 +91,11 @@ def compensate_rounding(
             "no layer of this model casts an unshared weight; call octavo.convert or octavo.prepare_qat first"
         )
     for path, layer in layers.items():
+        if (spec := layer.recipe.output.b) is not None and spec.engine is not None:
+            raise ConfigError(
+                f"layer {path!r} casts its weight as another engine does ({layer.recipe.name!r}), which rounds to "
+                "nearest; leave compensated rounding out"
+            )
         if not layer.weight.isfinite().all():
             raise ConfigError(f"the weight of layer {path!r} contains NaN or infinity; correct the model")
     moments = _second_moments(model, batches, layers, on_batch)

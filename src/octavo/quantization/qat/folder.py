@@ -138,7 +138,8 @@ def _lines(result: QATResult) -> Iterator[dict[str, Any]]:
 
 
 def _plain(settings: QATSettings) -> dict[str, Any]:
-    return {**asdict(settings), "recipe": settings.recipe.name, "scales": str(settings.scales)}
+    dtype = None if settings.activations is None else str(settings.activations).removeprefix("torch.")
+    return {**asdict(settings), "recipe": settings.recipe.name, "scales": str(settings.scales), "activations": dtype}
 
 
 def _read_mark(path: Path) -> dict[str, Any]:

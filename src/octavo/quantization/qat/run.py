@@ -9,7 +9,8 @@
 | fp8-by-data     | bf16-tuned, quantized with compensated rounding                        | yes, with by_data    |
 | fp8-qat         | fine-tuned in quantization-aware training, and converted               |                      |
 
-All of them run under BF16 autocast with FP32 master weights, other linears in octavo's "bf16". Losses are measured on
+All of them run under BF16 autocast with FP32 master weights, other linears in octavo's "bf16"; with ``activations``,
+those in FP8 run on parameters rounded to that dtype instead, as a server has them. Losses are measured on
 the same held-out windows, so their differences are paired (``octavo.training.comparison``).
 
 Fine-tuning changes the perplexity more than FP8 does, so the cost of FP8 after it is the difference to ``bf16-tuned``,
@@ -26,6 +27,7 @@ weights, which are then rounded to nearest again (docs/concepts/qat.md).
 import copy
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +40,7 @@ from octavo.curves import perplexity
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
+from octavo.nn.parameter_rounding import round_parameters, rounded_parameters
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.numerics.cast_spec import check_member
 from octavo.quantization.bf16 import bf16_autocast
@@ -54,6 +57,7 @@ __all__ = ["BASELINE", "CALIBRATION_WINDOWS", "Phase", "QATResult", "QATSettings
 Phase = Callable[..., None]  # (name, done, total, note="")
 BEFORE, PLAIN_FP8, BASELINE, FP8_OF_BASELINE, QAT = "bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"
 FP8_BY_DATA = "fp8-by-data"
+IN_FP8 = (PLAIN_FP8, FP8_OF_BASELINE, FP8_BY_DATA, QAT)
 CALIBRATION_WINDOWS = 128  # training windows for the inputs' scales
 ROUNDING_TOKENS = 8192  # of training windows for compensated rounding
 
@@ -70,6 +74,8 @@ class QATSettings:
         convert_head: as for ``prepare_qat``.
         by_data: compensate the rounding of the weights after the last step.
         baseline: also tune a BF16 model.
+        activations: dtype to which parameters are rounded around the layers in FP8, for a recipe of
+            :func:`octavo.engines.served_recipe`; None runs them under autocast.
         tuning: steps, batches, rates, distillation.
     """
 
@@ -80,11 +86,16 @@ class QATSettings:
     convert_head: bool = False
     by_data: bool = False
     baseline: bool = False
+    activations: torch.dtype | None = None
     tuning: TuneSettings
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
         check_member("scales", self.scales, tuple(ScaleUpdate))
+        if self.activations is not None and self.scales == ScaleUpdate.LEARNED:
+            raise ConfigError(
+                "learned scales are parameters, which are rounded as a server's are; use scales='tracked'"
+            )
         tuning = self.tuning
         if self.starts_scales_at_first_batch and tuning.moving_steps == tuning.high_precision_steps:
             raise ConfigError(
@@ -190,6 +201,11 @@ class _QATRun:
     def autocast(self) -> torch.autocast:
         return bf16_autocast(self.training.device)
 
+    def surroundings(self, name: str, model: nn.Module) -> AbstractContextManager[object]:
+        """Reusable context of the forward pass of a measured model."""
+        dtype = self.settings.activations
+        return self.autocast if dtype is None or name not in IN_FP8 else rounded_parameters(model, dtype)
+
     def bf16_copy_of(self, model: nn.Module) -> nn.Module:
         """Copy with all linears in BF16."""
         copied = copy.deepcopy(model)
@@ -202,7 +218,7 @@ class _QATRun:
         self.windows[name] = window_nats(
             model,
             self.held_out,
-            surroundings=self.autocast,
+            surroundings=self.surroundings(name, model),
             on_window=lambda done, total: self.on_phase(f"evaluate {name}", done, total),
         )
 
@@ -239,6 +255,8 @@ class _QATRun:
                 return logits_of(teachers[0], tokens)
 
         self._tune(QAT, student, self.settings.tuning, teacher=teach, before_casts=before_casts)
+        if self.settings.activations is not None:
+            round_parameters(student, self.settings.activations)  # what is saved casts to the codes of training
         if self.settings.by_data:
             self._compensate_rounding(student)
         return student, _convert_all(student)
@@ -254,7 +272,8 @@ class _QATRun:
         self.on_phase(f"tune {name}", 0, settings.steps)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)  # for the model's own random numbers, such as dropout masks
-            tune(model, self.training, settings, surroundings=self.autocast, on_step=on_step, **options)
+            around = self.surroundings(name, model)
+            tune(model, self.training, settings, surroundings=around, on_step=on_step, **options)
         self.steps[name] = tuple(done)
 
     def _prepared(self, model: nn.Module, *, scales: str) -> nn.Module:

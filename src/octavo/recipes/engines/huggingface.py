@@ -6,9 +6,9 @@ of the activations. transformers multiplies fine-grained FP8 by a kernel for GPU
 
 from dataclasses import replace
 
-from octavo.engines.profile import EngineProfile, Products, Source
-from octavo.engines.tensor_cast import AmaxOf, Application, Division, EngineCast
 from octavo.numerics import PerBlock, PerRow, Scaling
+from octavo.numerics.engine_cast import AmaxOf, Application, Division, EngineCast
+from octavo.recipes.engines.profile import EngineProfile, Products, Source
 
 __all__ = ["HUGGINGFACE"]
 

@@ -1,9 +1,9 @@
 """NVIDIA's Model Optimizer, whose files TensorRT-LLM runs: static scales per tensor, and MXFP8."""
 
-from octavo.engines.profile import EngineProfile, Source
-from octavo.engines.tensor_cast import Application, Division, EngineCast, PowerOfTwo
 from octavo.formats import E4M3, E8M0
 from octavo.numerics import PerBlock, Scaling
+from octavo.numerics.engine_cast import Application, Division, EngineCast, PowerOfTwo
+from octavo.recipes.engines.profile import EngineProfile, Source
 
 __all__ = ["MODELOPT"]
 

@@ -6,10 +6,10 @@ finite tensors. Current and block scaling read the norm's output in BF16.
 
 from dataclasses import replace
 
-from octavo.engines.profile import EngineProfile, Source
-from octavo.engines.tensor_cast import AmaxOf, Division, EngineCast, PowerOfTwo
 from octavo.formats import E4M3, E8M0
 from octavo.numerics import Accumulate, PerBlock, Scaling
+from octavo.numerics.engine_cast import AmaxOf, Division, EngineCast, PowerOfTwo
+from octavo.recipes.engines.profile import EngineProfile, Source
 
 __all__ = ["TRANSFORMER_ENGINE"]
 

@@ -2,9 +2,15 @@
 
 from types import MappingProxyType
 
-from octavo.engines.profile import EngineProfile
-from octavo.engines.profiles import HUGGINGFACE, MODELOPT, OWN, SGLANG, TORCHAO, TRANSFORMER_ENGINE, VLLM
 from octavo.errors import ConfigError
+from octavo.recipes.engines.huggingface import HUGGINGFACE
+from octavo.recipes.engines.modelopt import MODELOPT
+from octavo.recipes.engines.own import OWN
+from octavo.recipes.engines.profile import EngineProfile
+from octavo.recipes.engines.sglang import SGLANG
+from octavo.recipes.engines.torchao import TORCHAO
+from octavo.recipes.engines.transformer_engine import TRANSFORMER_ENGINE
+from octavo.recipes.engines.vllm import VLLM
 
 __all__ = ["PROFILES", "get", "names"]
 

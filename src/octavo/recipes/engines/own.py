@@ -2,12 +2,12 @@
 
 import torch
 
-from octavo.engines.profile import EngineProfile, Source
-from octavo.engines.tensor_cast import AmaxOf, Division, EngineCast, PowerOfTwo, Saturation
 from octavo.errors import ConfigError
 from octavo.formats import E4M3
 from octavo.numerics import Accumulate, CastSpec, Nonfinite, PerBlock, PerRow, Rounding, ScaleRounding
-from octavo.recipes import Recipe
+from octavo.numerics.engine_cast import AmaxOf, Division, EngineCast, PowerOfTwo, Saturation
+from octavo.recipes.engines.profile import EngineProfile, Source
+from octavo.recipes.specs import Recipe
 
 __all__ = ["OWN", "profile_of_recipe"]
 
@@ -52,6 +52,8 @@ def profile_of_recipe(recipe: Recipe, *, activations: torch.dtype = torch.float3
 
 
 def _cast(spec: CastSpec) -> EngineCast:
+    if spec.engine is not None:
+        return spec.engine
     if spec.margin or spec.rounding != Rounding.NEAREST or spec.scale_rounding not in POWERS:
         raise ConfigError(f"a profile's casts have no margin, round to nearest and their scales up, unlike {spec}")
     return EngineCast(

@@ -10,9 +10,9 @@ from enum import StrEnum
 
 import torch
 
-from octavo.engines.tensor_cast import EngineCast
 from octavo.errors import ConfigError
 from octavo.numerics import Accumulate
+from octavo.numerics.engine_cast import EngineCast
 from octavo.numerics.granularity import granularity_in_words
 
 __all__ = ["NOT_RUN", "EngineProfile", "Products", "Source", "properties_of", "source_of"]

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from octavo.engines.profile import EngineProfile, Source
-from octavo.engines.tensor_cast import Division, EngineCast, PowerOfTwo
 from octavo.numerics import Accumulate, PerRow
+from octavo.numerics.engine_cast import Division, EngineCast, PowerOfTwo
+from octavo.recipes.engines.profile import EngineProfile, Source
 
 __all__ = ["TORCHAO"]
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from octavo.engines.profile import EngineProfile, Source
-from octavo.engines.tensor_cast import AmaxOf, Application, EngineCast, PowerOfTwo
 from octavo.numerics import Accumulate, PerBlock
+from octavo.numerics.engine_cast import AmaxOf, Application, EngineCast, PowerOfTwo
+from octavo.recipes.engines.profile import EngineProfile, Source
 
 __all__ = ["SGLANG"]
 

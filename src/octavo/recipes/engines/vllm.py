@@ -6,10 +6,10 @@ Profiles that end in "-cuda" are those of the kernels.
 
 from dataclasses import replace
 
-from octavo.engines.profile import EngineProfile, Source
-from octavo.engines.tensor_cast import AmaxOf, Application, Division, EngineCast, PowerOfTwo, Saturation
 from octavo.formats import E4M3, E4M3_FNUZ
 from octavo.numerics import Accumulate, PerBlock, PerRow, Scaling
+from octavo.numerics.engine_cast import AmaxOf, Application, Division, EngineCast, PowerOfTwo, Saturation
+from octavo.recipes.engines.profile import EngineProfile, Source
 
 __all__ = ["VLLM"]
 
