@@ -85,3 +85,16 @@ def test_the_articles_quantization_aware_training_learns_and_leaves_fp8():
     assert "fast path" not in result.stdout
     layers = re.findall(r"transformer\.(\S+)\.input\.scale 0\.\d+", result.stdout)
     assert layers == ["self_attn.out_proj", "self_attn.in_proj", "linear1", "linear2"]
+
+
+def test_rollouts_of_a_matched_policy_are_on_policy(tmp_path):
+    page = tmp_path / "new" / "rl.html"
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / "rl_fp8_rollouts.py", "--seeds", "2", "--updates", "3", "--out", page],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    k3 = {m[1]: float(m[2]) for m in re.finditer(r"^(\w+) +\S+ ± \S+ +(\S+) ±", result.stdout, re.MULTILINE)}
+    assert set(k3) == {"mismatched", "matched"}
+    assert 0 <= k3["matched"] < k3["mismatched"] / 1000
+    assert "matched − mismatched" in result.stdout
+    assert "plotly" in page.read_text()

@@ -83,6 +83,10 @@ def test_a_smooth_run_is_another_run_in_fp8_only(tmp_path, data):
         ({"recipe": "fp32", "smooth_swiglu": True}, "training.smooth_swiglu needs an FP8 recipe, not 'fp32'"),
         ({"recipe": "delayed", "cast_norms": True}, "weights have dynamic scales, and 'delayed' has delayed ones"),
         ({"recipe": "rowwise", "smooth_swiglu": True, "cache_weights": True}, "turn cache_weights off"),
+        (
+            {"recipe": "rowwise", "as_served_by": "vllm-token", "cast_norms": True},
+            "training.cast_norms changes the forward pass, and vllm-token does not",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(training, sentence):
