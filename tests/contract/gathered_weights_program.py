@@ -44,7 +44,7 @@ from tests.contract.rank_processes import Checks, named, run_ranks
 
 SIZES = ((1, 5), (3, 40), (33, 24), (130, 200), (300, 136))  # [N, K] of weights
 WIDTH = 256
-DELAYED_CASTS: list[tuple[str, bool, bool]] = []
+DELAYED_CASTS = set[tuple[bool, bool]]()
 
 
 def codes(_rank: int, _: Path) -> Any:
@@ -218,13 +218,13 @@ def differing_models(rank: int, _: Path) -> Any:
 
 @contextmanager
 def noting_amaxes() -> Iterator[None]:
-    """Note the recipes of casts in this block for which there are both the amax of finished steps and a reduced one."""
+    """Note of each delayed cast in this block whether an amax of finished steps is there, and whether a reduced one."""
     choose = WeightGather._amax_in_force
 
     def noting(gather: WeightGather, cast: ShardCast, reduced: Mapping[ShardCast, Tensor]) -> Tensor:
         past = gather.past_amax() if cast.spec.scaling == Scaling.DELAYED else None
         if past is not None:
-            DELAYED_CASTS.append((gather.layer.recipe.name, bool(past > 0), cast in reduced))
+            DELAYED_CASTS.add((bool(past > 0), cast in reduced))
         return choose(gather, cast, reduced)
 
     with mock.patch.object(WeightGather, "_amax_in_force", noting):
@@ -232,8 +232,8 @@ def noting_amaxes() -> Iterator[None]:
 
 
 def delayed_casts(_rank: int, _: Path) -> Any:
-    """Whether amaxes of finished steps are there, and whether reduced ones are; of all delayed casts before this."""
-    return set(DELAYED_CASTS)
+    """What was noted of all delayed casts of the checks before."""
+    return DELAYED_CASTS
 
 
 def checks(ranks: int) -> Checks:
