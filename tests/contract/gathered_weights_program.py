@@ -4,11 +4,13 @@ Arguments: FOLDER RANKS. Training is compared with the same training under FSDP2
 high precision and equals one process (tests/contract/test_ranks.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
@@ -19,8 +21,10 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.kernels import cast
 from octavo.nn import Linear
-from octavo.numerics import AmaxRecord
+from octavo.numerics import AmaxRecord, Scaling
 from octavo.parallel import gather_in_fp8
+from octavo.parallel.shard_cast import ShardCast
+from octavo.parallel.weight_gather import WeightGather
 from tests.contract.gathered_weights_training import (
     RECIPES,
     as_bytes,
@@ -40,6 +44,7 @@ from tests.contract.rank_processes import Checks, named, run_ranks
 
 SIZES = ((1, 5), (3, 40), (33, 24), (130, 200), (300, 136))  # [N, K] of weights
 WIDTH = 256
+DELAYED_CASTS = set[tuple[bool, bool]]()
 
 
 def codes(_rank: int, _: Path) -> Any:
@@ -211,6 +216,26 @@ def differing_models(rank: int, _: Path) -> Any:
     return difference(train(shard(build("rowwise")), rank), train(shard(build("tensorwise")), rank))
 
 
+@contextmanager
+def noting_amaxes() -> Iterator[None]:
+    """Note of each delayed cast in this block whether an amax of finished steps is there, and whether a reduced one."""
+    choose = WeightGather._amax_in_force
+
+    def noting(gather: WeightGather, cast: ShardCast, reduced: Mapping[ShardCast, Tensor]) -> Tensor:
+        past = gather.past_amax() if cast.spec.scaling == Scaling.DELAYED else None
+        if past is not None:
+            DELAYED_CASTS.add((bool(past > 0), cast in reduced))
+        return choose(gather, cast, reduced)
+
+    with mock.patch.object(WeightGather, "_amax_in_force", noting):
+        yield
+
+
+def delayed_casts(_rank: int, _: Path) -> Any:
+    """What was noted of all delayed casts of the checks before."""
+    return DELAYED_CASTS
+
+
 def checks(ranks: int) -> Checks:
     from tests.contract import gathered_weights_use as use
 
@@ -220,8 +245,9 @@ def checks(ranks: int) -> Checks:
         *(codes, training, gathered_once, mixed_precision, optimizers, traffic, modules, refused, differing_models),
         *(use.switched_recipes, use.micro_batches, use.checkpointed, use.frozen, use.loaded, use.offloaded),
         *(use.prefetched, use.unseen_writes, use.compiled, use.kept_for_backward, use.watched, use.evaluating_alone),
+        delayed_casts,
     )
 
 
 if __name__ == "__main__":
-    run_ranks(checks)
+    run_ranks(checks, around=noting_amaxes)

@@ -153,20 +153,40 @@ def many_layers(rank: int, _folder: Path) -> Any:
 
 def feedback(rank: int, _folder: Path) -> Any:
     """Error of the sum of 16 steps' gradients, which are all the same, over that of one step: without and with it."""
+    return [summed_error(layer_of(33), rank, error_feedback=each) for each in (False, True)]
+
+
+def feedback_of_buckets(rank: int, _folder: Path) -> Any:
+    """The same of layers whose gradients DDP sends in several buckets, which it builds anew after the first step."""
     found = []
     for error_feedback in (False, True):
-        layer = layer_of(33)
-        exact = torch.stack([gradient(layer, each) for each in range(RANKS)]).double().mean(0)
-        model = DistributedDataParallel(layer)
-        reduce_gradients_in_fp8(model, error_feedback=error_feedback)
-        total, errors = torch.zeros_like(exact), []
-        for _ in range(STEPS):
-            model.zero_grad()
-            model(inputs(rank)).square().mean().backward()
-            total += layer.weight.grad.double()
-            errors.append(float((layer.weight.grad - exact).norm()))
-        found.append(float((total - STEPS * exact).norm()) / max(errors))
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        found.append(summed_error(model, rank, error_feedback=error_feedback, bucket_cap_mb=0.01))
     return found
+
+
+def summed_error(model: nn.Module, rank: int, *, error_feedback: bool, **options: Any) -> float:
+    """Error of the sum of equal steps' gradients over the largest of a step."""
+    x = inputs(rank) / 1000
+    exact = torch.cat([each.flatten() for each in torch.autograd.grad(loss(model, x), list(model.parameters()))])
+    distributed.all_reduce(exact)
+    exact = exact.double() / RANKS
+    wrapped = DistributedDataParallel(model, **options)
+    reduce_gradients_in_fp8(wrapped, error_feedback=error_feedback)
+    total, errors = torch.zeros_like(exact), []
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss(wrapped, x).backward()
+        step = torch.cat([grad.flatten() for each in model.parameters() if (grad := each.grad) is not None])
+        total += step
+        errors.append(float((step - exact).norm()))
+    return float((total - STEPS * exact).norm()) / max(errors)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = model(x).square().mean()
+    return value
 
 
 def overflow(rank: int, _folder: Path) -> Any:
@@ -219,7 +239,7 @@ def refusals(_rank: int, _folder: Path) -> Any:
     return said
 
 
-CHECKS = (replicated, sharded, traffic, many_layers, feedback, overflow, measured, refusals)
+CHECKS = (replicated, sharded, traffic, many_layers, feedback, feedback_of_buckets, overflow, measured, refusals)
 
 
 if __name__ == "__main__":

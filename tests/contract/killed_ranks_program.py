@@ -20,7 +20,7 @@ import torch.distributed.checkpoint
 from torch import Tensor
 
 from octavo.parallel import heartbeat
-from octavo.parallel.heartbeat import is_lost_connection
+from octavo.parallel.heartbeat import lost_connection
 from octavo.text.tokens import open_data
 from octavo.training.checkpoint_shards import _ShardWriter
 from octavo.training.config import RunConfig
@@ -103,7 +103,7 @@ def exit_codes(run: Callable[[int], None]) -> list[int]:
                 run(rank)
                 code = 0
             except BaseException as error:  # noqa: BLE001 (printed; the fork must not go on as its parent)
-                code = LOST if is_lost_connection(error) else OTHER
+                code = LOST if lost_connection(error) else OTHER
                 if code == OTHER:
                     traceback.print_exc()
             finally:

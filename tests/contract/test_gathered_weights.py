@@ -73,6 +73,11 @@ def test_bytes_gathered_and_collectives_of_a_step(found):
                 assert count["reduces"] == 1
 
 
+def test_amaxes_are_reduced_until_there_are_those_of_finished_steps(found):
+    """Never both, of any delayed cast of all checks, so that a cast need not choose between them."""
+    assert of_check(found[2], "delayed_casts") == [{(True, False), (False, True)}] * 2
+
+
 def test_mixed_precision_casts_no_codes(found):
     for result in of_check(found[2], "mixed_precision"):
         expected = {"codes": True, "parameter": torch.bfloat16, "gradients": {torch.float32}, "loss": True}

@@ -37,8 +37,9 @@ def test_gradients_of_many_buckets_are_rounded_twice(found):
         assert 0.01 < worst < 0.05
 
 
-def test_errors_add_up_over_steps_unless_they_are_fed_back(found):
-    for without, with_feedback in of_check(found, "feedback"):
+@pytest.mark.parametrize("check", ["feedback", "feedback_of_buckets"])
+def test_errors_add_up_over_steps_unless_they_are_fed_back(found, check):
+    for without, with_feedback in of_check(found, check):
         assert without > 15
         assert with_feedback < 2
 

@@ -390,13 +390,17 @@ def test_replicas_of_a_shard_that_differ_are_named(four, check, part, other):
     assert f" on rank {second}; from here on" in said[0]
 
 
-@pytest.mark.parametrize(("shard", "waited"), [(1, "step 2, backward"), (2, "step 2, backward")])
-def test_stalled_rank_is_named(two, shard, waited):
-    """A rank that sleeps in a layer, while the other waits for it until a time-out of two seconds."""
-    first, second = (each[shard - 1] for each in of_check(two, "stalled"))
-    layer = "step 2, forward of layer 'model.layers.0'"
-    assert first.startswith(f"rank 1 did not come to a collective in which rank 0 waited in {waited}")
-    assert f"until torch's time-out: rank 1 was last seen in {layer} (asleep.<locals>.sleep, training_ranks_fa" in first
+LAYER = " of layer 'model.layers.0'"
+
+
+@pytest.mark.parametrize(
+    ("index", "waited", "layer"), [(0, "backward", LAYER), (1, "backward", LAYER), (2, f"forward{LAYER}", "")]
+)
+def test_stalled_rank_is_named(two, index, waited, layer):
+    """A rank that sleeps, while the other waits until a time-out of two seconds; lastly for the weights of a layer."""
+    first, second = (each[index] for each in of_check(two, "stalled"))
+    assert first.startswith(f"rank 1 did not come to a collective in which rank 0 waited in step 2, {waited}, until to")
+    assert f"until torch's time-out: rank 1 was last seen in step 2, forward{layer} (asleep.<locals>.sl" in first
     assert "did not come" not in second
 
 

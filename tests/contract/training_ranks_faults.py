@@ -31,6 +31,9 @@ NAN_LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"tensor": 2, "sequence": True},
 }
 
+# Among how many ranks the weights are divided, and the module in which one sleeps.
+STALLS = ((1, "model.layers.0.self_attn"), (2, "model.layers.0.self_attn"), (2, "model.embed_tokens"))
+
 
 def with_model(config: RunConfig, folder: Path, name: str, change: Callable[[Llama], None], **options: Any) -> str:
     """Train a model that one rank has changed after it was built."""
@@ -147,24 +150,25 @@ def altered_part(folder: Path, name: str, element: int, **sizes: Any) -> str:
 
 
 def stalled(folder: Path) -> list[str]:
-    """The second rank sleeps in its third forward pass of a layer; torch's time-out comes after two seconds."""
+    """The second rank sleeps in its third forward pass of a module; torch's time-out comes after two seconds."""
     rank, said = distributed.get_rank(), []
-    for shard in (1, 2):
-        with regrouped(folder, f"stalled{shard}", rank, 2), mock.patch.object(heartbeat, "PATIENCE_S", 1.0):
-            said.append(asleep(folder, shard))
+    for shard, module in STALLS:
+        name = f"stalled {shard} {module}"
+        with regrouped(folder, name, rank, 2), mock.patch.object(heartbeat, "PATIENCE_S", 1.0):
+            said.append(asleep(folder, shard, module))
     return said
 
 
-def asleep(folder: Path, shard: int) -> str:
+def asleep(folder: Path, shard: int, module: str) -> str:
     calls: list[int] = []
 
-    def sleep(attention: nn.Module, _: object) -> None:
-        calls.extend([1] * attention.training)
+    def sleep(called: nn.Module, _: object) -> None:
+        calls.extend([1] * called.training)
         if len(calls) == 3:
             time.sleep(5)
 
     def change(model: Llama) -> None:
-        model.get_submodule("model.layers.0.self_attn").register_forward_pre_hook(sleep)
+        model.get_submodule(module).register_forward_pre_hook(sleep)
 
     def on_event(event: object) -> None:
         if isinstance(event, StepDone):
@@ -173,7 +177,7 @@ def asleep(folder: Path, shard: int) -> str:
 
     try:
         config = config_of(shard=shard, recipe="rowwise", grad_accumulation=4)
-        return with_model(config, folder, f"stalled {shard}", change, on_event=on_event)
+        return with_model(config, folder, f"asleep {shard} {module}", change, on_event=on_event)
     except RuntimeError as error:
         return str(error)
 

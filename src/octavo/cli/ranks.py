@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 import uuid
 import zlib
@@ -20,7 +22,7 @@ import typer
 
 from octavo.cli.console import Terminated, complain, print_lines, sentence_of
 from octavo.errors import ConfigError, OctavoError
-from octavo.parallel.heartbeat import is_lost_connection
+from octavo.parallel.heartbeat import lost_connection
 from octavo.parallel.process_group import Launch, joined, place_of
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ __all__ = ["as_rank", "start_ranks"]
 BAD_INPUT, DEFECT, TERMINATED = 2, 1, 128 + signal.SIGTERM
 SAVE_SECONDS = "600"  # for ranks to finish their step and save after a signal, before they are killed; torch: 30
 NAMES_RANKS = ("rank ", "ranks ")
+STACK = "\nException raised from "  # torch's stack of C++, below the text of an error
+LAUNCHER_POLL_S = 1.0
 
 
 @contextmanager
@@ -47,6 +51,8 @@ def as_rank(*, shows_traceback: bool) -> Iterator[Launch | None]:
     if place is None:
         yield None
         return
+    if place.has_store:
+        threading.Thread(target=_stop_without, args=(os.getppid(),), name="launcher", daemon=True).start()
     with joined(place) as launch:
         try:
             yield launch
@@ -66,25 +72,37 @@ def _end(launch: Launch, error: Exception, *, code: int, shows_traceback: bool) 
     """Print a failure of this rank, unless it follows from another's or was printed already."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    is_first, follows = launch.note_failure(), is_lost_connection(error)
-    if follows:
-        logging.getLogger(__name__).info("rank %d: %s", launch.ranks.rank, error)
-    if follows and not is_first:  # with the first one's code: the launcher may see this rank's end before that rank's
-        raise typer.Exit(launch.exit_code(otherwise=TERMINATED)) from None
-    launch.note_exit_code(code)
-    text = _described(error)
-    if follows:
-        complain(
-            f"rank {launch.ranks.rank} lost its connection to another rank, which was killed or cannot be reached; "
-            "continue from the last checkpoint with --resume"
-        )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which saw another rank end; this one ends too
+    is_first, lost, text = launch.note_failure(), lost_connection(error), _described(error)
+    if lost is not None:
+        logging.getLogger(__name__).info("rank %d: %s", launch.ranks.rank, lost)
+        if not is_first:  # with the first one's code: the launcher may see this rank's end before that rank's
+            raise typer.Exit(launch.exit_code(otherwise=TERMINATED)) from None
+        _print_lost(launch.ranks.rank, lost)
     elif launch.count(f"failure {zlib.crc32(text.encode())}") == 1:
         get_error_handler().record_exception(error)  # for torchrun's summary
         if shows_traceback:
             print_lines(*traceback.format_exc().splitlines(), to_stderr=True)
         named = any(word in text for word in NAMES_RANKS)
         complain(text if named else f"rank {launch.ranks.rank}: {text}")
+    launch.note_exit_code(code)  # which ends the ranks that wait for it
     raise typer.Exit(code) from None
+
+
+def _print_lost(rank: int, error: BaseException) -> None:
+    """Print the sentence about a rank that cannot be reached and, below it, torch's error."""
+    complain(
+        f"rank {rank} lost its connection to another rank, which was killed or cannot be reached; continue from the "
+        "last checkpoint with --resume"
+    )
+    print_lines(*str(error).partition(STACK)[0].splitlines(), to_stderr=True)
+
+
+def _stop_without(launcher: int) -> None:
+    """Send this process SIGTERM, after which it saves and stops, when the process that has started it is gone."""
+    while os.getppid() == launcher:
+        time.sleep(LAUNCHER_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _silence_launcher() -> None:

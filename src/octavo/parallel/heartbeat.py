@@ -9,6 +9,7 @@ Where a collective fails, the rank notes so at the store. Ranks that have not, a
 that did not come.
 """
 
+import re
 import sys
 import threading
 import time
@@ -24,9 +25,13 @@ from torch import distributed, nn
 from octavo.errors import TrainingError
 from octavo.parallel.ranks import Ranks, named_ranks
 
-__all__ = ["Heartbeat", "is_lost_connection"]
+__all__ = ["Heartbeat", "lost_connection"]
 
-LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
+# gloo raises a plain RuntimeError; that of its connections begins with the line of their source file. Ranks whose
+# collectives differ in size violate a check of gloo instead, whose text begins otherwise.
+GLOO_CONNECTION = re.compile(r"\[\S*gloo/transport/\S+:\d+\] ")
+# In torch's DistBackendError, which is also that of a wrong use of NCCL.
+NCCL_CONNECTION = ("ncclRemoteError", "communicator was aborted", "collective operation timeout", "store->get(")
 TIMED_OUT, CLOSED = "timed out", "closed"
 INTERVAL_S, POLL_S = 1.0, 0.05
 PATIENCE_S = 3.0  # with ranks whose collective fails after this rank's
@@ -67,8 +72,8 @@ class Heartbeat:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._ends.set()
         self._hooks.close()
-        if self._ranks.size > 1 and is_lost_connection(error):
-            timed_out = any(word in str(error).lower() for word in (TIMED_OUT, "timeout"))
+        if self._ranks.size > 1 and (lost := lost_connection(error)):
+            timed_out = any(word in str(lost).lower() for word in (TIMED_OUT, "timeout"))
             if sentence := self._explanation(how=TIMED_OUT if timed_out else CLOSED):
                 raise TrainingError(sentence) from None  # raised from torch's error, it would read as a lost connection
 
@@ -115,11 +120,22 @@ class Heartbeat:
         )
 
 
-def is_lost_connection(error: BaseException | None) -> bool:
-    """Return whether a collective failed, by torch's error or one that was raised from it."""
-    while error is not None and not isinstance(error, RuntimeError):
+def lost_connection(error: BaseException | None) -> BaseException | None:
+    """Return torch's error about a lost connection or a time-out of ranks, if ``error`` is one or was raised from one.
+
+    What is not surely one, such as another error of NCCL or of a data loader, is the rank's own failure.
+    """
+    while error is not None and not _is_of_connection(error):
         error = error.__cause__
-    return isinstance(error, distributed.DistError) or any(word in str(error) for word in LOST)
+    return error
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    if isinstance(error, distributed.DistBackendError):
+        return any(words in str(error) for words in NCCL_CONNECTION)
+    if isinstance(error, distributed.DistError):  # of the store, or of the network
+        return True
+    return type(error) is RuntimeError and bool(GLOO_CONNECTION.search(str(error)))
 
 
 def _store() -> Any:

@@ -156,8 +156,11 @@ class Launch:
             return otherwise
 
     def has_failed(self) -> bool:
-        """Return whether a rank has failed in this attempt."""
-        return bool(self._passing.check([FAILURES]))
+        """Return whether a rank has failed in this attempt; False if the store has ended."""
+        try:
+            return bool(self._passing.check([FAILURES]))
+        except distributed.DistError:
+            return False
 
     @contextmanager
     def first_goes_ahead(self, key: str) -> Iterator[None]:

@@ -26,7 +26,7 @@ from octavo.autocast import active_recipe
 from octavo.errors import ConfigError
 from octavo.functional import Recompute, RecomputedOperand, WeightOperands
 from octavo.nn import Linear
-from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor, Scaling
+from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor
 from octavo.parallel.fsdp2 import ShardedParameter
 from octavo.parallel.gathered_tensors import GatheredWeight
 from octavo.parallel.shard_cast import ShardCast
@@ -279,12 +279,11 @@ class WeightGather:
         return {name: casts[name] for name in passes}
 
     def _amax_in_force(self, cast: ShardCast, reduced: Mapping[ShardCast, Tensor]) -> Tensor:
-        """The amaxes to cast with: a delayed cast's, of finished steps, where there is one."""
-        past = self.past_amax() if cast.spec.scaling == Scaling.DELAYED else None
-        if past is None:
-            return reduced[cast]
+        """The amaxes to cast with: reduced ones, or of a delayed cast those of finished steps, where there are such."""
         if cast in reduced:
-            return torch.where(past > 0, past, reduced[cast])
+            return reduced[cast]
+        past = self.past_amax()
+        assert past is not None
         return past.clone().expand(len(cast.reduced), cast.width)
 
     def _padded(self, shard: Tensor) -> Tensor:

@@ -1,25 +1,37 @@
 """What users read when ranks fail: each failure once, with its rank, and nothing of what follows from it."""
 
 import errno
+import os
 import signal
 from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
+import torch
 import typer
 from torch.distributed import DistBackendError, HashStore  # type: ignore[attr-defined]
 
+from octavo.cli.console import Terminated
 from octavo.cli.ranks import BAD_INPUT, DEFECT, _end, _end_launch, start_ranks
 from octavo.errors import CheckpointError, ConfigError, NonFiniteLossError
 from octavo.parallel.process_group import Launch
 from octavo.parallel.ranks import Ranks
 
-GLOO = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:21408: Connection reset by peer")
+GLOO = RuntimeError("[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:21408: Connection reset by peer")
+NCCL = DistBackendError("NCCL error in: NCCLUtils.hpp:268\nncclRemoteError: A call failed\nException raised from x\nframe")
 LOST = (
     "error: rank {} lost its connection to another rank, which was killed or cannot be reached; continue from the last "
     "checkpoint with --resume"
 )
 BROKEN = "at step 3 the loss is nan; the first non-finite tensor is the loss (1 of 1 elements) on rank 1"
+
+
+@pytest.fixture(autouse=True)
+def sigterm():
+    """Restore what SIGTERM does, which a rank that ends ignores."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -28,7 +40,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 def follows(failure: Exception) -> bool:
-    return isinstance(failure, RuntimeError) or failure.__cause__ is GLOO
+    return failure in (GLOO, NCCL) or failure.__cause__ is GLOO
 
 
 def fail(launch: Launch, failure: Exception, **options: Any) -> NoReturn:
@@ -56,12 +68,36 @@ def printed(capsys, *failures: tuple[int, Exception], traceback: bool = False) -
 
 def test_what_follows_from_a_failure_is_not_printed(capsys):
     amaxes = caused(ConfigError("rank 0 could not reduce its amaxes"), GLOO)
-    lines = printed(capsys, (1, CheckpointError("disk")), (0, GLOO), (2, amaxes), (3, DistBackendError("NCCL")))
+    lines = printed(capsys, (1, CheckpointError("disk")), (0, GLOO), (2, amaxes), (3, NCCL))
     assert lines == ["error: rank 1: disk"]
 
 
 def test_a_killed_rank_is_reported_by_one_other(capsys):
-    assert printed(capsys, (2, GLOO), (0, caused(ConfigError("amaxes"), GLOO)), (3, GLOO)) == [LOST.format(2)]
+    """With torch's own text, but for its stack of C++."""
+    amaxes = caused(ConfigError("amaxes"), GLOO)
+    assert printed(capsys, (2, GLOO), (0, amaxes), (3, GLOO)) == [LOST.format(2), str(GLOO)]
+    assert printed(capsys, (2, amaxes)) == [LOST.format(2), str(GLOO)]
+    assert printed(capsys, (1, NCCL)) == [LOST.format(1), *str(NCCL).splitlines()[:2]]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("file /data/igloo/x.bin is corrupt"),
+        RuntimeError("DataLoader timed out after 30 seconds"),
+        RuntimeError("Broken pipe"),
+        RuntimeError("[enforce fail at /build/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4"),
+        DistBackendError("NCCL error in: NCCLUtils.hpp:275, invalid usage\nDuplicate GPU detected : rank 1 and rank 0"),
+        torch.OutOfMemoryError("NCCL"),
+    ],
+    ids=lambda failure: str(failure)[:20],
+)
+def test_an_error_that_resembles_a_lost_connection_is_a_rank_s_own(capsys, failure):
+    """With its traceback and whole text, also of a rank that fails after another one."""
+    lines = printed(capsys, (0, CheckpointError("disk")), (1, failure), traceback=True)
+    assert lines.count("Traceback (most recent call last):") == 2
+    assert str(failure) in "\n".join(lines)
+    assert lines[-1] == f"error: rank 1: {type(failure).__name__}: {str(failure).splitlines()[0]}"
 
 
 def test_failures_of_several_ranks(capsys):
@@ -79,6 +115,25 @@ def test_a_defect_has_one_traceback(capsys):
     lines = printed(capsys, (1, TypeError("mine")), (0, TypeError("mine")), traceback=True)
     assert [line for line in lines if line.startswith("Traceback")] == ["Traceback (most recent call last):"]
     assert [line for line in lines if line.startswith("error")] == ["error: rank 1: TypeError: mine"]
+
+
+def test_a_rank_that_ends_is_not_interrupted(capsys, monkeypatch):
+    """The launcher ends the ranks that are left with SIGTERM, while one waits for the exit code of the first."""
+
+    def terminated(*_: object) -> NoReturn:
+        raise Terminated
+
+    def exit_code(_: Launch, otherwise: int) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return otherwise
+
+    monkeypatch.setattr(Launch, "exit_code", exit_code)
+    signal.signal(signal.SIGTERM, terminated)
+    store = HashStore()
+    Launch(Ranks(rank=0, size=2), store, 0).note_failure()
+    with pytest.raises(typer.Exit):
+        fail(Launch(Ranks(rank=1, size=2), store, 0), GLOO, code=DEFECT, shows_traceback=False)
+    assert capsys.readouterr() == ("", "")
 
 
 class Failure:
