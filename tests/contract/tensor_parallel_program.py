@@ -14,6 +14,7 @@ from tests.contract import tensor_parallel_engine as engine
 from tests.contract import tensor_parallel_layers as layers
 from tests.contract import tensor_parallel_models as models
 from tests.contract import tensor_parallel_use as use
+from tests.contract import tensor_parallel_weights as weights
 from tests.contract.gathered_inputs import empty_batches, gathered_inputs
 from tests.contract.rank_processes import Checks, run_ranks
 
@@ -21,6 +22,7 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     2: {
         "layers": [layers.codes, layers.reductions, layers.refused],
         "models": [models.training],
+        "weights": [weights.weight_reductions, weights.weights_written],
         "use": [
             *(use.converted_later, use.checkpointed, use.cached, use.shared_inputs, use.saved, use.restored),
             *(use.half_precision, use.kept_for_backward, use.rows, use.compiled, use.watched, use.not_done),

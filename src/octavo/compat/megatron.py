@@ -21,7 +21,7 @@ from octavo.functional import fp8_linear
 from octavo.nn import Linear
 from octavo.nn.tensor_parallel import LocalTensors, check_sizes, slices_of
 from octavo.recipes import Recipe
-from octavo.scaling import ScaleUpdates
+from octavo.scaling import WEIGHT, ScaleUpdates, Slices
 
 __all__ = ["convert"]
 
@@ -119,6 +119,11 @@ class ParallelLinear(Linear):
     def out_features(self) -> int:  # type: ignore[override]
         """N of this rank's weight."""
         return self.weight.shape[0]
+
+    def weight_slice(self) -> tuple[Tensor, Slices] | None:
+        """This rank's slice of the weight."""
+        slices = slices_of(self.divided, _group(self))[WEIGHT]
+        return None if slices is None else (self.weight, slices)
 
     def _forward_impl(
         self,

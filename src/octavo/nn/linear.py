@@ -17,12 +17,14 @@ from octavo.kernels import needs_widening
 from octavo.kernels.tracing import is_distributed
 from octavo.nn.scaled_layer import ScaledLayer, in_autocast_dtype
 from octavo.nn.shared_input import SharedInput
-from octavo.nn.tensor_parallel import DistributedTensors, LocalTensors, check_slices, local_tensors
+from octavo.nn.sliced_weight import SlicedWeight
+from octavo.nn.tensor_parallel import DistributedTensors, LocalTensors, check_slices, local_tensors, weight_slice
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import check_float
 from octavo.numerics.quantized import FP8_DTYPES
 from octavo.recipes import Recipe
 from octavo.scaling import INPUT, ROLES, WEIGHT, LayerScaling, OperandScaling, ScaleUpdates, Slices, inside_backward
+from octavo.scaling.scale_updates import layers_of
 
 __all__ = ["CODES", "CodesLayout", "Linear"]
 
@@ -183,7 +185,28 @@ class Linear(ScaledLayer, torch.nn.Linear):
         """The slices of the roles' tensors, with what the layer's history knows of them."""
         history = self.amax_history
         known = (False,) * len(ROLES) if history is None else history.has_past()
-        return tuple(each and replace(each, has_past=past) for each, past in zip(local.slices, known, strict=True))
+        slices = [each and replace(each, has_past=past) for each, past in zip(local.slices, known, strict=True)]
+        weight_slices = slices[WEIGHT]
+        if weight_slices is not None:
+            weight = self._sliced_weight()
+            weight.begin_forward()
+            slices[WEIGHT] = replace(weight_slices, amaxes=weight.amax)
+        return tuple(slices)
+
+    def _sliced_weight(self) -> SlicedWeight:
+        """The weight as its model's layers reduce its amaxes together."""
+        step = self.scale_updates.weight_amaxes
+        if self not in step.weights:
+            layers = (each for each in layers_of(self.scale_updates) if isinstance(each, Linear))
+            step.weights.update({each: SlicedWeight(each, step) for each in layers if each not in step.weights})
+        weight = step.weights[self]
+        assert isinstance(weight, SlicedWeight)
+        return weight
+
+    def weight_slice(self) -> tuple[Tensor, Slices] | None:
+        """This rank's slice of the weight [N, K]; None of a whole weight, and of one that FSDP2 has not gathered."""
+        weight = self.stored_weight
+        return weight_slice(weight) if is_distributed(weight) else None
 
     def shared_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a layer that ranks share, as DTensors."""

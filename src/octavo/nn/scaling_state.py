@@ -347,6 +347,7 @@ def _forget_cached_weights(model: torch.nn.Module) -> None:
             layer.weight_cache.clear()
         if layer.weight_gather is not None:
             layer.weight_gather.clear()
+        layer.scale_updates.weight_amaxes.generation += 1
 
 
 def _layers(model: torch.nn.Module) -> dict[str, ScaledLayer]:

@@ -43,6 +43,7 @@ __all__ = [
     "local_part",
     "local_tensors",
     "slices_of",
+    "weight_slice",
     "whole",
 ]
 
@@ -250,6 +251,16 @@ def check_sizes(called: str, divided: str, size: int, ranks: int, recipe: Recipe
             f"{called} has {size} {_SIZES[divided]}, which {ranks} ranks cannot divide into multiples of the "
             f"{block} elements that share a scale under recipe {recipe.name!r}; {sizes} would work, or another recipe"
         )
+
+
+def weight_slice(weight: "DTensor") -> tuple[Tensor, Slices] | None:
+    """Return this rank's slice of a weight [N, K] that a mesh of one dimension divides; None of another."""
+    placements = weight.placements
+    if len(placements) > 1 or weight.is_meta:
+        return None
+    divided = next((name for dim, name in enumerate(_DIMS[WEIGHT]) if placements[0].is_shard(dim)), "")
+    slices = slices_of(divided, weight.device_mesh.get_group())[WEIGHT]
+    return None if slices is None else (weight.to_local(), slices)
 
 
 def _divided(layer: _Layer, weight: "DTensor") -> str:

@@ -12,8 +12,8 @@ from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.scaled_layer import ScaledLayer
 from octavo.parallel.fsdp2 import ShardedParameter, fsdp_modules, sharded_parameters
-from octavo.parallel.step_amaxes import StepAmaxes
 from octavo.parallel.weight_gather import WeightGather, high_precision_reason
+from octavo.scaling.step_amaxes import StepAmaxes
 
 __all__ = ["gather_in_fp8"]
 

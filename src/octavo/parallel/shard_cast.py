@@ -11,7 +11,7 @@ groups of a cast lie in bands of rows:
 
 A band inside one chunk is measured and cast by its rank alone, and its scales are gathered with the codes. The groups
 of a band that several ranks share need the largest of the ranks' amaxes; these are reduced before (see
-:mod:`octavo.parallel.step_amaxes`) and passed to the cast as ``amax``. A single band for the whole weight is always
+:mod:`octavo.scaling.step_amaxes`) and passed to the cast as ``amax``. A single band for the whole weight is always
 reduced: then every rank knows the scales, and none are gathered.
 """
 

@@ -30,9 +30,9 @@ from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor
 from octavo.parallel.fsdp2 import ShardedParameter
 from octavo.parallel.gathered_tensors import GatheredWeight
 from octavo.parallel.shard_cast import ShardCast
-from octavo.parallel.step_amaxes import StepAmaxes
 from octavo.recipes import Close, Recipe
 from octavo.scaling import EMPTY, WEIGHT, OperandScaling, inside_backward
+from octavo.scaling.step_amaxes import StepAmaxes
 
 __all__ = ["WeightGather", "high_precision_reason"]
 
@@ -93,8 +93,8 @@ class WeightGather:
         self._gathered: _Gathered | None = None
         self._outputs: tuple[Tensor | None, ...] = ()
         self._repeats_forward = False
-        self._last_forward = (-1, True)
-        step.weights.append(self)
+        self.last_forward = (-1, True)
+        step.weights[layer] = self
 
     # As a MeasuredWeight
 
@@ -105,22 +105,23 @@ class WeightGather:
         past = None if history is None else history.amax._version  # noqa: SLF001
         return self.step.generation, steps, self.parameter.version(), past, *self.casts()
 
-    def casts(self) -> tuple[ShardCast, ...]:
+    def casts(self, *, has_past: bool = False) -> tuple[ShardCast, ...]:
         """Return the different casts of both passes; none where the weight is gathered in high precision."""
         recipe = self._recipe()
         if self._needs_values(recipe, (FORWARD,)):
             return ()
         passes = (FORWARD,) if recipe.grad_input.b is None else (FORWARD, BACKWARD)
-        return tuple(dict.fromkeys(self._casts(recipe, passes).values()))
+        casts = dict.fromkeys(self._casts(recipe, passes).values())
+        return tuple(each for each in casts if not (has_past and each.spec.scaling == Scaling.DELAYED))
 
     def past_amax(self) -> Tensor | None:
         """Return the amax of finished steps, float32 [], of a delayed recipe that has a history."""
         history = self.layer.amax_history
         return None if history is None or not self._recipe().is_delayed else history.amax[WEIGHT]
 
-    def local_rows(self) -> Tensor:
-        """Return this rank's rows."""
-        return self.parameter.local_tensor().detach()
+    def measure(self, cast: ShardCast) -> Tensor:
+        """Return this rank's amaxes of a cast."""
+        return cast.measure(self.parameter.local_tensor().detach())
 
     def group(self) -> Any:
         """Return the process group of the ranks that share the rows."""
@@ -142,7 +143,7 @@ class WeightGather:
             gathered = _Gathered(recipe=recipe, casts={}, amaxes={}, record=AmaxRecord(), sizes=(), dtype=dtype)
         else:
             if not inside_backward():
-                self._begin_forward()
+                self.step.begin_forward(self, is_held=self.layer.scale_updates.has_optimizer)
             casts, amaxes = self._casts(recipe, passes), self.step.of(self)
             used = {cast: self._amax_in_force(cast, amaxes) for cast in casts.values()}
             record = _new_record(shard.device)
@@ -222,19 +223,6 @@ class WeightGather:
     def cast_of(self, name: str) -> ShardCast:
         """Return the cast of a pass."""
         return self._current().casts[name]
-
-    def _begin_forward(self) -> None:
-        """Let all weights be measured anew where a write to them might not have been seen.
-
-        No version counts what is written through ``.data`` or by ``torch._foreach_*``. Such writes are expected before
-        and after a pass without gradients (an evaluation of averaged weights), and where no ``torch.optim`` optimizer
-        holds the weights. Both are the same on all ranks: with gradients, the others gather for a backward pass too.
-        """
-        generation, had_gradients = self._last_forward
-        written = not (had_gradients and self.step.with_gradients and self.layer.scale_updates.has_optimizer)
-        if written and generation == self.step.generation:
-            self.step.generation += 1
-        self._last_forward = (self.step.generation, self.step.with_gradients)
 
     def clear(self) -> None:
         """Forget the weight's amaxes; all ranks must."""

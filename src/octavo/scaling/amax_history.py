@@ -27,6 +27,7 @@ from octavo.numerics.cast import is_eager_cpu
 from octavo.recipes import Close, History, Statistic
 from octavo.scaling.operand_scaling import ROLES
 from octavo.scaling.stateful_module import StatefulModule
+from octavo.scaling.step_amaxes import StepAmaxes
 
 __all__ = ["EMPTY", "AmaxHistory", "ScaleUpdates", "WeightSeen", "close_histories"]
 
@@ -62,6 +63,8 @@ class ScaleUpdates:
         closed_steps: number of ended steps, whether or not a layer kept a history; ranks compare it.
         switch_logged: whether a change of recipe in mid-training has been logged.
         backwards_watched: whether a weight counts backward passes, for layers that are compiled.
+        weight_amaxes: of weights that ranks divide by tensor parallelism.
+        held: the optimizer step after which they were found, and the identities of the optimizers' parameters.
     """
 
     manual: bool = False
@@ -83,6 +86,8 @@ class ScaleUpdates:
     closed_steps: int = field(default=0, init=False)
     switch_logged: bool = field(default=False, init=False)
     backwards_watched: bool = field(default=False, init=False)
+    weight_amaxes: StepAmaxes = field(default_factory=StepAmaxes, init=False)
+    held: tuple[int, frozenset[int]] = field(default=(0, frozenset()), init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":

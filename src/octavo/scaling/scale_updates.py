@@ -26,6 +26,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ __all__ = [
     "close_over_ranks",
     "close_steps",
     "follow_optimizers",
+    "is_held",
     "is_written",
+    "layers_of",
     "reduces",
     "stop_following",
     "watch_compiled_backwards",
@@ -83,6 +86,7 @@ def follow_optimizers(layer: DelayedLayer) -> None:
 def stop_following(layer: DelayedLayer) -> None:
     """Forget a layer."""
     _layers.pop(layer, None)
+    layer.scale_updates.weight_amaxes.weights.pop(layer, None)
 
 
 def watch_compiled_backwards() -> None:
@@ -114,6 +118,11 @@ def _remind(reference: "weakref.ref[DelayedLayer]", weight: Tensor) -> None:
 def _living() -> list[DelayedLayer]:
     """List the registered layers; a list, since other threads may register layers at any time."""
     return [layer for reference in _layers.keyrefs() if (layer := reference()) is not None]
+
+
+def layers_of(updates: ScaleUpdates) -> list[DelayedLayer]:
+    """Return the living layers of a model."""
+    return [layer for layer in _living() if layer.scale_updates is updates]
 
 
 def reduces(updates: ScaleUpdates) -> bool:
@@ -180,6 +189,15 @@ def _remember_optimizer(optimizer: Optimizer, updates: ScaleUpdates) -> None:
         optimizer.register_state_dict_pre_hook(partial(_mark_saved, weakref.ref(updates)))
 
 
+def is_held(layer: DelayedLayer) -> bool:
+    """Return whether an optimizer that has stepped holds the layer's weight itself, not copies of its values."""
+    updates = layer.scale_updates
+    if updates.held[0] != updates.optimizer_steps:
+        groups = (group["params"] for optimizer in updates.optimizers for group in optimizer.param_groups)
+        updates.held = updates.optimizer_steps, frozenset(map(id, chain.from_iterable(groups)))
+    return updates.has_optimizer and id(layer.stored_weight) in updates.held[1]
+
+
 def _keep_holders(updates: ScaleUpdates, parameters: Iterable[Tensor]) -> bool:
     """Forget the optimizers that hold none of the parameters any more; return whether one is left."""
     for optimizer in list(updates.optimizers):
@@ -231,7 +249,7 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
     if updates.called and history not in updates.called and is_old:
         updates.called.add(history)
         return
-    members = [other for other in _living() if other.scale_updates is updates]
+    members = layers_of(updates)
     if any(map(is_written, members)) and not is_stepping(each for other in members for each in other.parameters()):
         close_over_ranks(members)
     for other in members:

@@ -19,8 +19,9 @@ from torch import Tensor, distributed, nn
 
 from octavo import nn as octavo_nn
 from octavo.errors import ConfigError
-from octavo.nn.tensor_parallel import local_part
+from octavo.nn.tensor_parallel import local_part, slices_of
 from octavo.numerics.cast import check_float
+from octavo.scaling import WEIGHT, Slices
 
 __all__ = ["ParallelModule", "TensorParallel"]
 
@@ -139,6 +140,11 @@ class SlicedLinear(octavo_nn.Linear):
             placement = Replicate() if self.by_rows else Shard(0)
             bias = DTensor.from_local(bias, self.mesh, (placement,), run_check=False)
         return weight, bias
+
+    def weight_slice(self) -> tuple[Tensor, Slices] | None:
+        """This rank's slice of the weight; None as long as its group is not known."""
+        slices = None if self.group is None else slices_of("K" if self.by_rows else "N", self.group)[WEIGHT]
+        return None if slices is None else (self.weight, slices)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """This rank's part of the input to its part of the output."""

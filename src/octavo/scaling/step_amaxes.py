@@ -1,9 +1,10 @@
-"""The amaxes of all sharded weights of a step, reduced over the ranks by one collective.
+"""The amaxes of all weights of a step that ranks share, reduced over the ranks by one collective.
 
-The first gather after an optimizer's step, or after another write to its weight, measures every weight that has
-changed and reduces the amaxes of the groups that ranks share (:class:`octavo.parallel.shard_cast.ShardCast`) with one
-MAX all-reduce. All ranks see the same steps and the same writes to the sharded parameters, and so reduce at the same
-gather. Each process group of a model has its own collective.
+The first use of a weight after an optimizer's step, or after another write to a weight, measures every weight that has
+changed and reduces the amaxes of the scaling groups that ranks share with one MAX all-reduce. All ranks see the same
+steps and the same writes to parameters, and so reduce at the same use. Each process group of a model has its own
+collective. FSDP2's shards take part (:mod:`octavo.parallel.weight_gather`), and the slices of tensor parallelism
+(:mod:`octavo.nn.sliced_weight`).
 
 A delayed cast scales by amaxes of finished steps, which the end of each step has reduced already
 (:mod:`octavo.scaling.scale_updates`); its weight takes part only as long as there are none.
@@ -14,43 +15,49 @@ weights. After such a write between passes with gradients, ``octavo.update_scale
 measured. Whether a module is in ``train()`` or ``eval()`` makes no difference, as it may differ between the ranks.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed
 
-from octavo.numerics import Scaling
-from octavo.parallel.shard_cast import ShardCast
-from octavo.scaling import inside_backward
+from octavo.scaling.operand_scaling import inside_backward
 
 __all__ = ["MeasuredWeight", "StepAmaxes"]
 
 
 class MeasuredWeight(Protocol):
-    """A sharded weight whose amaxes are reduced."""
+    """A weight whose amaxes are reduced.
+
+    Attributes:
+        measured: its state when it was measured.
+        amaxes: the ranks' largest, by cast.
+        last_forward: the generation of its last forward pass, and whether that was called with gradients enabled.
+    """
 
     measured: tuple[object, ...]
-    amaxes: dict[ShardCast, Tensor]
+    amaxes: dict[Any, Tensor]
+    last_forward: tuple[int, bool]
 
     def state(self) -> tuple[object, ...]:
         """Return what changes when the weight, or a cast of it, changes; equal on all ranks."""
         ...
 
-    def casts(self) -> Sequence[ShardCast]:
-        """Return the casts that the current recipe may need."""
+    def casts(self, *, has_past: bool = False) -> Sequence[Any]:
+        """Return the casts that the current recipe may need, without delayed ones where the past is known."""
         ...
 
     def past_amax(self) -> Tensor | None:
         """Return the amax of finished steps, float32 [], 0 before the first; None of a recipe without a history."""
         ...
 
-    def local_rows(self) -> Tensor:
-        """Return this rank's rows."""
+    def measure(self, cast: Any) -> Tensor:
+        """Return this rank's amaxes of a cast."""
         ...
 
     def group(self) -> Any:
-        """Return the process group of the ranks that share the rows."""
+        """Return the process group of the ranks that share the weight; None of a weight that cannot be read now."""
         ...
 
 
@@ -58,13 +65,13 @@ class StepAmaxes:
     """Reduction of the amaxes of the weights of one model.
 
     Attributes:
-        weights: the weights.
+        weights: the weights, by layer.
         generation: a weight adds 1 where all of them must be measured anew.
         with_gradients: whether the model's last forward pass was called with gradients enabled.
     """
 
     def __init__(self) -> None:
-        self.weights: list[MeasuredWeight] = []
+        self.weights: weakref.WeakKeyDictionary[Any, MeasuredWeight] = weakref.WeakKeyDictionary()
         self.generation = 0
         self.with_gradients = True
 
@@ -72,23 +79,40 @@ class StepAmaxes:
         """Before the model's forward pass, note whether gradients are enabled."""
         self.with_gradients = torch.is_grad_enabled() or inside_backward()
 
+    def begin_forward(self, weight: MeasuredWeight, *, is_held: bool) -> None:
+        """Let all weights be measured anew where a write to them might not have been seen.
+
+        No version counts what is written through ``.data`` or by ``torch._foreach_*``. Such writes are expected before
+        and after a pass without gradients (an evaluation of averaged weights), and where no ``torch.optim`` optimizer
+        holds the weights. Both are the same on all ranks, which run their passes together.
+
+        Args:
+            weight: of the layer that is called.
+            is_held: whether such an optimizer holds it.
+        """
+        generation, had_gradients = weight.last_forward
+        written = not (had_gradients and self.with_gradients and is_held)
+        if written and generation == self.generation:
+            self.generation += 1
+        weight.last_forward = (self.generation, self.with_gradients)
+
     @torch.no_grad()
-    def of(self, weight: MeasuredWeight) -> dict[ShardCast, Tensor]:
+    def of(self, weight: MeasuredWeight) -> dict[Any, Tensor]:
         """Return the ranks' largest amaxes of a weight, by cast."""
         if weight.measured != weight.state():
             group = weight.group()
-            changed = [each for each in self.weights if each.group() is group and each.measured != each.state()]
-            _reduce(changed, group)
+            weights = list(self.weights.values())
+            with torch.inference_mode(False):  # training may use the amaxes that an evaluation has measured
+                _reduce([each for each in weights if each.group() is group and each.measured != each.state()], group)
         return weight.amaxes
 
 
 def _reduce(weights: list[MeasuredWeight], group: Any) -> None:
     """Measure weights, and reduce their amaxes together."""
     parts = [
-        (weight, cast, cast.measure(weight.local_rows()))
+        (weight, cast, weight.measure(cast))
         for weight, has_past in zip(weights, _have_past(weights), strict=True)
-        for cast in weight.casts()
-        if not (has_past and cast.spec.scaling == Scaling.DELAYED)
+        for cast in weight.casts(has_past=has_past)
     ]
     for weight in weights:
         weight.measured, weight.amaxes = weight.state(), {}
