@@ -94,7 +94,7 @@ def test_no_gain_is_above_the_limit_that_is_printed_beside_it(name):
         assert f"in BF16's layout it is {gain:.2f} times as fast" in advice.sentence
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 0.4, 0.6, 3.0, None])
+@pytest.mark.parametrize("tolerance", [0.0, 0.4, 0.499, 0.5, 0.6, 3.0, None])
 def test_the_tolerance_decides_and_losing_layers_do_not(made, tolerance):
     """The article: no FP8 where "margin is less than 0.5 percent"."""
     losing = LayerGain(name="kv", share=0.1, bf16=1.0, fp8=2.0)
