@@ -66,11 +66,13 @@ def advise(plan: Plan, constants: Constants, *, tolerance: float | None = None) 
     else:
         gain, low, high = best.speedup
         recipe = best.name
+        program = plan.request.framework
+        who = f"a program with {program}'s costs" if plan.transferred else program
         sentence = (
-            f"Use FP8 with recipe {recipe}: {plan.request.framework} is predicted to train {gain:.2f} times as fast as "
+            f"Use FP8 with recipe {recipe}: {who} is predicted to train {gain:.2f} times as fast as "
             f"in BF16 ({low:.2f} to {high:.2f}, 80 %)."
         )
-        sentence += f" {plan.layouts_differ}." if plan.layouts_differ else ""
+        sentence += "".join(f" {words}." for words in (plan.layouts_differ, plan.transferred) if words)
     changes = _changes(plan, constants)
     return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks, changes=changes)
 

@@ -1,17 +1,22 @@
 """The verdict: what decides it, by hand-made plans whose times are known."""
 
 import re
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.planning import PlanRequest, advise, find_hardware, find_model, fitted_constants, make_plan
+from octavo.planning import PlanRequest, advise, find_hardware, find_model, fitted_constants, make_plan, read_rows
+from octavo.planning.jobs import TRAINED_WITH, Framework, Layout
 from octavo.planning.plan import LayerGain
 from octavo.planning.precision import BF16
+from octavo.planning.rows import training_job
 from octavo.planning.search import best_layout
 
+ROWS = Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv"
 CONSTANTS = fitted_constants()
 STEPS_OF_FP8 = 105  # of 100 in BF16: "taking 5-10 percent more steps", says the article that octavo started from
 
@@ -39,6 +44,53 @@ def with_times(
 
 def check(advice: Any, name: str) -> Any:
     return next(each for each in advice.checks if each.name == name)
+
+
+def trainings():
+    """Every FP8 training of the rows that is predicted."""
+    for row in read_rows(ROWS):
+        try:
+            job = training_job(row)
+        except ConfigError:
+            continue
+        if row.kind == "train" and not job.precision.is_bf16:
+            yield job
+
+
+def test_recipes_of_a_program_are_those_of_its_rows():
+    found = defaultdict(set)
+    for job in trainings():
+        found[job.framework].add(job.precision.recipe.name.removesuffix("_te"))
+    assert found == {program: set(names) for program, names in TRAINED_WITH.items()}
+
+
+@pytest.mark.parametrize("program", [Framework.TITAN, Framework.MEGATRON])
+def test_weights_are_gathered_as_codes_where_rows_say_so(made, program):
+    said = {
+        job.precision.recipe.name.removesuffix("_te")
+        for job in trainings()
+        if job.framework == program and job.precision.gathers_codes
+    }
+    plan = make_plan(replace(made.request, framework=program), CONSTANTS)
+    gathers = {
+        option.name for option in plan.options if option.candidate and option.candidate.job.precision.gathers_codes
+    }
+    assert gathers == said
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_program_is_named_for_the_recipes_of_its_rows_alone(made, recipe):
+    plan = with_times(made)
+    layout = Layout(gpus=8)
+    options = tuple(
+        replace(each, candidate=each.candidate and replace(each.candidate, job=replace(plan.bf16.job, layout=layout)))
+        for each in plan.options
+        if each.name in ("bf16", recipe)
+    )
+    sentence = advise(replace(plan, options=options), CONSTANTS).sentence
+    assert f"with recipe {recipe}" in sentence
+    assert ("torchtitan is predicted" in sentence) == (recipe == "tensorwise")
+    assert ("no published training by torchtitan is with delayed" in sentence) == (recipe == "delayed")
 
 
 @pytest.mark.parametrize("gain", [0.9, 1.0, 1.02, 1.04, 1.06, 1.1, 1.19, 1.4])
