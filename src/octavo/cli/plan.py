@@ -215,13 +215,12 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     columns = [name for name in COLUMNS if request.price or name != "cost"]
     cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
     print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
-    if made.layouts_differ:
-        print_lines(f"{made.layouts_differ}.")
+    print_lines(*(f"{words}." for words in (made.layouts_differ, made.transferred) if words))
     _show_shares(made)
     for option in made.options:
         if option.reason is not None:
             print_lines(f"{option.name}: {option.reason}")
-    print_lines(f"Searched in {seconds:.1f} s, as {request.framework} would train. {UNTRIED}")
+    print_lines(f"Searched in {seconds:.1f} s, with the costs of {request.framework}. {UNTRIED}")
 
 
 TIMES = ("step, s (80 %)", "tokens/s a GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")

@@ -1,19 +1,28 @@
 """A verdict: FP8 or not, with which recipe, why, and what would change it.
 
-The checks are those of the article octavo started from, each judged by the prediction instead of by a rule of thumb.
+The conditions are those of the article octavo started from. What follows from the plan and the tolerance is judged;
+what only the user knows is a sentence, and decides nothing.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.planning.constants import Constants
+from octavo.planning.hardware import find_hardware
+from octavo.planning.model_names import find_model
 from octavo.planning.plan import Plan, PlanRequest, make_plan
 
-__all__ = ["Advice", "Check", "advise"]
+__all__ = ["HOLDS", "Advice", "Check", "advise"]
 
 WORTH = 1.05  # FP8 takes 5 to 10 % more steps, the article says, which a smaller speed-up does not pay for
+MOST_FURTHER_STEPS = 1.10
+HOLDS = {True: "yes", False: "no", None: "unknown"}  # a check's words
 NOT_WORK = ("cast", "stragglers", "total")
-TOLERANCE = 0.5  # per cent of perplexity that the article calls too little for FP8
+TOLERANCE = 0.5  # per cent of perplexity: with less the article stays in BF16
+ENOUGH_TOLERANCE = 2.0  # with so much it uses FP8
+SIZES = ("smollm2-135m", "llama-3-1b", "llama-3-8b", "llama-3-70b")  # other models that what would change it tries
+MOST_GPUS, CONTEXTS = 16384, (512, 131072)  # of what is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +43,22 @@ class Advice:
         recipe: of the answer; ``bf16`` if FP8 should not be used.
         sentence: the answer in words.
         checks: conditions of when and when not: hardware, gain and tolerance decide, the others explain.
-        changes: what would change the answer, or the gain.
+        changes: what would change the answer, each alone; empty where nothing that was tried does.
     """
 
     use_fp8: bool
     recipe: str
     sentence: str
     checks: tuple[Check, ...]
-    changes: tuple[str, ...]
+    changes: tuple[str, ...] = ()
 
 
-def advise(plan: Plan, constants: Constants, *, tolerance: float | None = None) -> Advice:
+def advise(plan: Plan, constants: Constants | None = None, *, tolerance: float | None = None) -> Advice:
     """Return the verdict on a plan.
 
     Args:
         plan: all precisions of a training.
-        constants: of the fit, for what would change it.
+        constants: of the fit, to plan what would change it; None leaves that out.
         tolerance: per cent of perplexity that may be lost; None if it is not known.
 
     Raises:
@@ -57,8 +66,13 @@ def advise(plan: Plan, constants: Constants, *, tolerance: float | None = None) 
     """
     if tolerance is not None and not 0 <= tolerance <= 100:
         raise ConfigError(f"the tolerance must be 0 to 100 per cent, not {tolerance:g}")
+    verdict = _verdict(plan, tolerance)
+    return verdict if constants is None else replace(verdict, changes=tuple(_changes(plan, constants, tolerance)))
+
+
+def _verdict(plan: Plan, tolerance: float | None) -> Advice:
     deciding = (_hardware(plan), _gain(plan), _tolerance(tolerance))
-    checks = (*deciding, _layers(plan), _share_of_gemms(plan))
+    checks = (*deciding, *UNKNOWN, _layers(plan), _share_of_gemms(plan))
     best = plan.best_fp8
     failed = next((check for check in deciding if check.holds is False), None)
     if failed is not None or best is None or best.speedup is None:
@@ -66,13 +80,34 @@ def advise(plan: Plan, constants: Constants, *, tolerance: float | None = None) 
     else:
         gain, low, high = best.speedup
         recipe = best.name
+        program = plan.request.framework
+        who = f"a program with {program}'s costs" if plan.transferred else program
         sentence = (
-            f"Use FP8 with recipe {recipe}: {plan.request.framework} is predicted to train {gain:.2f} times as fast as "
+            f"Use FP8 with recipe {recipe}: {who} is predicted to train {gain:.2f} times as fast as "
             f"in BF16 ({low:.2f} to {high:.2f}, 80 %)."
         )
-        sentence += f" {plan.layouts_differ}." if plan.layouts_differ else ""
-    changes = _changes(plan, constants)
-    return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks, changes=changes)
+        sentence += "".join(f" {words}." for words in (plan.layouts_differ, plan.transferred) if words)
+    return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks)
+
+
+UNKNOWN = (
+    Check(
+        name="latency",
+        holds=None,
+        sentence="of serving, not of this training; the article uses FP8 for less than 50 ms a token with more than 8 "
+        "requests, which octavo plan --answer predicts",
+    ),
+    Check(
+        name="converged model",
+        holds=None,
+        sentence="not known; the article fine-tunes a converged model for FP8, as octavo qat does",
+    ),
+    Check(
+        name="research",
+        holds=None,
+        sentence="not known; where every bit of precision matters, the article stays in BF16",
+    ),
+)
 
 
 def _hardware(plan: Plan) -> Check:
@@ -93,6 +128,8 @@ def _gain(plan: Plan) -> Check:
         words += f"; less than {WORTH:g} does not pay for the further steps that FP8 may take"
     elif low < 1:
         words += ", where it would be slower; measure before deciding"
+    elif gain < MOST_FURTHER_STEPS:
+        words += f"; it pays for {WORTH - 1:.0%} more steps, not for {MOST_FURTHER_STEPS - 1:.0%}"
     return Check(name="gain", holds=gain >= WORTH and low >= 1, sentence=words)
 
 
@@ -131,31 +168,60 @@ def _tolerance(tolerance: float | None) -> Check:
     if tolerance is None:
         words = "not given; the article asks for more than 0.5 % of perplexity, which octavo study measures"
         return Check(name="tolerance", holds=None, sentence=words)
-    holds = tolerance >= TOLERANCE
+    holds = False if tolerance < TOLERANCE else True if tolerance >= ENOUGH_TOLERANCE else None
     words = f"{tolerance:g} % of perplexity may be lost; {TOLERANCE:g} % is the least that FP8 needs"
+    if holds is None:
+        words += f"; below the article's {ENOUGH_TOLERANCE:g} to 3 %, so measure it with octavo study"
     return Check(name="tolerance", holds=holds, sentence=words)
 
 
-def _changes(plan: Plan, constants: Constants) -> tuple[str, ...]:
-    """The gain under one change at a time."""
-    request = plan.request
-    found = []
-    for words, changed in _variations(request):
-        try:
-            best = make_plan(changed, constants).best_fp8
-        except OctavoError:
-            continue
-        if best is not None and best.speedup is not None:
-            found.append(f"{words}: {best.speedup[0]:.2f} times BF16's speed, with {best.name}")
-    return tuple(found)
+def _changes(plan: Plan, constants: Constants, tolerance: float | None) -> Iterator[str]:
+    """What turns the verdict round, each alone: the nearest value that does in each direction that is tried."""
+    use_fp8 = _verdict(plan, tolerance).use_fp8
+    if _verdict(plan, 0.0 if use_fp8 else TOLERANCE).use_fp8 != use_fp8:
+        words, then = ("less than", "stay in BF16") if use_fp8 else ("at least", "use FP8")
+        yield f"with a tolerance of {words} {TOLERANCE:g} % of perplexity: {then}"
+    if tolerance is not None and tolerance < TOLERANCE:
+        return  # nothing else helps
+    for direction in _directions(plan.request, use_fp8=use_fp8):
+        for words, request in direction:
+            try:
+                changed = make_plan(request, constants)
+            except OctavoError:
+                continue
+            verdict = _verdict(changed, tolerance)
+            if verdict.use_fp8 != use_fp8:
+                yield f"{words}: {_in_short(verdict, changed)}"
+                break
 
 
-def _variations(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
-    """Requests that differ in one setting: context and number of GPUs."""
-    longer = replace(request, seq=4 * request.seq, global_batch=max(request.gpus, request.batch // 4))
-    fewer = max(8, request.gpus // 8)
-    smaller = replace(request, gpus=fewer, global_batch=max(fewer, request.batch * fewer // request.gpus))
-    found = [(f"with a context of {longer.seq:,} tokens", longer)]
-    if fewer < request.gpus:
-        found.append((f"on {fewer:,} GPUs", smaller))
-    return found
+def _in_short(verdict: Advice, plan: Plan) -> str:
+    """A verdict without layouts."""
+    best = plan.best_fp8
+    if not verdict.use_fp8 or best is None or best.speedup is None:
+        return verdict.sentence[0].lower() + verdict.sentence[1:].removesuffix(".")
+    return f"use FP8 with recipe {verdict.recipe}, {best.speedup[0]:.2f} times as fast"
+
+
+def _directions(request: PlanRequest, *, use_fp8: bool) -> Iterator[list[tuple[str, PlanRequest]]]:
+    """Requests that differ in one setting, by direction, the nearest first.
+
+    A batch that was not given is the usual one of the changed request; one that was given keeps its tokens.
+    """
+    gpus = request.gpus
+    for numbers in ([gpus // 8, gpus // 64], [gpus * 8, gpus * 64]):
+        within = [each for each in numbers if 1 <= each <= MOST_GPUS]
+        yield [(f"on {each:,} GPU{'s' * (each > 1)}", replace(request, gpus=each)) for each in within]
+    for contexts in ([request.seq // 4, request.seq // 16], [request.seq * 4, request.seq * 16]):
+        within = [each for each in contexts if CONTEXTS[0] <= each <= CONTEXTS[1]]
+        yield [(f"with a context of {each:,} tokens", _with_context(request, each)) for each in within]
+    others = [find_model(name) for name in (reversed(SIZES) if use_fp8 else SIZES)]
+    sized = [each for each in others if (each.parameters < request.model.parameters) == use_fp8]
+    yield [(f"with the model {each.name}", replace(request, model=each)) for each in sized]
+    for name in ("a100",) if use_fp8 else ("h100", "b200"):
+        yield [(f"on {name}", replace(request, hardware=find_hardware(name)))]
+
+
+def _with_context(request: PlanRequest, seq: int) -> PlanRequest:
+    batch = request.global_batch and max(1, request.global_batch * request.seq // seq)
+    return replace(request, seq=seq, global_batch=batch)

@@ -10,6 +10,7 @@ from octavo.planning.precision import Precision
 
 __all__ = [
     "SERVERS",
+    "TRAINED_WITH",
     "Framework",
     "GemmJob",
     "GemmPass",
@@ -51,6 +52,16 @@ class Framework(StrEnum):
 
 
 SERVERS = (Framework.VLLM, Framework.TRTLLM)
+
+# FP8 recipes of each program's published trainings, in octavo's names; what it is predicted to do with others is a
+# transfer of what other programs showed.
+TRAINED_WITH: dict[Framework, tuple[str, ...]] = {
+    Framework.TITAN: ("tensorwise", "rowwise", "mxfp8"),
+    Framework.MEGATRON: ("tensorwise", "mxfp8", "delayed"),
+    Framework.JAX: ("tensorwise", "delayed"),
+    Framework.COMPOSER: ("delayed",),
+    Framework.EAGER: ("mxfp8", "delayed"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

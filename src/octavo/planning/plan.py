@@ -8,9 +8,9 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import SERVERS, Framework, Layout, Recompute, TrainingJob
+from octavo.planning.jobs import SERVERS, TRAINED_WITH, Framework, Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
-from octavo.planning.precision import BF16, precision_of_recipe
+from octavo.planning.precision import BF16, Precision, precision_of_recipe
 from octavo.planning.search import Candidate, best_layout, layouts
 from octavo.planning.training_costs import job_marks, linear_parts, linear_precision
 from octavo.planning.training_memory import activation_bytes, recomputed_share
@@ -156,6 +156,20 @@ class Plan:
         gain = self.bf16.seconds["total"] / best.at_bf16_layout.seconds["total"]
         return f"{words}; in BF16's layout it is {gain:.2f} times as fast"
 
+    @property
+    def transferred(self) -> str:
+        """What of the fastest FP8 recipe the program's own published trainings do not have, in words; "" if nothing."""
+        best, program = self.best_fp8, self.request.framework
+        if best is None or best.candidate is None:
+            return ""
+        found = []
+        if best.name not in TRAINED_WITH[program]:
+            own = " and ".join(TRAINED_WITH[program])
+            found.append(f"no published training by {program} is with {best.name}, only with {own}")
+        if best.candidate.job.layout.sharding == Sharding.ZERO1 and program == Framework.TITAN:
+            found.append("ZeRO-1 is Megatron's, where torchtitan has FSDP2")
+        return f"A transfer from other programs: {'; '.join(found)}" if found else ""
+
     def days(self, candidate: Candidate) -> float:
         """Days of the whole training."""
         return self.request.tokens / (candidate.tokens_per_s_per_gpu * self.request.gpus) / 86400
@@ -240,7 +254,7 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     in_bf16 = best_layout(job, constants, every)
     good = list(dict.fromkeys(candidate.job.layout for candidate in in_bf16))[:BEST_OF_BF16]
     options = [Option(name="bf16", candidate=in_bf16[0], width=constants.width("train", job))]
-    recipes_of_fp8 = {name: job.at(precision_of_recipe(name)) for name in TRIED if name != "bf16"}
+    recipes_of_fp8 = {name: job.at(_precision(name, request.framework)) for name in TRIED if name != "bf16"}
     options += [_option(name, each, constants, good, in_bf16) for name, each in recipes_of_fp8.items()]
     plan = Plan(request=request, options=tuple(options), layers=())
     best = plan.best_fp8
@@ -248,6 +262,12 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     shown = [option for option in (plan.options[0], best) if option is not None and option.candidate is not None]
     by_layer = {option.name: seconds_by_layer(option.candidate.job, constants) for option in shown if option.candidate}
     return replace(plan, layers=gains, by_layer=by_layer)
+
+
+def _precision(name: str, program: Framework) -> Precision:
+    """Of a recipe; FSDP gathers codes where published trainings do: with tensorwise in torchtitan."""
+    precision = precision_of_recipe(name)
+    return replace(precision, gathers_codes=precision.gathers_codes and program == Framework.TITAN)
 
 
 def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout], in_bf16: list[Candidate]) -> Option:

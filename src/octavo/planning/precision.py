@@ -110,7 +110,9 @@ def precision_of_recipe(name: str) -> Precision:
     kernel = next((kernel for kind, kernel in _KERNELS if isinstance(granularity, kind)), Kernel.ROW)
     if isinstance(granularity, PerBlock) and granularity.columns == 32:
         kernel = Kernel.MX
-    return Precision(name=name, recipe=recipe, kernel=kernel, gathers_codes=kernel == Kernel.TENSOR)
+    return Precision(
+        name=name, recipe=recipe, kernel=kernel, gathers_codes=kernel == Kernel.TENSOR and not recipe.is_delayed
+    )
 
 
 # A pattern of the published name, the recipe, and the kernel where it is not the recipe's own.

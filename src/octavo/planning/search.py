@@ -68,7 +68,7 @@ def layouts(model: ModelShape, hardware: Hardware, gpus: int, *, seq: int) -> It
         if tp > min(8, hardware.domain) or model.heads % tp or gpus % tp:
             continue
         for pp in POWERS:
-            if pp > 16 or gpus % (tp * pp) or model.layers < 2 * pp:
+            if pp > 16 or gpus % (tp * pp) or (pp > 1 and model.layers < 2 * pp):
                 continue
             for cp in POWERS if seq >= 16384 else (1,):
                 if cp > 16 or gpus % (tp * pp * cp) or seq // cp < 4096 * (cp > 1):

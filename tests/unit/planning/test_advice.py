@@ -1,17 +1,22 @@
 """The verdict: what decides it, by hand-made plans whose times are known."""
 
 import re
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.planning import PlanRequest, advise, find_hardware, find_model, fitted_constants, make_plan
+from octavo.planning import PlanRequest, advise, find_hardware, find_model, fitted_constants, make_plan, read_rows
+from octavo.planning.jobs import TRAINED_WITH, Framework, Layout
 from octavo.planning.plan import LayerGain
 from octavo.planning.precision import BF16
+from octavo.planning.rows import training_job
 from octavo.planning.search import best_layout
 
+ROWS = Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv"
 CONSTANTS = fitted_constants()
 STEPS_OF_FP8 = 105  # of 100 in BF16: "taking 5-10 percent more steps", says the article that octavo started from
 
@@ -41,9 +46,56 @@ def check(advice: Any, name: str) -> Any:
     return next(each for each in advice.checks if each.name == name)
 
 
+def trainings():
+    """Every FP8 training of the rows that is predicted."""
+    for row in read_rows(ROWS):
+        try:
+            job = training_job(row)
+        except ConfigError:
+            continue
+        if row.kind == "train" and not job.precision.is_bf16:
+            yield job
+
+
+def test_recipes_of_a_program_are_those_of_its_rows():
+    found = defaultdict(set)
+    for job in trainings():
+        found[job.framework].add(job.precision.recipe.name.removesuffix("_te"))
+    assert found == {program: set(names) for program, names in TRAINED_WITH.items()}
+
+
+@pytest.mark.parametrize("program", [Framework.TITAN, Framework.MEGATRON])
+def test_weights_are_gathered_as_codes_where_rows_say_so(made, program):
+    said = {
+        job.precision.recipe.name.removesuffix("_te")
+        for job in trainings()
+        if job.framework == program and job.precision.gathers_codes
+    }
+    plan = make_plan(replace(made.request, framework=program), CONSTANTS)
+    gathers = {
+        option.name for option in plan.options if option.candidate and option.candidate.job.precision.gathers_codes
+    }
+    assert gathers == said
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_program_is_named_for_the_recipes_of_its_rows_alone(made, recipe):
+    plan = with_times(made)
+    layout = Layout(gpus=8)
+    options = tuple(
+        replace(each, candidate=each.candidate and replace(each.candidate, job=replace(plan.bf16.job, layout=layout)))
+        for each in plan.options
+        if each.name in ("bf16", recipe)
+    )
+    sentence = advise(replace(plan, options=options)).sentence
+    assert f"with recipe {recipe}" in sentence
+    assert ("torchtitan is predicted" in sentence) == (recipe == "tensorwise")
+    assert ("no published training by torchtitan is with delayed" in sentence) == (recipe == "delayed")
+
+
 @pytest.mark.parametrize("gain", [0.9, 1.0, 1.02, 1.04, 1.06, 1.1, 1.19, 1.4])
 def test_fp8_is_used_where_it_is_faster_with_the_further_steps_that_it_takes(made, gain):
-    advice = advise(with_times(made, gain=gain), CONSTANTS)
+    advice = advise(with_times(made, gain=gain))
     assert advice.use_fp8 == (STEPS_OF_FP8 / gain < 100)
     assert check(advice, "gain").holds == advice.use_fp8
     assert ("further steps" in advice.sentence) != advice.use_fp8
@@ -51,7 +103,7 @@ def test_fp8_is_used_where_it_is_faster_with_the_further_steps_that_it_takes(mad
 
 @pytest.mark.parametrize("low", [0.9, 0.99, 1.0, 1.2])
 def test_a_gain_that_may_be_a_loss_is_to_be_measured_first(made, low):
-    advice = advise(with_times(made, gain=1.3, low=low), CONSTANTS)
+    advice = advise(with_times(made, gain=1.3, low=low))
     assert advice.use_fp8 == (low >= 1)
     assert ("measure before deciding" in advice.sentence) != advice.use_fp8
 
@@ -59,7 +111,7 @@ def test_a_gain_that_may_be_a_loss_is_to_be_measured_first(made, low):
 @pytest.mark.parametrize("gemm", [0.02, 0.08, 0.11, 0.5, 1.0])
 def test_what_linear_layers_take_limits_the_gain(made, gemm):
     """Amdahl: H100 multiplies FP8 twice as fast as BF16, so that half of what linear layers take could be saved."""
-    advice = advise(with_times(made, gemm=gemm), CONSTANTS)
+    advice = advise(with_times(made, gemm=gemm))
     of_gemms = check(advice, "share of linear layers")
     limit = 1 / (1 - gemm / 2)
     assert f"linear layers take {gemm:.0%} of BF16's step, attention {1 - gemm:.0%}" in of_gemms.sentence
@@ -75,7 +127,7 @@ def test_no_gain_is_above_the_limit_that_is_printed_beside_it(name):
     large: Any = make_plan(request, CONSTANTS)
     best = large.best_fp8
     job = best.candidate.job
-    advice = advise(large, CONSTANTS)
+    advice = advise(large)
     match = re.search(r"([\d.]+) times as fast", check(advice, "share of linear layers").sentence)
     assert match is not None
     limit = float(match.group(1))
@@ -94,12 +146,91 @@ def test_no_gain_is_above_the_limit_that_is_printed_beside_it(name):
         assert f"in BF16's layout it is {gain:.2f} times as fast" in advice.sentence
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 0.4, 0.6, 3.0, None])
+@pytest.mark.parametrize("tolerance", [0.0, 0.4, 0.499, 0.5, 0.6, 3.0, None])
 def test_the_tolerance_decides_and_losing_layers_do_not(made, tolerance):
     """The article: no FP8 where "margin is less than 0.5 percent"."""
     losing = LayerGain(name="kv", share=0.1, bf16=1.0, fp8=2.0)
-    advice = advise(with_times(made, layers=(losing,)), CONSTANTS, tolerance=tolerance)
+    advice = advise(with_times(made, layers=(losing,)), tolerance=tolerance)
     assert "keep in BF16: kv" in check(advice, "layers").sentence
     assert advice.use_fp8 == (tolerance is None or tolerance >= 0.5)
     if not advice.use_fp8:
         assert advice.sentence.startswith(f"Stay in BF16: {tolerance:g} % of perplexity may be lost")
+
+
+def changes(monkeypatch, plan: Any, gain: Any, **settings: Any) -> list[str]:
+    """What would change the verdict, where a request gains what ``gain`` says."""
+
+    def planned(request: Any, constants: Any) -> Any:
+        found = with_times(replace(plan, request=request), gain=gain(request))
+        if request.hardware.has_fp8:
+            return found
+        refused = [replace(each, candidate=None, reason="no FP8 units") for each in found.options[1:]]
+        return replace(found, options=(found.options[0], *refused))
+
+    monkeypatch.setattr("octavo.planning.advice.make_plan", planned)
+    return list(advise(planned(plan.request, CONSTANTS), CONSTANTS, **settings).changes)
+
+
+TOLERANT = "with a tolerance of less than 0.5 % of perplexity: stay in BF16"
+OLDER = "on a100: stay in BF16"
+
+
+@pytest.mark.parametrize(
+    ("gain", "wanted"),
+    [
+        (lambda request: 1.5 if request.seq < 30000 else 1.0, [TOLERANT, "with a context of 32,768 tokens: s", OLDER]),
+        (lambda request: 1.5 if request.seq > 600 else 1.0, [TOLERANT, "with a context of 512 tokens: s", OLDER]),
+        (lambda request: 1.5 if request.gpus > 1 else 1.0, [TOLERANT, "on 1 GPU: stay in BF16", OLDER]),
+        (lambda request: 1.5 if request.gpus < 500 else 1.0, [TOLERANT, "on 512 GPUs: stay in BF16", OLDER]),
+        (lambda request: 1.5, [TOLERANT, OLDER]),
+        (lambda request: 1.5 if request.gpus > 60 else 1.0, ["on 64 GPUs: use FP8 with recipe tensorwise, 1.50 times"]),
+        (lambda request: 1.5 if request.model.hidden >= 4096 else 1.0, ["with the model llama-3-8b: use FP8"]),
+        (lambda request: 1.5 if request.hardware.name == "b200" else 1.0, ["on b200: use FP8"]),
+        (lambda request: 1.0, []),
+    ],
+)
+def test_what_would_change_the_verdict_does(made, monkeypatch, gain, wanted):
+    """On 8 GPUs with 2,048 tokens; the nearest value that turns the verdict round, and nothing that does not."""
+    found = changes(monkeypatch, made, gain)
+    assert len(found) == len(wanted)
+    assert all(change.startswith(words) for change, words in zip(found, wanted, strict=True)), found
+
+
+def test_a_smaller_model_may_turn_the_verdict_round(made, monkeypatch):
+    large = replace(made, request=replace(made.request, model=find_model("llama-3-70b")))
+    found = changes(monkeypatch, large, lambda request: 1.5 if request.model.hidden > 2048 else 1.0)
+    assert [each.split(":")[0] for each in found if "model" in each] == ["with the model llama-3-1b"]
+
+
+@pytest.mark.parametrize(("gain", "wanted"), [(1.5, ["at least 0.5 % of perplexity: use FP8"]), (1.0, [])])
+def test_a_low_tolerance_is_all_that_can_change(made, monkeypatch, gain, wanted):
+    found = changes(monkeypatch, made, lambda request: gain, tolerance=0.4)
+    assert [each.removeprefix("with a tolerance of ") for each in found] == wanted
+
+
+def test_a_batch_that_was_given_keeps_its_tokens(made, monkeypatch):
+    seen = []
+    changes(
+        monkeypatch,
+        replace(made, request=replace(made.request, global_batch=64)),
+        lambda request: seen.append(request) or 1.5,
+    )
+    of_contexts = {request.seq: request.global_batch for request in seen}
+    assert of_contexts == {2048: 64, 512: 256, 8192: 16, 32768: 4}
+
+
+@pytest.mark.parametrize(("tolerance", "holds"), [(0.4, False), (0.5, None), (1.9, None), (2.0, True), (3.0, True)])
+def test_the_tolerance_of_the_article_is_two_per_cent(made, tolerance, holds):
+    assert check(advise(with_times(made), tolerance=tolerance), "tolerance").holds is holds
+
+
+@pytest.mark.parametrize("gain", [1.06, 1.09, 1.1, 1.3])
+def test_a_gain_that_ten_per_cent_more_steps_use_up_says_so(made, gain):
+    assert ("not for 10%" in check(advise(with_times(made, gain=gain)), "gain").sentence) == (gain < 1.1)
+
+
+def test_every_condition_of_the_article_is_a_check(made):
+    """Hopper or newer, latency, a converged model, tolerance; older GPUs, a small margin, research."""
+    named = {each.name: each.holds for each in advise(with_times(made)).checks}
+    assert list(named)[:6] == ["hardware", "gain", "tolerance", "latency", "converged model", "research"]
+    assert [named[name] for name in ("latency", "converged model", "research")] == [None, None, None]

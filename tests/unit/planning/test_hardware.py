@@ -44,6 +44,13 @@ def test_figures_of_datasheets():
         assert (found.bf16, found.fp8, found.memory, found.bandwidth) == wanted
 
 
+def test_board_power_of_datasheets():
+    """Watts: what energy is multiplied by."""
+    watts = {"a100": 400, "l40s": 350, "h100": 700, "h100-pcie": 350, "h200": 700, "b200": 1000, "gb200": 1200}
+    watts |= {"mi300x": 750, "mi325x": 1000, "mi355x": 1400, "l4": 72, "rtx-4090": 450}
+    assert {name: find_hardware(name).watts for name in watts} == watts
+
+
 @pytest.mark.parametrize(
     ("name", "links", "rate"),
     [

@@ -64,6 +64,10 @@ def test_recipes_of_a_plan_have_intervals_of_their_own():
     for name, width in (("bf16", known), ("tensorwise", known), ("mxfp8", known), ("rowwise", new), ("blockwise", new)):
         step = options[name]
         assert math.log(step["step_time_high_s"] / step["step_time_s"]) == pytest.approx(width, rel=1e-3), name
+    for name, more in (("tensorwise", 0.0), ("rowwise", OF_KERNEL)):
+        gain, low, high = options[name]["speedup"]
+        width = math.hypot(CONSTANTS.intervals["speedup"], more)
+        assert [math.log(gain / low), math.log(high / gain)] == pytest.approx([width, width], rel=1e-3), name
 
 
 def test_a_service_on_a_generation_without_measurements_has_a_wider_interval():

@@ -63,6 +63,13 @@ def test_a_head_is_worth_layers():
     assert imbalance(model, Layout(gpus=4), seq=2048) == 1
 
 
+def test_a_model_of_one_layer_is_planned_without_a_pipeline():
+    model = replace(find_model("llama-3-8b"), layers=1)
+    made = make_plan(PlanRequest(model=model, hardware=find_hardware("h100"), gpus=8, seq=2048), CONSTANTS)
+    assert made.bf16.job.layout.pp == 1
+    assert made.best_fp8 is not None
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "gpus"), [("llama-3-405b", 1024), ("gemma-2-9b", 16), ("gemma-3-27b", 64), ("deepseek-v3", 1024)]
