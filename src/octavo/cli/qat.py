@@ -85,13 +85,9 @@ def qat(
 ) -> None:
     """Fine-tune a language model for FP8, and compare it with one that was not."""
     tuning_options: dict[str, Any] = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "context": context,
-        "learning_rate": learning_rate,
-        "warmup": warmup,
+        "steps": steps, "batch_size": batch_size, "context": context, "learning_rate": learning_rate, "warmup": warmup,
         "seed": seed,
-    }
+    }  # fmt: skip
     trained_recipe = _recipe(recipe, as_served_by)
     settings = QATSettings(
         recipe=trained_recipe,

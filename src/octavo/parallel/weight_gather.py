@@ -26,7 +26,7 @@ from octavo.autocast import active_recipe
 from octavo.errors import ConfigError
 from octavo.functional import Recompute, RecomputedOperand, WeightOperands
 from octavo.nn import Linear
-from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor
+from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor, Scaling
 from octavo.parallel.fsdp2 import ShardedParameter
 from octavo.parallel.gathered_tensors import GatheredWeight
 from octavo.parallel.shard_cast import ShardCast
