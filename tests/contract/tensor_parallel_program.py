@@ -11,6 +11,7 @@ from typing import Any
 from torch import distributed
 
 from tests.contract import tensor_parallel_engine as engine
+from tests.contract import tensor_parallel_gathers as gathers
 from tests.contract import tensor_parallel_layers as layers
 from tests.contract import tensor_parallel_models as models
 from tests.contract import tensor_parallel_use as use
@@ -31,7 +32,8 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     },
     4: {
         "layers": [layers.codes, layers.uneven, layers.unequal_slices],
-        "models": [models.sharded, models.gathered_as_codes],
+        "models": [models.sharded],
+        "gathers": [gathers.gathered_codes, gathers.gathered_traffic, gathers.not_gathered],
     },
 }
 

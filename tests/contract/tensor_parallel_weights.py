@@ -43,7 +43,7 @@ def weight_reductions(_rank: int, _: Path) -> Any:
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             for _step in range(3):
                 with counting() as sent:
-                    for _ in range(micro):
+                    for _micro in range(micro):
                         model(torch.ones(32, SIZE).requires_grad_()).sum().backward()
                     optimizer.step()
                 counts.append(sent["reduces"])
@@ -60,7 +60,7 @@ class Pair:
         torch.manual_seed(3)
         self.models = list[Any]()
         for _ in range(2):
-            model = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in pairwise(WIDTHS)))
+            model: Any = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in pairwise(WIDTHS)))
             with torch.no_grad():
                 for layer in model:
                     layer.weight.copy_(torch.logspace(-2, 0, layer.weight.numel()).view_as(layer.weight))

@@ -65,10 +65,29 @@ def test_a_decoder_trains_as_in_one_process(found, ranks, check):
         assert all(not each.unlike and each.equal_on_ranks for each in results.values()), results
 
 
-def test_weights_that_ranks_divide_are_gathered_in_high_precision(found):
-    for reasons in found("models", "gathered_as_codes", 4):
-        assert len(reasons) == 7
-        assert all("it was a DTensor before fully_shard" in reason for reason in reasons)
+def test_fsdp_gathers_slices_as_codes_of_the_whole_weight(found):
+    """All operands are those of FSDP2's own gather; weights' are those of casting the whole weight, bit for bit."""
+    for differences in found("gathers", "gathered_codes", 4):
+        assert len(differences) == 14
+        assert not any(differences.values()), differences
+
+
+def test_slices_are_gathered_with_one_byte_an_element(found):
+    """And their amaxes are reduced once a step over each dimension of the mesh whose ranks share scaling groups."""
+    of_weights = {"blockwise": 1, "mxfp8": 0, "delayed": 0}
+    for counts in found("gathers", "gathered_traffic", 4):
+        in_bf16 = counts.pop("bf16")
+        assert len(counts) == 6
+        for recipe, each in counts.items():
+            bar = 0.54 if recipe in ("blockwise", "mxfp8") else 0.52
+            assert 0.5 <= each["bytes"] / in_bf16["bytes"] <= bar, (recipe, each, in_bf16)
+            others = {"blockwise": 0, "mxfp8": 0, "delayed": 1}
+            assert each["reduces"] == of_weights.get(recipe, 2) + others.get(recipe, 4), (recipe, each)
+
+
+def test_slices_that_ranks_do_not_have_are_gathered_in_high_precision(found):
+    for left in found("gathers", "not_gathered", 4):
+        assert left == {"0": "tensor parallelism leaves ranks without a part of it"}
 
 
 def test_reductions_are_those_of_scales_that_ranks_share(found):

@@ -187,7 +187,7 @@ class Linear(ScaledLayer, torch.nn.Linear):
         known = (False,) * len(ROLES) if history is None else history.has_past()
         slices = [each and replace(each, has_past=past) for each, past in zip(local.slices, known, strict=True)]
         weight_slices = slices[WEIGHT]
-        if weight_slices is not None:
+        if weight_slices is not None and self.weight_gather is None:
             weight = self._sliced_weight()
             weight.begin_forward()
             slices[WEIGHT] = replace(weight_slices, amaxes=weight.amax)
@@ -204,9 +204,9 @@ class Linear(ScaledLayer, torch.nn.Linear):
         return weight
 
     def weight_slice(self) -> tuple[Tensor, Slices] | None:
-        """This rank's slice of the weight [N, K]; None of a whole weight, and of one that FSDP2 has not gathered."""
+        """This rank's slice of the weight [N, K]; None of a whole one, or one that FSDP2 shards or gathers as codes."""
         weight = self.stored_weight
-        return weight_slice(weight) if is_distributed(weight) else None
+        return weight_slice(weight) if is_distributed(weight) and self.weight_gather is None else None
 
     def shared_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a layer that ranks share, as DTensors."""

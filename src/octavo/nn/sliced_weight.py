@@ -9,9 +9,8 @@ then reduced together, in each forward pass.
 """
 
 import weakref
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from octavo.autocast import active_recipe
@@ -87,15 +86,13 @@ class SlicedWeight:
         recipe, part = self._recipe(), self._called().weight_slice()
         if part is None:
             return ()
-        return tuple(
-            dict.fromkeys(
-                _cast(spec.granularity, transposed)
-                for transposed, spec in enumerate((recipe.output.b, recipe.grad_input.b))
-                if spec is not None
-                and part[1].divides_groups(spec.granularity, transposed=bool(transposed))
-                and not (has_past and spec.scaling == Scaling.DELAYED)
-            )
+        casts = (
+            _cast(spec.granularity, transposed)
+            for transposed, spec in enumerate((recipe.output.b, recipe.grad_input.b))
+            if spec is not None and not (has_past and spec.scaling == Scaling.DELAYED)
         )
+        shared = (each for each in casts if part[1].divides_groups(each.granularity, transposed=each.transposed))
+        return tuple(dict.fromkeys(shared))
 
     def past_amax(self) -> Tensor | None:
         """Return the amax of finished steps, float32 [], of a delayed recipe that has a history."""
@@ -109,11 +106,15 @@ class SlicedWeight:
         weight = part[0].detach()
         return measure(weight.t() if cast.transposed else weight, cast.granularity).amax
 
-    def group(self) -> "torch.distributed.ProcessGroup | None":
-        """Return the process group of the ranks that have the slices; None where there are none, or FSDP2's shards."""
+    def groups(self) -> tuple[Any, ...]:
+        """Return the process group of the ranks that have the slices; none where the layer has no slice now."""
         layer = self._layer()
         part = None if layer is None else layer.weight_slice()
-        return None if part is None else part[1].group
+        return () if part is None else (part[1].group,)
+
+    def groups_of(self, _: _Cast) -> tuple[Any, ...]:
+        """Return the same."""
+        return self.groups()
 
     def _called(self) -> _Layer:
         layer = self._layer()

@@ -20,6 +20,7 @@ operators would need one operator for the amax, one for its reduction and one fo
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,7 @@ from octavo.recipes import Recipe
 from octavo.scaling import GRAD_OUTPUT, INPUT, WEIGHT, ScaleUpdates, Slices
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "local_tensors",
     "slices_of",
     "weight_slice",
+    "weight_slices",
     "whole",
 ]
 
@@ -255,12 +258,16 @@ def check_sizes(called: str, divided: str, size: int, ranks: int, recipe: Recipe
 
 def weight_slice(weight: "DTensor") -> tuple[Tensor, Slices] | None:
     """Return this rank's slice of a weight [N, K] that a mesh of one dimension divides; None of another."""
-    placements = weight.placements
-    if len(placements) > 1 or weight.is_meta:
+    slices = None if weight.is_meta else weight_slices(weight.placements, weight.device_mesh)
+    return None if slices is None else (weight.to_local(), slices)
+
+
+def weight_slices(placements: Sequence["Placement"], mesh: "DeviceMesh") -> Slices | None:
+    """Return the slices of a weight [N, K] that a mesh of one dimension divides; None of another."""
+    if len(placements) > 1:
         return None
     divided = next((name for dim, name in enumerate(_DIMS[WEIGHT]) if placements[0].is_shard(dim)), "")
-    slices = slices_of(divided, weight.device_mesh.get_group())[WEIGHT]
-    return None if slices is None else (weight.to_local(), slices)
+    return slices_of(divided, mesh.get_group())[WEIGHT]
 
 
 def _divided(layer: _Layer, weight: "DTensor") -> str:

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from octavo.errors import ConfigError
+from octavo.nn.tensor_parallel import weight_slices
 from octavo.parallel.gathered_tensors import AllGather, ShardedWeight
+from octavo.scaling import Slices
 
 __all__ = ["ShardedParameter", "fsdp_modules", "set_reduce_scatter", "sharded_parameters"]
 
@@ -27,22 +29,28 @@ class ShardedParameter:
 
     def __init__(self, group: Any, parameter: Any) -> None:
         self._group, self._parameter = group, parameter
-        self.shape: tuple[int, int] = tuple(parameter._orig_size)  # noqa: SLF001
+        self.shape: tuple[int, int] = tuple(parameter._orig_size)  # noqa: SLF001 (of a DTensor, of this rank's slice)
 
     def unsupported_reason(self) -> str | None:
         """Return why the parameter cannot be gathered as codes; None where it can."""
-        placements = self._parameter.sharded_param.placements
-        if self._parameter._module_info.shared_modules:  # noqa: SLF001
-            return "other modules use it too"
-        if self._parameter.is_dtensor:
-            return "it was a DTensor before fully_shard, such as one of tensor parallelism"
-        if not placements[-1].is_shard(0):
-            return "fully_shard does not share its rows among the ranks"
-        if self._group._use_post_forward_mesh:  # noqa: SLF001
-            return "fully_shard's reshard_after_forward is a number, and torch shards no codes after forward"
-        if 0 in self.shape:
-            return "it is empty"
-        return None
+        parameter, spec = self._parameter, self._parameter._unsharded_dtensor_spec  # noqa: SLF001
+        slices = () if spec is None else spec.placements
+        shards = parameter.sharded_param.placements[: -len(slices) or None]
+        reasons = {
+            "other modules use it too": parameter._module_info.shared_modules,  # noqa: SLF001
+            "it was a DTensor of a mesh of several dimensions before fully_shard": len(slices) > 1,
+            "tensor parallelism leaves ranks without a part of it": any(
+                _has_empty_slice(spec.shape, each, spec.mesh.size()) for each in slices
+            ),
+            "fully_shard does not share its rows among the ranks": (
+                shards[-1].is_replicate() or parameter.fsdp_placement.dim
+            ),
+            "fully_shard's reshard_after_forward is a number, and torch shards no codes after forward": (
+                self._group._use_post_forward_mesh  # noqa: SLF001
+            ),
+            "it is empty": 0 in self.shape,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,6 +81,11 @@ class ShardedParameter:
         """The process group of the ranks that share the rows."""
         return self._parameter.mesh_info.shard_process_group
 
+    def slices(self) -> Slices | None:
+        """The slices of tensor parallelism of which the rows are part; None of a weight that is not divided so."""
+        spec = self._parameter._unsharded_dtensor_spec  # noqa: SLF001
+        return None if spec is None else weight_slices(spec.placements, spec.mesh)
+
     def ranks_and_rank(self) -> tuple[int, int]:
         """The number of ranks that share the rows, and this one among them."""
         mesh = self._parameter.mesh_info
@@ -90,6 +103,12 @@ class ShardedParameter:
         ShardedWeight.of(local, gather)
         self._parameter._init_extensions()  # noqa: SLF001
         return True
+
+
+def _has_empty_slice(shape: torch.Size, placement: Any, ranks: int) -> bool:
+    """Return whether a rank has no part of a DTensor, which torch divides as ``torch.chunk`` does."""
+    size = shape[placement.dim] if placement.is_shard() else ranks
+    return (ranks - 1) * -(-size // ranks) >= size
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -19,6 +19,7 @@ __all__ = ["AllGather", "GatheredWeight", "ShardedWeight"]
 
 _aten = torch.ops.aten
 _RENAMED = (_aten.detach.default, _aten.alias.default, _aten.as_strided.default)
+_VIEW = _aten.view.default
 _SHAPES = ("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full")
 
 
@@ -105,7 +106,9 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on the gathered values; on the shape alone where it reads no values."""
-        if func in _RENAMED:
+        if func in _RENAMED or (
+            func is _VIEW and tuple(args[1]) == args[0].shape
+        ):  # autograd, of a function's argument
             return args[0].all_gather.stand_in(args[0].dtype)
         shape_only = func.overloadpacket.__name__ in _SHAPES
         args, kwargs = tree_map_only(cls, cls._shape if shape_only else cls._values, (args, kwargs or {}))

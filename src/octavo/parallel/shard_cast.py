@@ -9,6 +9,9 @@ groups of a cast lie in bands of rows:
 | ``PerRow()``    | 1                             | N                                |
 | ``PerBlock(r, c)`` | r                          | c                                |
 
+With tensor parallelism the weight is a rank's slice. Its scales are those of the whole weight, whose amaxes are reduced
+over the slices too; of the rows of a slice that has other columns, every row's.
+
 A band inside one chunk is measured and cast by its rank alone, and its scales are gathered with the codes. The groups
 of a band that several ranks share need the largest of the ranks' amaxes; these are reduced before (see
 :mod:`octavo.scaling.step_amaxes`) and passed to the cast as ``amax``. A single band for the whole weight is always
@@ -44,6 +47,7 @@ class ShardCast:
         shape: N, K of the whole weight, both above 0.
         ranks: number of ranks that share the rows.
         rank: this one.
+        reduces_rows: whether the amax of each row is reduced, over ranks that have the row's other columns.
     """
 
     spec: CastSpec
@@ -51,6 +55,7 @@ class ShardCast:
     shape: tuple[int, int]
     ranks: int
     rank: int
+    reduces_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.spec.engine is not None:
@@ -79,6 +84,8 @@ class ShardCast:
         """The bands whose amaxes ranks reduce."""
         if self.band == self.shape[0]:
             return (0,)
+        if self.reduces_rows:
+            return tuple(range(*self.rows(self.rank)))
         ends = range(self.chunk, self.shape[0], self.chunk)
         return tuple(sorted({end // self.band for end in ends if end % self.band}))
 
@@ -100,7 +107,8 @@ class ShardCast:
         amaxes = torch.zeros((len(self.reduced), self.width), dtype=torch.float32, device=shard.device)
         for start, end, index in self._parts():
             if index is not None:
-                amaxes[index] = measure(self._operand(shard, start, end), self.spec.granularity).amax.flatten()
+                amax = measure(self._operand(shard, start, end), self.spec.granularity).amax
+                amaxes[index] = amax.reshape(-1, self.width)
         return amaxes
 
     def cast(self, shard: Tensor, amaxes: Tensor, record: AmaxRecord = _NOT_RECORDED) -> tuple[Tensor, Tensor]:
@@ -161,16 +169,19 @@ class ShardCast:
         )
         return stored_scale(scale, spec.scale_format)
 
-    def _parts(self) -> Iterator[tuple[int, int, int | None]]:
-        """First row and end of each part of this rank's rows that is cast in one call, and its reduced band's index."""
+    def _parts(self) -> Iterator[tuple[int, int, slice | None]]:
+        """First row and end of each part of this rank's rows that one call casts, and its reduced bands' indices."""
         at, stop = self.rows(self.rank)
+        if self.reduces_rows and self.gathers_scales and at < stop:
+            yield at, stop, slice(None)
+            return
         for index, band in enumerate(self.reduced):
             start, end = max(band * self.band, at), min((band + 1) * self.band, stop)
             if start >= end:
                 continue
             if at < start:
                 yield at, start, None
-            yield start, end, index
+            yield start, end, slice(index, index + 1)
             at = end
         if at < stop:
             yield at, stop, None

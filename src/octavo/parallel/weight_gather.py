@@ -26,7 +26,7 @@ from octavo.autocast import active_recipe
 from octavo.errors import ConfigError
 from octavo.functional import Recompute, RecomputedOperand, WeightOperands
 from octavo.nn import Linear
-from octavo.numerics import AmaxRecord, Measurement, QuantizedTensor, Scaling
+from octavo.numerics import AmaxRecord, CastSpec, Measurement, PerRow, QuantizedTensor, Scaling
 from octavo.parallel.fsdp2 import ShardedParameter
 from octavo.parallel.gathered_tensors import GatheredWeight
 from octavo.parallel.shard_cast import ShardCast
@@ -123,9 +123,16 @@ class WeightGather:
         """Return this rank's amaxes of a cast."""
         return cast.measure(self.parameter.local_tensor().detach())
 
-    def group(self) -> Any:
-        """Return the process group of the ranks that share the rows."""
-        return self.parameter.group()
+    def groups(self) -> tuple[Any, ...]:
+        """Return the process groups of the ranks that share the rows, and of those that have the weight's slices."""
+        slices = self.parameter.slices()
+        return (self.parameter.group(),) if slices is None else (self.parameter.group(), slices.group)
+
+    def groups_of(self, cast: ShardCast) -> tuple[Any, ...]:
+        """Return those of them whose ranks share scaling groups of a cast."""
+        groups = () if cast.reduces_rows and cast.gathers_scales else (self.parameter.group(),)
+        shared = self._slices_share(cast.spec, transposed=cast.transposed)
+        return (*groups, *self.groups()[1:]) if shared else groups
 
     def attach(self) -> None:
         """Be the gather of the parameter's tensor, also where loading or moving a model has replaced it."""
@@ -259,12 +266,19 @@ class WeightGather:
         shape, (ranks, rank) = self.parameter.shape, self.parameter.ranks_and_rank()
         forward, backward = recipe.output.b, recipe.grad_input.b
         assert forward is not None
-        casts = {FORWARD: ShardCast(spec=forward, transposed=False, shape=shape, ranks=ranks, rank=rank)}
+        by_rows = isinstance(forward.granularity, PerRow) and self._slices_share(forward, transposed=False)
+        first = ShardCast(spec=forward, transposed=False, shape=shape, ranks=ranks, rank=rank, reduces_rows=by_rows)
+        casts = {FORWARD: first}
         if backward is not None:
             serves_both = forward == backward and forward.granularity.orientation_free
             transposed = ShardCast(spec=backward, transposed=True, shape=shape, ranks=ranks, rank=rank)
             casts[BACKWARD] = casts[FORWARD] if serves_both else transposed
         return {name: casts[name] for name in passes}
+
+    def _slices_share(self, spec: CastSpec, *, transposed: bool) -> bool:
+        """Return whether several slices of tensor parallelism have elements of one scaling group."""
+        slices = self.parameter.slices()
+        return slices is not None and slices.divides_groups(spec.granularity, transposed=transposed)
 
     def _amax_in_force(self, cast: ShardCast, reduced: Mapping[ShardCast, Tensor]) -> Tensor:
         """The amaxes to cast with: reduced ones, or of a delayed cast those of finished steps, where there are such."""

@@ -2,9 +2,9 @@
 
 The first use of a weight after an optimizer's step, or after another write to a weight, measures every weight that has
 changed and reduces the amaxes of the scaling groups that ranks share with one MAX all-reduce. All ranks see the same
-steps and the same writes to parameters, and so reduce at the same use. Each process group of a model has its own
-collective. FSDP2's shards take part (:mod:`octavo.parallel.weight_gather`), and the slices of tensor parallelism
-(:mod:`octavo.nn.sliced_weight`).
+steps and the same writes to parameters, and so reduce at the same use. FSDP2's shards take part
+(:mod:`octavo.parallel.weight_gather`), and the slices of tensor parallelism (:mod:`octavo.nn.sliced_weight`). Where
+FSDP2 shards slices, there are two collectives, one over each dimension of the mesh.
 
 A delayed cast scales by amaxes of finished steps, which the end of each step has reduced already
 (:mod:`octavo.scaling.scale_updates`); its weight takes part only as long as there are none.
@@ -56,8 +56,12 @@ class MeasuredWeight(Protocol):
         """Return this rank's amaxes of a cast."""
         ...
 
-    def group(self) -> Any:
-        """Return the process group of the ranks that share the weight; None of a weight that cannot be read now."""
+    def groups(self) -> tuple[Any, ...]:
+        """Return the process groups of the ranks that share the weight; none of a weight that cannot be read now."""
+        ...
+
+    def groups_of(self, cast: Any) -> tuple[Any, ...]:
+        """Return those of them whose ranks share scaling groups of a cast."""
         ...
 
 
@@ -100,30 +104,36 @@ class StepAmaxes:
     def of(self, weight: MeasuredWeight) -> dict[Any, Tensor]:
         """Return the ranks' largest amaxes of a weight, by cast."""
         if weight.measured != weight.state():
-            group = weight.group()
-            weights = list(self.weights.values())
+            groups, weights = weight.groups(), list(self.weights.values())
             with torch.inference_mode(False):  # training may use the amaxes that an evaluation has measured
-                _reduce([each for each in weights if each.group() is group and each.measured != each.state()], group)
+                _measure([each for each in weights if each.groups() == groups and each.measured != each.state()])
         return weight.amaxes
 
 
-def _reduce(weights: list[MeasuredWeight], group: Any) -> None:
-    """Measure weights, and reduce their amaxes together."""
+def _measure(weights: list[MeasuredWeight]) -> None:
+    """Measure weights of the same process groups, and reduce their amaxes together."""
     parts = [
-        (weight, cast, weight.measure(cast))
+        (weight, cast)
         for weight, has_past in zip(weights, _have_past(weights), strict=True)
         for cast in weight.casts(has_past=has_past)
     ]
     for weight in weights:
         weight.measured, weight.amaxes = weight.state(), {}
-    if distributed.get_world_size(group) == 1 or not any(amaxes.numel() for _, _, amaxes in parts):
-        for weight, cast, amaxes in parts:
-            weight.amaxes[cast] = amaxes
+    for weight, cast in parts:
+        weight.amaxes[cast] = weight.measure(cast)
+    for group in weights[0].groups():
+        _reduce([(weight, cast) for weight, cast in parts if group in weight.groups_of(cast)], group)
+
+
+def _reduce(parts: list[tuple[MeasuredWeight, Any]], group: Any) -> None:
+    """Reduce the amaxes of casts over one group."""
+    amaxes = [weight.amaxes[cast] for weight, cast in parts]
+    if distributed.get_world_size(group) == 1 or not any(each.numel() for each in amaxes):
         return
-    reduced = torch.cat([amaxes.flatten() for _, _, amaxes in parts])
+    reduced = torch.cat([each.flatten() for each in amaxes])
     distributed.all_reduce(reduced, op=distributed.ReduceOp.MAX, group=group)
-    for (weight, cast, amaxes), largest in zip(parts, reduced.split([each.numel() for *_, each in parts]), strict=True):
-        weight.amaxes[cast] = largest.view_as(amaxes)
+    for (weight, cast), largest in zip(parts, reduced.split([each.numel() for each in amaxes]), strict=True):
+        weight.amaxes[cast] = largest.view_as(weight.amaxes[cast])
 
 
 def _have_past(weights: list[MeasuredWeight]) -> list[bool]:

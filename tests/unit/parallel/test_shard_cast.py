@@ -1,6 +1,7 @@
 """Casts of shards against the cast of the whole weight, all ranks in one process."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,29 @@ def test_codes_and_scales_of_all_ranks_are_those_of_the_whole_weight(recipe, sha
             assert torch.equal(whole.data.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
             assert torch.equal(whole.scale, expected.scale)
             assert (whole.granularity, whole.hp_dtype) == (expected.granularity, expected.hp_dtype)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("shape", [(1, 6), (31, 8), (33, 40)])
+def test_rows_whose_columns_other_ranks_have_are_scaled_by_the_whole_row(shape, ranks):
+    weight, spec = weight_of(shape, torch.float32), next(casts_of("rowwise"))[0]
+    expected = cast(weight, spec, record=AmaxRecord()).output
+    slices, found = weight.chunk(2, dim=1), []
+    parts = [
+        replace(each, reduces_rows=True) for each in shards(spec, transposed=False, shape=slices[0].shape, ranks=ranks)
+    ]
+    amaxes = [
+        torch.stack([part.measure(own[slice(*part.rows(part.rank))]) for own in slices]).amax(0) for part in parts
+    ]
+    if shape[0] == 1:  # a single band, which the ranks of both reduce
+        amaxes = [torch.stack(amaxes).amax(0)] * ranks
+    for own in slices:
+        sent = [part.cast(own[slice(*part.rows(part.rank))], amax) for part, amax in zip(parts, amaxes, strict=True)]
+        codes, scales = (torch.cat(each) for each in zip(*sent, strict=True))
+        found.append(parts[0].whole(codes, scales, amaxes[0], torch.float32))
+        assert torch.equal(found[-1].scale, expected.scale)
+    codes = torch.cat([each.data.view(torch.uint8) for each in found], dim=1)
+    assert torch.equal(codes, expected.data.view(torch.uint8))
 
 
 def test_only_groups_that_ranks_share_are_reduced():
