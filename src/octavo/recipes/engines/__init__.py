@@ -1,4 +1,4 @@
-"""What other engines compute in a forward pass, as data: a file for each project, and recipes made of them."""
+"""Forward passes of other engines as data, a file for each project, and recipes made of them."""
 
 from octavo.recipes.engines.catalog import PROFILES, get, names
 from octavo.recipes.engines.own import profile_of_recipe
