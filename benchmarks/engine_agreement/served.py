@@ -64,7 +64,7 @@ def log_probabilities_of(folder: Path, engine: str) -> tuple[Tensor, Tensor]:
 
 
 def exported(folder: Path, engine: str) -> str:
-    """Verdict of the reader of the exported folder; "–" for an engine that reads none."""
+    """Verification of the exported folder; "–" for an engine that reads none."""
     if engine.startswith("te-"):
         return "–"
     profile = get(engine)

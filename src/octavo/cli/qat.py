@@ -88,11 +88,8 @@ def qat(
         "steps": steps, "batch_size": batch_size, "context": context, "learning_rate": learning_rate, "warmup": warmup,
         "seed": seed,
     }  # fmt: skip
-    trained_recipe = _recipe(recipe, as_served_by)
     settings = QATSettings(
-        recipe=trained_recipe,
-        activations=None if as_served_by is None else get(as_served_by).activations,
-        scales=_scales(trained_recipe, scales),
+        **_casts(recipe, as_served_by, scales),
         clip_gradients=clip_gradients,
         skip=tuple(skip or ()),
         convert_head=head,
@@ -135,12 +132,15 @@ def _load(model: str, place: Device, *, hub: bool) -> LanguageModel:
     return loaded
 
 
-def _recipe(name: str | None, engine: str | None) -> Recipe:
+def _casts(name: str | None, engine: str | None, scales: str | None) -> dict[str, Any]:
+    """Settings that --recipe or --as-served-by defines."""
     if engine is None:
-        return recipes.get(name or "static")
-    if name is not None:
+        recipe, activations = recipes.get(name or "static"), None
+    elif name is not None:
         raise ConfigError("--recipe and --as-served-by both define the casts; leave one of them out")
-    return served_recipe(get(engine))
+    else:
+        recipe, activations = served_recipe(get(engine)), get(engine).activations
+    return {"recipe": recipe, "activations": activations, "scales": _scales(recipe, scales)}
 
 
 def _scales(recipe: Recipe, given: str | None) -> str:
