@@ -63,7 +63,8 @@ def test_rows_whose_columns_other_ranks_have_are_scaled_by_the_whole_row(shape, 
     expected = cast(weight, spec, record=AmaxRecord()).output
     slices, found = weight.chunk(2, dim=1), []
     parts = [
-        replace(each, reduces_rows=True) for each in shards(spec, transposed=False, shape=slices[0].shape, ranks=ranks)
+        replace(each, reduces_rows=True)
+        for each in shards(spec, transposed=False, shape=(shape[0], shape[1] // 2), ranks=ranks)
     ]
     amaxes = [
         torch.stack([part.measure(own[slice(*part.rows(part.rank))]) for own in slices]).amax(0) for part in parts
