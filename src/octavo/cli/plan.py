@@ -69,7 +69,9 @@ def plan(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
-    global_batch: Annotated[int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens.")] = 0,
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens, one a GPU at least.")
+    ] = 0,
     tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
     framework: Annotated[Framework | None, typer.Option("--framework", help=PROGRAMS)] = None,
