@@ -209,7 +209,7 @@ def test_a_low_tolerance_is_all_that_can_change(made, monkeypatch, gain, wanted)
 
 
 def test_a_batch_that_was_given_keeps_its_tokens(made, monkeypatch):
-    seen = []
+    seen: list[Any] = []
 
     def gain(request: Any) -> float:
         seen.append(request)
