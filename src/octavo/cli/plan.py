@@ -11,6 +11,7 @@ import typer
 from octavo.cli.console import number, print_json, print_lines, print_table
 from octavo.errors import ConfigError
 from octavo.planning import (
+    Advice,
     Constants,
     Hardware,
     Option,
@@ -24,10 +25,11 @@ from octavo.planning import (
     predict_row,
     read_rows,
 )
+from octavo.planning.advice import HOLDS
 from octavo.planning.calibration import calibrated, read_calibration
 from octavo.planning.jobs import Framework
 from octavo.planning.plan_comparison import compare_plans, read_plan
-from octavo.planning.serving_plan import ServingRequest, serving_points
+from octavo.planning.serving_plan import ServingRequest, serving_answer, serving_points
 from octavo.planning.this_cpu import measure_cpu
 
 __all__ = ["advise_on_model", "plan"]
@@ -67,7 +69,9 @@ def plan(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
-    global_batch: Annotated[int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens.")] = 0,
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens, one a GPU at least.")
+    ] = 0,
     tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
     framework: Annotated[Framework | None, typer.Option("--framework", help=PROGRAMS)] = None,
@@ -159,10 +163,18 @@ def advise_on_model(
     if as_json:
         print_json(asdict(advice))
         return
+    _show_answer(advice)
+    changes = [f"What would change it: {change}" for change in advice.changes]
+    print_lines(
+        *(changes or ["Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."]), UNTRIED
+    )
+
+
+def _show_answer(advice: Advice) -> None:
+    """A verdict and what it rests on."""
     print_lines(advice.sentence, "")
-    marks = {True: "yes", False: "no", None: "unknown"}
-    print_table("Checks", ("check", "holds", ""), [(c.name, marks[c.holds], c.sentence) for c in advice.checks], left=3)
-    print_lines(*(f"What would change it: {change}" for change in advice.changes), UNTRIED)
+    cells = [(each.name, HOLDS[each.holds], each.sentence) for each in advice.checks]
+    print_table("Checks", ("check", "holds", ""), cells, left=3)
 
 
 def _accelerator(name: str) -> Hardware:
@@ -206,8 +218,10 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
         from octavo.reports.rendering import write_page
 
         write_page(report, plan_page(made))
+    answer = advise(made)
     if as_json:
-        print_json(made.record())
+        record = {name: value for name, value in asdict(answer).items() if name != "changes"}
+        print_json(made.record() | {"answer": record})
         return
     title = (
         f"{request.model.name}, {request.gpus:,} × {request.hardware.name}, {request.seq:,} tokens × {request.batch:,}"
@@ -215,11 +229,12 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     columns = [name for name in COLUMNS if request.price or name != "cost"]
     cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
     print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
-    print_lines(*(f"{words}." for words in (made.layouts_differ, made.transferred) if words))
     _show_shares(made)
     for option in made.options:
         if option.reason is not None:
             print_lines(f"{option.name}: {option.reason}")
+    _show_answer(answer)
+    print_lines("octavo advise searches what would change it, and takes a --tolerance.")
     print_lines(f"Searched in {seconds:.1f} s, with the costs of {request.framework}. {UNTRIED}")
 
 
@@ -274,7 +289,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     points, refused = serving_points(service, fitted_constants())
     if as_json:
         record = {"framework": service.framework, "points": [point.record() for point in points]}
-        print_json(record | {"refused": refused})
+        print_json(record | {"refused": refused, "answer": serving_answer(points)})
         return
     cells = [
         (
@@ -305,6 +320,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     print_table(title, columns, cells)
     print_lines(
         *(f"{name}: {reason}" for name, reason in refused.items()),
+        serving_answer(points),
         f"As {service.framework} would serve. Predicted from published measurements of TensorRT-LLM and vLLM; octavo's "
         "own server was not among them.",
     )

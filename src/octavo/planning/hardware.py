@@ -130,7 +130,7 @@ def find_hardware(text: str) -> Hardware:
         False
     """
     lower = re.split(r"\b(?:vs\.?|versus|compared)\b", text.lower())[0]
-    key = next((key for pattern, key in SPELLINGS if re.search(pattern, lower)), None)
+    key = next((key for pattern, key in SPELLINGS if re.search(rf"(?:{pattern})(?!\d)", lower)), None)
     if key is None:
         raise ConfigError(f"no figures are known for hardware {text!r}; use one of {', '.join(hardware_names())}")
     hardware = _table()[key]

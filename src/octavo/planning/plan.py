@@ -164,7 +164,7 @@ class Plan:
             return ""
         found = []
         if best.name not in TRAINED_WITH[program]:
-            own = " and ".join(TRAINED_WITH[program])
+            own = ", ".join(TRAINED_WITH[program])
             found.append(f"no published training by {program} is with {best.name}, only with {own}")
         if best.candidate.job.layout.sharding == Sharding.ZERO1 and program == Framework.TITAN:
             found.append("ZeRO-1 is Megatron's, where torchtitan has FSDP2")

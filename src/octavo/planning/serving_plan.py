@@ -13,9 +13,10 @@ from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, precision_of_recipe, unsupported_reason
 from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
 
-__all__ = ["ServingPoint", "ServingRequest", "serving_points"]
+__all__ = ["ServingPoint", "ServingRequest", "serving_answer", "serving_points"]
 
 BATCHES = (1, 4, 16, 64, 256)
+LATENCY_MS, MORE_THAN = 50.0, 8  # the article uses FP8 for less than so long a token with more requests than this
 LONGER = (4, 16)  # times the prompt that was asked for, each with as many requests as memory holds
 
 
@@ -119,6 +120,32 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
     if not found:
         raise ConfigError(next(reason for reason in reversed(refused.values()) if "does not fit" in reason))
     return found, refused
+
+
+def serving_answer(points: list[ServingPoint]) -> str:
+    """The answer in words: whether FP8's tokens come sooner at the fewest requests that are more than eight."""
+    asked = min(point.prompt for point in points)
+    by_name = {
+        name: {each.requests: each for each in points if each.precision == name and each.prompt == asked}
+        for name in ("bf16", "fp8")
+    }
+    bf16, fp8 = by_name["bf16"], by_name["fp8"]
+    if not fp8:
+        return "Do not serve in FP8: it is refused there."
+    if not bf16:
+        return "Serve in FP8: BF16 does not fit."
+    several = sorted(requests for requests in fp8 if requests > MORE_THAN and requests in bf16)
+    at = several[0] if several else max(set(fp8) & set(bf16), default=1)
+    if at not in fp8 or at not in bf16:
+        return "FP8 and BF16 hold no equal number of requests; compare their throughput."
+    before, after = bf16[at].token_ms, fp8[at].token_ms
+    verdict = "Serve in FP8" if after < before else "Serve in BF16"
+    within = [name for name, each in (("BF16", before), ("FP8", after)) if each < LATENCY_MS]
+    return (
+        f"{verdict}: with {at} requests a token takes {after:.1f} ms in FP8 and {before:.1f} in BF16, weights "
+        f"{fp8[at].weights_gb:.1f} and {bf16[at].weights_gb:.1f} GB; less than {LATENCY_MS:g} ms in "
+        f"{' and '.join(within) or 'neither'}."
+    )
 
 
 def _longer(job: ServingJob) -> Iterator[ServingJob]:

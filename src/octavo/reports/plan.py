@@ -3,7 +3,8 @@
 from itertools import cycle
 from typing import Any
 
-from octavo.planning import Option, Plan
+from octavo.planning import Option, Plan, advise
+from octavo.planning.advice import HOLDS
 from octavo.planning.plan import LayerGain
 from octavo.reports.figures import PALETTE, SHEET, new_figure, plain
 from octavo.reports.rendering import check_report_extra, render
@@ -49,6 +50,7 @@ def plan_page(plan: Plan) -> str:
         "program": str(request.framework),
         "hardware": request.hardware.source,
     }
+    answer = advise(plan)
     columns = [name for name in COLUMNS if request.price or name != "cost"]
     layers = [
         (layer.name, f"{layer.share:.0%}", f"{layer.speedup:.2f}", "gains" if layer.speedup >= 1 else "keep in BF16")
@@ -58,6 +60,8 @@ def plan_page(plan: Plan) -> str:
         "plan",
         heading=heading,
         facts=facts,
+        answer=answer.sentence,
+        checks=[(each.name, HOLDS[each.holds], each.sentence) for each in answer.checks],
         columns=columns,
         rows=[[_cells(plan, option)[name] for name in columns] for option in plan.options if option.candidate],
         refused=[(option.name, option.reason) for option in plan.options if option.candidate is None],

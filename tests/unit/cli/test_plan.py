@@ -126,8 +126,11 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     shown = octavo(*PLAN, "--report", page)
     assert shown.exit_code == 0, shown.output
     assert "Where the time goes" in shown.stdout
+    assert "Use FP8 with recipe" in shown.stdout
     assert "published measurements" in shown.stdout
     html = page.read_text()
+    assert "<h2>Answer" in html
+    assert "Use FP8 with recipe" in html
     assert html.count('<div data-figure="') == 3
     assert all(
         f"<h2>{part}" in html for part in ("Layers in FP8, with delayed", "Memory of a GPU", "What backward keeps")
@@ -176,6 +179,14 @@ def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
     bf16, *others = json.loads(result.stdout)["options"]
     assert bf16["tokens_per_s_per_gpu"] > 0
     assert all("no FP8 units" in option["reason"] for option in others)
+
+
+def test_a_plan_has_the_answer_of_advise(octavo):
+    small = ("--hardware", "h100", "--gpus", 1, "--seq", 512, "--json")
+    advice = json.loads(octavo("advise", "smollm2-135m", *small).stdout)
+    made = json.loads(octavo("plan", "--model", "smollm2-135m", *small).stdout)
+    assert made["answer"] == {name: value for name, value in advice.items() if name != "changes"}
+    assert made["answer"]["use_fp8"] is False
 
 
 @pytest.mark.long

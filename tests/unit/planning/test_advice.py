@@ -209,12 +209,13 @@ def test_a_low_tolerance_is_all_that_can_change(made, monkeypatch, gain, wanted)
 
 
 def test_a_batch_that_was_given_keeps_its_tokens(made, monkeypatch):
-    seen = []
-    changes(
-        monkeypatch,
-        replace(made, request=replace(made.request, global_batch=64)),
-        lambda request: seen.append(request) or 1.5,
-    )
+    seen: list[Any] = []
+
+    def gain(request: Any) -> float:
+        seen.append(request)
+        return 1.5
+
+    changes(monkeypatch, replace(made, request=replace(made.request, global_batch=64)), gain)
     of_contexts = {request.seq: request.global_batch for request in seen}
     assert of_contexts == {2048: 64, 512: 256, 8192: 16, 32768: 4}
 

@@ -30,6 +30,12 @@ def test_a_name_has_figures_of_its_own(text, name):
     assert find_hardware(text).name == name
 
 
+@pytest.mark.parametrize("text", ["h1000", "my b2000", "l400"])
+def test_a_name_that_goes_on_is_another(text):
+    with pytest.raises(ConfigError, match="no figures are known"):
+        find_hardware(text)
+
+
 def test_figures_of_datasheets():
     """TFLOP/s of dense BF16 and FP8, GB and GB/s."""
     figures = {
