@@ -176,7 +176,7 @@ def _tolerance(tolerance: float | None) -> Check:
 
 
 def _changes(plan: Plan, constants: Constants, tolerance: float | None) -> Iterator[str]:
-    """What turns the verdict round, each alone: the nearest value that does in each direction that is tried."""
+    """Changes that turn the verdict round, each alone: the nearest value in each direction that is tried."""
     use_fp8 = _verdict(plan, tolerance).use_fp8
     if _verdict(plan, 0.0 if use_fp8 else TOLERANCE).use_fp8 != use_fp8:
         words, then = ("less than", "stay in BF16") if use_fp8 else ("at least", "use FP8")
