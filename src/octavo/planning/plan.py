@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def transferred(self) -> str:
-        """Parts of the fastest FP8 recipe that the program's own published trainings do not have, in words; "" for none."""
+        """Parts of the fastest FP8 recipe that the program's published trainings do not have, in words; "" for none."""
         best, program = self.best_fp8, self.request.framework
         if best is None or best.candidate is None:
             return ""
