@@ -18,7 +18,9 @@ from octavo.parallel.process_group import Launch
 from octavo.parallel.ranks import Ranks
 
 GLOO = RuntimeError("[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:21408: Connection reset by peer")
-NCCL = DistBackendError("NCCL error in: NCCLUtils.hpp:268\nncclRemoteError: A call failed\nException raised from x\nframe")
+NCCL = DistBackendError(
+    "NCCL error in: NCCLUtils.hpp:268\nncclRemoteError: A call failed\nException raised from x\nframe"
+)
 LOST = (
     "error: rank {} lost its connection to another rank, which was killed or cannot be reached; continue from the last "
     "checkpoint with --resume"
