@@ -112,7 +112,8 @@ def main() -> None:
         same &= all(torch.equal(ends[0][key], ends[1][key]) for key in ends[1])
     result = [
         (
-            f"{options.kills} kills by SIGKILL, seed {options.seed}, in {(time.monotonic() - began) / 60:.0f} minutes: "
+            f"{options.kills} kills by SIGKILL under {'DDP' if options.shard == 1 else 'FSDP2'}, checkpoints written "
+            f"{'while training goes on' if options.is_async else 'between steps'}, seed {options.seed}, in {(time.monotonic() - began) / 60:.0f} minutes: "
             f"{len(lines)} lines of losses and evaluations, and all weights, are "
             f"{'equal' if same else 'NOT equal'}, bit for bit, to those of one process that nothing has interrupted."
         ),

@@ -22,6 +22,7 @@ from torch import Tensor
 from octavo.parallel import heartbeat
 from octavo.parallel.heartbeat import lost_connection
 from octavo.text.tokens import open_data
+from octavo.training import loop
 from octavo.training.checkpoint_shards import _ShardWriter
 from octavo.training.config import RunConfig
 from octavo.training.loop import Trainer, train
@@ -32,6 +33,7 @@ KILL_STEP = 4
 # By place, the rank that is killed, and among how many the weights are shared: DDP or FSDP2.
 VICTIMS = {
     "forward": (1, 2),
+    "before backward": (0, 2),
     "backward": (0, 1),
     "after backward": (1, 2),
     "optimizer": (1, 1),
@@ -61,6 +63,8 @@ def prepare(trainer: Trainer, place: str) -> None:
     mlp = trainer.model.get_submodule("model.layers.0.mlp")
     if place == "forward":
         mlp.register_forward_pre_hook(kill)
+    elif place == "before backward":
+        mock.patch.object(loop, "token_loss", kill).start()  # of a micro-batch that has run forward
     elif place == "backward":
         mlp.register_forward_hook(kill_in_backward)
     elif place == "after backward":

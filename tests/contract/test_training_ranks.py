@@ -321,13 +321,20 @@ def test_checkpoint_written_while_training_goes_on(folder, two, shard):
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
 
 
-@pytest.mark.parametrize(("index", "name"), [(0, "sync"), (1, "async")])
-def test_full_disk_of_one_rank(folder, two, index, name):
-    """A limit on file size makes every write of that rank fail, as a full disk does."""
+@pytest.mark.parametrize(
+    ("index", "name", "reason"),
+    [
+        (0, "sync", "rank 1: cannot save {}: File too large; free some space"),
+        (1, "async", "rank 1: cannot save {}: File too large; free some space"),
+        (2, "state", "rank 0: cannot save {}: No space left on device; free some space"),
+    ],
+)
+def test_full_disk_of_one_rank(folder, two, index, name, reason):
+    """A limit on file size makes every write of that rank fail, as a full disk does; /dev/full does for state.json."""
     first, second = (each[index] for each in of_check(two, "full_disk"))
     target = folder / f"full {name}" / "checkpoints" / "step-000002"
     assert first == second
-    assert first.startswith(f"rank 1: cannot save {str(target)!r}: File too large; free some space")
+    assert first.startswith(reason.format(repr(str(target))))
     assert [path.name for path in target.parent.iterdir()] == ["step-000001"]
     assert load_run(folder / f"full {name}").step == 1
 

@@ -189,19 +189,37 @@ def written_late(folder: Path, shard: int) -> str:
 
 
 def full_disk(folder: Path) -> list[str]:
-    """The second rank's disk is full after the first checkpoint, in sight of the next save or of the end."""
+    """A rank's disk is full after the first checkpoint, in sight of the next save or of the end.
+
+    The second one's, by a limit on file size; then the first one's, which completes the checkpoint.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def on_event(event: object) -> None:
+    def fill(event: object) -> None:
         if isinstance(event, Saved) and distributed.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
 
     said = []
     for name, in_background in (("sync", False), ("async", True)):
         config = config_of(shard=2, checkpoint_interval=1, keep_checkpoints=0, async_checkpoints=in_background)
-        said.append(run(config, folder, f"full {name}", on_event=on_event))
+        said.append(run(config, folder, f"full {name}", on_event=fill))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return said
+    return [*said, full_for_state(folder)]
+
+
+def full_for_state(folder: Path) -> str:
+    """No space is left for the second checkpoint's state.json."""
+    write_text, saved = Path.write_text, list[object]()
+
+    def write(path: Path, *arguments: Any, **options: Any) -> int:
+        return write_text(Path("/dev/full") if saved and path.name == "state.json" else path, *arguments, **options)
+
+    def on_event(event: object) -> None:
+        saved.extend([event] * isinstance(event, Saved))
+
+    config = config_of(shard=2, checkpoint_interval=1, keep_checkpoints=0)
+    with mock.patch.object(Path, "write_text", write):
+        return run(config, folder, "full state", on_event=on_event)
 
 
 def chain_of_two(folder: Path) -> str:

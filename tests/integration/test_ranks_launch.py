@@ -4,13 +4,17 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.random_kills import children
 from octavo.training.config import ParallelConfig, save_config
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
@@ -129,6 +133,27 @@ def test_a_launch_refuses_a_run_that_it_has_not_begun(tmp_path, data, one):
     refusal = f"error: rank 0: {str(tmp_path / 'run')!r} already holds a run; continue it with --resume or name another"
     assert [line.startswith(refusal) for line in stderr.splitlines()] == [True, True]
     assert_run_of_one(tmp_path, one)
+
+
+def test_ranks_save_and_stop_when_their_launcher_is_killed(tmp_path, data):
+    config = config_of(data)
+    endless = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=100_000))
+    launcher = start(["-m", "octavo", *command(tmp_path, endless, "--nproc", "2")])
+    while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.1)
+    ranks = children(launcher.pid)
+    launcher.kill()
+    try:
+        stderr = launcher.communicate(timeout=PATIENCE)[1]  # which the ranks write to as well, until they end
+    finally:
+        alive = [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+        for rank in alive:
+            os.kill(rank, signal.SIGKILL)
+    assert len(ranks) == 2
+    last = read_metrics(tmp_path / "run")[-1]["step"]
+    assert load_run(tmp_path / "run").step == last, stderr
+    assert "Traceback" not in stderr
 
 
 def test_ray(tmp_path, data, one):

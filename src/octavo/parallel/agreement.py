@@ -18,6 +18,9 @@ from octavo.parallel.ranks import Ranks, named_ranks
 
 __all__ = ["refuse_difference", "require_equal", "require_equal_state"]
 
+CHUNK = 1 << 20  # elements of a digest that take memory at once
+ODD, SHIFT = -0x61C8864680B583EB, 29  # 2⁶⁴ over the golden ratio, as int64; multiplication and shift mix all bits
+
 
 def require_equal(ranks: Ranks, values: Mapping[str, object], *, advice: str) -> None:
     """Compare values by name.
@@ -49,7 +52,8 @@ def require_equal_state(
 ) -> None:
     """Compare tensors and values by name, with one collective of a few numbers where all are equal.
 
-    A tensor's digest is the sum of its bits as integers: one that is equal in all elements but one differs.
+    A tensor's digest is a sum of its elements' bits as integers, each times an odd number of its position. Other
+    elements, or another order of them, go unnoticed with a chance of about 2⁻³²: 32 bits of all digests are compared.
 
     Args:
         ranks: all of them call this.
@@ -62,7 +66,7 @@ def require_equal_state(
     Raises:
         ConfigError: as :func:`require_equal`; of a tensor, an element that differs.
     """
-    common, of_groups = dict(values) | _sums_of_bits(tensors), [_sums_of_bits(group) for group in shards]
+    common, of_groups = dict(values) | _digests(tensors), [_digests(group) for group in shards]
     digests = [_crc(common), *(_crc(each) for sums in of_groups for each in (list(sums), sums))]
     shared_digests, *columns = zip(*ranks.gathered_numbers(digests), strict=True)
     names_and_sums = zip(columns[::2], columns[1::2], strict=True)
@@ -91,10 +95,9 @@ def refuse_difference(name: str, values: Mapping[int, object], *, advice: str) -
 
 
 def _refuse_tensor(ranks: Ranks, name: str, tensor: Tensor | None, holders: Sequence[int], advice: str) -> NoReturn:
-    """Refuse a tensor whose digest differs, with an element that does: the first, unless differences before it cancel.
+    """Refuse a tensor whose digest differs, with the first element that does.
 
-    It is found by digests of halves, since a tensor may be as large as the memory. The digest of two halves is the sum
-    of theirs, so that one of these differs.
+    It is found by digests of halves, since a tensor may be as large as the memory.
     """
     flat = torch.empty(0) if tensor is None else tensor.detach().contiguous().flatten()
     gathered = ranks.gathered(tuple(tensor.shape) if tensor is not None else None)
@@ -102,7 +105,7 @@ def _refuse_tensor(ranks: Ranks, name: str, tensor: Tensor | None, holders: Sequ
     start, end = 0, math.prod(gathered[holders[0]])
     while end - start > 1:
         middle = (start + end) // 2
-        halves = ranks.gathered_numbers(_halves_of_sum(flat[start:middle]))
+        halves = ranks.gathered_numbers(_halves_of_digest(flat[start:middle]))
         start, end = (start, middle) if len({tuple(halves[rank]) for rank in holders}) > 1 else (middle, end)
     shown = ranks.gathered([(each.item(), each.view(_integers(each)).item()) for each in flat[start:end]])
     numbers, bits = ({rank: shown[rank][0][index] for rank in holders} for index in (0, 1))
@@ -115,18 +118,33 @@ def _crc(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def _halves_of_sum(flat: Tensor) -> list[float]:
-    """The sum of elements as integers of their bits, in two numbers that float64 has exactly."""
-    return list(divmod(int(flat.view(_integers(flat)).sum()) % 2**64, 2**32))
+def _halves_of_digest(flat: Tensor) -> list[float]:
+    """The digest in two numbers that float64 has exactly."""
+    return list(divmod(_digests({"": flat})[""] % 2**64, 2**32))
 
 
-def _sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Sum of each tensor's elements as integers of their bits; one wait for the device."""
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Digest of each tensor; one wait for the device."""
     if not tensors:
         return {}
     flat = [tensor.detach().contiguous().flatten() for tensor in tensors.values()]
-    sums = torch.stack([each.view(_integers(each)).sum() for each in flat]).tolist()
-    return dict(zip(tensors, sums, strict=True))
+    longest, device = max(map(len, flat)), flat[0].device
+    places = _numbers(0, min(longest, CHUNK), device)
+    chunks = _numbers(CHUNK, 1 + longest // CHUNK, device)
+    digests = torch.stack([_digest(each.view(_integers(each)), places, chunks) for each in flat])
+    return dict(zip(tensors, digests.tolist(), strict=True))
+
+
+def _digest(bits: Tensor, places: Tensor, chunks: Tensor) -> Tensor:
+    """Sum of integers, each times the number of its place in a chunk and that of the chunk, modulo 2⁶⁴, int64 []."""
+    sums = torch.stack([(chunk * places[: len(chunk)]).sum() for chunk in bits.split(CHUNK)])
+    return (sums * chunks[: len(sums)]).sum()
+
+
+def _numbers(first: int, count: int, device: torch.device) -> Tensor:
+    """Odd numbers without a pattern, the same on every device, int64 [count]."""
+    mixed = torch.arange(first, first + count, device=device) * ODD
+    return (mixed ^ (mixed >> SHIFT)) * ODD | 1
 
 
 def _integers(tensor: Tensor) -> torch.dtype:

@@ -13,6 +13,7 @@ its piece begins. Files are memory-mapped, and a divided tensor is put together 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,21 @@ def _whole_shape(name: str, pieces: Sequence[tuple[list[int], Tensor]]) -> torch
     elements = sum(piece.numel() for _, piece in pieces)
     if elements != math.prod(shape):
         raise DataError(f"the pieces of {name!r} have {elements} of {math.prod(shape)} elements")
+    if _overlap(pieces):  # which leaves a gap elsewhere
+        raise DataError(f"the pieces of {name!r} overlap")
     return torch.Size(shape)
+
+
+def _overlap(pieces: Sequence[tuple[list[int], Tensor]]) -> bool:
+    """Return whether two pieces have an element in common. Each is compared with those that begin in its rows."""
+    boxes = sorted([(each.start, each.stop) for each in _slices(place, piece)] for place, piece in pieces)
+    for index, box in enumerate(boxes):
+        for other in islice(boxes, index + 1, None):
+            if box and other[0][0] >= box[0][1]:
+                break
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other, strict=True)):
+                return True
+    return False
 
 
 def _slices(place: Sequence[int], piece: Tensor) -> tuple[slice, ...]:

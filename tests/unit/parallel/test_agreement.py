@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.parallel.agreement import _sums_of_bits, require_equal, require_equal_state
+from octavo.parallel import agreement
+from octavo.parallel.agreement import _digests, _numbers, require_equal, require_equal_state
 from octavo.parallel.ranks import ALONE, Ranks
 
 
@@ -111,13 +112,11 @@ def test_shards_that_both_hold_are_compared_beside_others_that_one_holds():
 
 @pytest.mark.parametrize("first", [0, 1, 4999, 123_456, 699_999])
 def test_the_first_element_that_differs_is_named_by_small_messages(first):
-    """A million elements; several later ones differ too, and of one pair the sums cancel."""
+    """A million elements; several later ones differ too."""
     tensor = torch.randn(1000, 1000)
     other = tensor.clone()
     other.view(-1)[first] += 1
     other.view(-1)[max(first, 700_000) :: 50_000] += 1
-    integers = other.view(-1).view(torch.int32)
-    integers[-3:-1] += torch.tensor([5, -5], dtype=torch.int32)
     values = [each.view(-1)[first].item() for each in (tensor, other)]
     said, longest = refusals(tensor, other)
     assert said == f"the ranks differ: t, element {first} is {values[0]} on rank 0 and {values[1]} on rank 1; x"
@@ -142,21 +141,67 @@ def test_digest_of_one_changed_element(dtype, shape):
     tensor = torch.ones(shape, dtype=dtype)
     changed = tensor.clone()
     changed.view(-1)[-1] = 0
-    sums = _sums_of_bits(
+    sums = _digests(
         {
             "one": tensor,
             "same": tensor.clone(),
             "other": changed,
-            "transposed": tensor.t() if tensor.ndim > 1 else tensor,
+            "strided": tensor.t().contiguous().t() if tensor.ndim > 1 else tensor,
         }
     )
-    assert sums["one"] == sums["same"] == sums["transposed"]
+    assert sums["one"] == sums["same"] == sums["strided"]
     assert sums["one"] != sums["other"]
+
+
+def reordered(tensor):
+    """Tensors of the same elements in another order, and of bits with the same sum."""
+    integers = tensor.clone().view(-1).view(torch.int32)
+    ulps = integers.clone()
+    ulps[[3, 9, 14]] += torch.tensor([1, -2, 1], dtype=torch.int32)
+    yield "ulps", ulps
+    yield "flipped", integers.flip(0)
+    yield "rolled", integers.roll(1)
+    swapped = integers.clone()
+    swapped[[0, -1]] = integers[[-1, 0]]
+    yield "swapped", swapped
+    yield "rows", integers.view(tensor.shape).flip(0)
+    yield "columns", integers.view(tensor.shape).roll(1, 1)
+    yield "transposed", integers.view(tensor.shape).t()
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (64, 64), (3, 4096), (70, 4096), (4097, 3), (90, 100)])
+def test_digest_of_another_order(shape):
+    tensor = torch.randn(shape)
+    sums = _digests({"": tensor.view(torch.int32)} | dict(reordered(tensor)))
+    assert len(set(sums.values())) == 8, sums
+
+
+def test_an_order_that_differs_is_named_by_the_first_element_that_does():
+    tensor = torch.randn(90, 100)
+    other = tensor.clone()
+    other[40:42] = tensor[40:42].flip(0)
+    said, _ = refusals(tensor, other)
+    assert said.startswith(f"the ranks differ: t, element 4000 is {tensor[40, 0].item()} on rank 0 and ")
+
+
+def test_digest_of_several_chunks(monkeypatch):
+    """Against a sum of Python's integers; the last chunk is not full."""
+    monkeypatch.setattr(agreement, "CHUNK", 5)
+    tensor = torch.randint(-(2**31), 2**31, (13,)).int()
+    places, chunks = (_numbers(first, count, tensor.device).tolist() for first, count in ((0, 5), (5, 3)))
+    expected = sum(places[at % 5] * chunks[at // 5] * value for at, value in enumerate(tensor.tolist()))
+    assert (_digests({"": tensor})[""] - expected) % 2**64 == 0
+    assert len({each % 2**64 for each in places + chunks}) == 8
+
+
+def test_digest_of_swapped_rows_of_ones():
+    sums = _digests({str(rows): torch.eye(64)[[*range(2, 64), *rows]] for rows in ((0, 1), (1, 0))})
+    assert len(set(sums.values())) == 2
 
 
 def test_digest_of_an_element_whose_bytes_have_the_same_sum():
     """1.0 is the bytes 80 3F in bfloat16, 0.251953125 the bytes 81 3E."""
-    sums = _sums_of_bits(
+    sums = _digests(
         {name: torch.tensor([each], dtype=torch.bfloat16) for name, each in (("a", 1.0), ("b", 0.251953125))}
     )
     assert sums["a"] != sums["b"]
