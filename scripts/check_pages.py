@@ -107,6 +107,7 @@ def check_page(
         check.paint_s = max(check.paint_s, page.evaluate(PAINT) / 1000)
         check.size_mb = max(check.size_mb, sum(map(_own_bytes, requests)) / 1e6)
         check.contrast += [f"{scheme}: {text}" for text in _contrast(page, within)]
+        page.evaluate("localStorage.clear()")  # a theme keeps its first colour scheme there
     for event, listener in listeners.items():
         page.remove_listener(event, listener)
     return check

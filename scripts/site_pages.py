@@ -37,6 +37,7 @@ PAGE_OF_SOURCE = {  # a generated page is not in the repository, so links there 
     "src/octavo/doctor/statistics.py": "reference/statistics.md",
     "src/octavo/plot/__init__.py": "reference/api/octavo.plot.md",
 }
+OPTION = re.compile(r"<code>(--[\w-]{1,28})</code>")
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -63,6 +64,11 @@ def on_files(files: Files, config: Any) -> Files:
     for uri, content in pages.items():
         files.append(File.generated(config, uri, content=content))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep an option such as --max-kl from being divided at its hyphens."""
+    return OPTION.sub(r'<code class="option">\1</code>', html)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

@@ -3,19 +3,23 @@
 #
 #   scripts/wheel.sh                                 the wheel for .venv's Python
 #   scripts/wheel.sh python3.12 python3.13 aarch64   also for these Pythons, and for .venv's Python on aarch64
+#   scripts/wheel.sh --demo python3.12 python3.13    and the short demo there, from the wheel and what pip installs with it
 #
 # From Python 3.12 on, one wheel (cp312-abi3) is for all: python3.12 builds it, and python3.13 loads the same.
 #
 # Each wheel is compiled from the source distribution in a fresh folder; auditwheel refuses it where it needs more than
 # PLATFORM has. The wheel for .venv's Python is tried in an environment that has only what its METADATA declares, linked from
-# .venv, and the source distribution in one without a compiler. Other Pythons load their wheel's kernels; those for aarch64
-# are not run. Needs .venv (make venv), a network for other Pythons' build tools, and g++-aarch64-linux-gnu for aarch64.
+# .venv, and the source distribution in one without a compiler. Other Pythons load their wheel's kernels; with --demo, pip
+# installs torch and the rest from its index, gigabytes for each. Those for aarch64 are not run. Needs .venv (make venv), a
+# network for other Pythons, and g++-aarch64-linux-gnu for aarch64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PLATFORM=manylinux_2_34
 export PATH="$PWD/.venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
 python=$PWD/.venv/bin/python lock=$PWD/requirements.lock dist=$PWD/dist link=$PWD/scripts/declared_environment.py
+demo=
+if [ "${1-}" = --demo ]; then demo=yes; shift; fi
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 
@@ -46,7 +50,8 @@ install_from_dist() { # Python
 }
 
 build_for_python() { # Python: its wheel, built with the lock's tools unless dist/ has one, is loaded
-    local home=$room/$1
+    local home
+    home=$(mktemp -d "$room/venvXXXX")
     "$1" -m venv "$home"
     install_from_dist "$home/bin/python" 2>/dev/null || build_with_tools "$home"
     "$home/bin/python" - <<'PY'  # octavo itself needs torch
@@ -57,6 +62,12 @@ spec = importlib.util.spec_from_file_location("_native", file)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 print(f"wheel: Python {sys.version.split()[0]} loads {file.name}")
 PY
+    [ -z "$demo" ] || run_demo "$home"
+}
+
+run_demo() { # virtual environment that has the wheel: in a folder of its own, where no checkout is in reach
+    "$1/bin/python" -m pip install --quiet "$(sed -nE 's/^# (torch==[0-9.]+)$/\1/p' "$lock")" "$dist"/octavo-*-cp312-abi3-*x86_64.whl
+    (cd "$1" && bin/octavo doctor --env && bin/octavo demo --quick --out demo)
 }
 
 build_with_tools() { # virtual environment

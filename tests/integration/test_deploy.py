@@ -1,4 +1,7 @@
-"""Commands of docs/how-to/export-for-tensorrt.md in order on a CPU; trtexec is a stand-in that records arguments."""
+"""Commands of docs/how-to/export-for-tensorrt.md in order on a CPU; NVIDIA's two programs are stand-ins.
+
+trtexec records its arguments and writes an empty engine; tritonserver lists the repository.
+"""
 
 import json
 import os
@@ -9,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli.app import app
-from tests.policy.source_tree import ROOT
-from tests.policy.test_documents import fences
+from tests.documented_blocks import PAGES, blocks
 
 pytestmark = pytest.mark.long
 
@@ -37,7 +39,8 @@ checkpoint_interval = 2
 """
 PROGRAMS = {
     "octavo": f'#!/bin/sh\nexec {sys.executable} -m octavo "$@"\n',
-    "trtexec": '#!/bin/sh\n[ "$1" = --help ] && exec echo --stronglyTyped\necho "$@" >> asked\n',
+    "trtexec": '#!/bin/sh\n[ "$1" = --help ] && exec echo --stronglyTyped\necho "$@" >> asked\n> model.engine\n',
+    "tritonserver": '#!/bin/sh\nfind "${1#--model-repository=}" -name model.engine\n',
 }
 
 
@@ -57,18 +60,19 @@ def workplace(tmp_path):
 
 
 def test_the_walk(workplace):
-    blocks = [block for _, block in fences((ROOT / "docs/how-to/export-for-tensorrt.md").read_text(), "bash")]
+    shown = [block for language, _, block in blocks(PAGES["docs/how-to/export-for-tensorrt.md"]) if language == "bash"]
     environment = os.environ | {"PATH": f"{workplace / 'programs'}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-e", "-c", "".join(blocks)],
+        ["bash", "-e", "-c", "".join(shown)],
         cwd=workplace, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "7 of 8 linear layers in FP8; opset 21, fp16" in done.stdout
+    assert done.stdout.endswith("repository/models/tensorrt/1/model.engine\n")
 
     deployed = workplace / "deployed"
     report = json.loads((deployed / "report.json").read_text())
-    assert set(report["files"]) == {path.name for path in deployed.iterdir()} - {"asked"}
+    assert set(report["files"]) == {path.name for path in deployed.iterdir()} - {"asked", "model.engine"}
     assert [each["wrong_codes"] for each in report["engines"]] == [0, 0]
     assert json.loads((deployed / "calibration.json").read_text())["recipe"] == "static"
     built, timed = (deployed / "asked").read_text().splitlines()

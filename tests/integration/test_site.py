@@ -103,3 +103,16 @@ def test_pages_fit_are_legible_and_silent_in_every_view(site, page, view):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_page_fits_is_legible_and_silent_on_a_dark_phone(site, page, part):
     assert faults(site, page, WRITTEN[part::PARTS], views=VIEWS[-1:], within=".md-content") == []
+
+
+SCHEME = """<!doctype html><html lang="en"><title>t</title><p>text</p><script>
+localStorage.scheme ||= matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+console.log(localStorage.scheme);
+</script></html>"""
+
+
+def test_a_dark_view_is_dark_where_a_page_remembers_its_scheme(page, tmp_path):
+    (tmp_path / "page.html").write_text(SCHEME)
+    with served(tmp_path) as address:
+        check = check_page(page, f"{address}/page.html", "page")
+    assert check.console == [scheme for _, scheme in VIEWS]

@@ -1,41 +1,34 @@
-"""The tutorial's commands run in order, in one folder, as a reader would paste them, and README's ``octavo`` commands.
+"""The tutorial's commands run in order, in one folder, as a reader would paste them.
 
 Commands run in this process, which spares the start of Python for each; the server is a process of its own and ends by
 Ctrl-C. Training text is the same in every run of the tutorial, so the runs after the first find it encoded.
 """
 
+import multiprocessing
+import os
 import re
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from octavo.cli.app import app
-from tests.policy.source_tree import ROOT
+from tests.documented_blocks import PAGES, TITLE, blocks, lines
+from tests.forked_verification import IMPORTED
 
 pytestmark = pytest.mark.long
 
-PAGES = sorted((ROOT / "docs/tutorial").glob("*.md"))
-FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
-TITLE = re.compile(r'title="([\w.-]+)"')
+TUTORIAL = [page for name, page in PAGES.items() if name.startswith("docs/tutorial/")]
 EXIT_CODE = re.compile(r"# exit code (\d+)$")
 VALIDATION = re.compile(r"validation nats\W+([\d.]+)")
 OUT = re.compile(r"^octavo train .*--out (\S+)")
 PORT = "8000"  # in the pages; the test takes a free one
 SECONDS = 300  # limit of one process
-
-
-def blocks(page):
-    return [match.groups() for match in FENCE.finditer(page.read_text())]
-
-
-def commands(block):
-    return block.replace("\\\n", " ").splitlines()
 
 
 def arguments(command):
@@ -77,21 +70,35 @@ def free_port():
 
 @pytest.fixture
 def start_server():
-    """Start a server and wait until it says that it serves; before, it listens and answers that it still loads."""
+    """Start a server and wait until it says that it serves; before, it listens and answers that it still loads.
+
+    It is forked from a process that has imported octavo, which spares the start of Python.
+    """
     servers = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
 
     def started(command):
-        words = [sys.executable, "-m", "octavo", *arguments(command)]
-        server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        servers.append(server)
-        assert server.stderr is not None
-        assert any("is served at" in line for line in server.stderr), "the server ended before it served"
+        reading, writing = context.Pipe(duplex=False)
+        server = context.Process(target=serve, args=(arguments(command), Path.cwd(), writing))
+        server.start()
+        writing.close()
+        servers.append((server, reading))  # which is kept open, for what the server still has to say
+        with os.fdopen(reading.fileno(), closefd=False) as lines:
+            assert any("is served at" in line for line in lines), "the server ended before it served"
 
     yield started
-    for server in servers:
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=60)
-    assert [server.returncode for server in servers] == [0] * len(servers)
+    for server, _ in servers:
+        os.kill(server.pid, signal.SIGINT)
+        server.join(60)
+    assert [server.exitcode for server, _ in servers] == [0] * len(servers)
+
+
+def serve(words, folder, said):
+    """Run ``octavo serve`` in a folder; what it writes to stderr is said."""
+    os.chdir(folder)
+    os.dup2(said.fileno(), 2)
+    app(words, prog_name="octavo")
 
 
 def reuse_encoded_text(command, data):
@@ -107,12 +114,12 @@ def printed(tmp_path, monkeypatch, start_server):
         pytest.importorskip(library, reason=f"{library} is not installed to verify the export with")
     monkeypatch.chdir(tmp_path)
     port, printed = free_port(), {}
-    for language, head, block in (each for page in PAGES for each in blocks(page)):
+    for language, head, block in (each for page in TUTORIAL for each in blocks(page)):
         if language == "toml":
             title = TITLE.search(head)
             assert title is not None, "a page names the file of its settings"
             (tmp_path / title[1]).write_text(block)
-        for command in commands(block) if language == "bash" else ():
+        for command in lines(block) if language == "bash" else ():
             here = command.replace(PORT, str(port))
             reuse_encoded_text(here, tmp_path / "runs/bf16/data")
             if command.startswith("octavo serve"):
@@ -138,13 +145,3 @@ def test_tutorial_commands_do_what_the_pages_say(printed):
     answers = [output for command, output in printed.items() if command.startswith("curl ")]
     assert ['"object":"text_completion"' in answer for answer in answers] == [True]
     assert text["octavo", "generate", "runs/fp8"].startswith("def main(")
-
-
-def test_readme_commands_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = [
-        line for language, _, block in blocks(ROOT / "README.md") if language == "bash" for line in commands(block)
-    ]
-    outputs = [run(line) for line in lines if line.startswith("octavo ")]
-    assert outputs
-    assert all(outputs)

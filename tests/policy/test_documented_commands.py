@@ -1,8 +1,8 @@
 """Every ``octavo …`` line of README, docs/ and the Makefile is one that the application takes.
 
 A line of a block must parse as it stands: its command exists, takes these options and has every argument that it needs.
-Code inside a sentence may leave arguments out. tests/integration/test_tutorial.py runs the commands of the tutorial,
-and of README those that are not ``make`` or ``pip``.
+Code inside a sentence may leave arguments out. What runs a block is in tests/documented_blocks.py; here a block that
+nothing runs is found.
 """
 
 import re
@@ -12,21 +12,29 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from octavo.cli.app import app
+from tests.documented_blocks import (
+    FORMATS,
+    LANGUAGES,
+    NOT_RUN,
+    OWN_TEST,
+    PAGES,
+    PROGRAMS,
+    RUN_BY,
+    SHOWN,
+    blocks,
+    commands,
+    comparison_of,
+    reason_not_to_run,
+)
 from tests.policy.source_tree import ROOT
-from tests.policy.test_documents import BY_NAME, FENCE, INLINE, README, fences
+from tests.policy.test_documents import BY_NAME, FENCE, INLINE, fences
 
-LANGUAGES = ("", "bash", "console", "sh", "text")
+SHELLS = ("", "bash", "console", "sh", "text")
 COMMAND = re.compile(r"^\s*(?:\$ |@)?(?:\.venv/bin/)?octavo (?=-|[a-z])")
 EXTRAS = re.compile(r"pip install [\"']?(?:octavo|\.)\[([\w,-]+)\]")
-# README's commands that are not octavo's: the script of CI that runs them, or the same with fewer steps, and how.
-RUN_BY = {
-    "pip install torch==2.13.0": ("scripts/venv.sh", 'pip_install "$torch_pin"'),
-    'pip install ".[report,hf]"': ("scripts/venv.sh", "--editable ."),
-    "make demo": ("scripts/wheel.sh", "octavo demo --quick"),
-    "make test": (".ci/run", "make test"),
-}
 
 
 class RefusedError(Exception):
@@ -58,8 +66,8 @@ def parse(line, *, abbreviated=False):
 
 
 def blocks_of(text):
-    lines = [line for _, block in fences(text, *LANGUAGES) for line in block.replace("\\\n", " ").splitlines()]
-    return [COMMAND.sub("", line) for line in lines if COMMAND.match(line)]
+    lines = [line for _, block in fences(text, *SHELLS) for line in block.replace("\\\n", " ").splitlines()]
+    return [COMMAND.sub("", line.partition(" > ")[0]) for line in lines if COMMAND.match(line)]
 
 
 def sentences_of(text):
@@ -99,9 +107,39 @@ def test_tutorial_names_the_extras_of_its_commands():
     assert {EXTRA_OF[program] for program in programs & EXTRA_OF.keys()} == named
 
 
-def test_every_command_of_readme_runs_in_ci():
-    lines = "".join(block for _, block in fences(README.read_text(), "bash")).splitlines()
-    assert {line.partition("  #")[0].strip() for line in lines if not COMMAND.match(line)} == RUN_BY.keys()
+BLOCKS = [(name, *block) for name, page in PAGES.items() for block in blocks(page)]
+SHELL = [(name, command) for name, language, _, block in BLOCKS if language == "bash" for command in commands(block)]
+
+
+def test_every_block_is_run_or_named_with_a_reason():
+    """A fence that the pattern of the tests does not see, such as an indented one, is one that none of them runs."""
+    fences = {name: page.read_text().count("```") for name, page in PAGES.items()}
+    assert {name: 2 * sum(block[0] == name for block in BLOCKS) for name in PAGES} == fences
+    assert {(name, language) for name, language, _, _ in BLOCKS if language not in LANGUAGES} == set()
+    unknown = {
+        (name, command)
+        for name, command in SHELL
+        if name not in OWN_TEST and reason_not_to_run(command) is None and command.split()[0] not in PROGRAMS
+    }
+    assert unknown == set()
+    texts = {(name, text) for name, language, _, text in BLOCKS if language == "text"}
+    assert {(name, text) for name, text in texts if comparison_of(name, text) is None} == set()
+
+
+def test_formats_page_shows_what_the_command_prints():
+    (table,) = [text for name, _, _, text in BLOCKS if comparison_of(name, text) == FORMATS]
+    printed = {line.strip() for line in CliRunner().invoke(app, ["formats"]).stdout.splitlines()}
+    assert set(table.splitlines()) <= printed
+
+
+def test_every_reason_belongs_to_a_block():
+    listed = {command for _, command in SHELL}
+    assert {command for command in RUN_BY if command not in listed} == set()
+    assert {start for start in NOT_RUN if not any(command.startswith(start) for command in listed)} == set()
+    texts = [(name, text) for name, language, _, text in BLOCKS if language == "text"]
+    unused = {(page, start) for page, start in SHOWN if not any(n == page and t.startswith(start) for n, t in texts)}
+    assert unused == set()
+    assert all((ROOT / script).exists() for script in OWN_TEST.values())
     assert all(words in (ROOT / script).read_text() for script, words in RUN_BY.values())
 
 

@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from octavo.cli.app import app
+from tests.documented_blocks import PRINTED, asks_a_server, comparison_of
 from tests.policy.source_tree import ROOT
 
 README = ROOT / "README.md"
@@ -102,25 +103,35 @@ def optional_libraries(block):
 
 
 @pytest.mark.parametrize("name", [name for name, page in BY_NAME.items() if fences(page.read_text(), "python")])
-def test_python_runs(name, tmp_path, monkeypatch):
-    """A page's blocks run one after the other in one namespace, in an empty folder.
+def test_python_runs(name, tmp_path, monkeypatch, capsys):
+    """A page's blocks run one after the other in one namespace, in an empty folder, and print what the page shows.
 
     A page is skipped if a library that its blocks import is not installed. Deprecations in such a library's own code
-    are ignored.
+    are ignored. What asks a server runs beside one, in tests/integration/test_how_to.py.
     """
     monkeypatch.chdir(tmp_path)
     text = BY_NAME[name].read_text()
     libraries = set().union(*(optional_libraries(block) for _, block in fences(text, "python")))
     if missing := sorted(library for library in libraries if importlib.util.find_spec(library) is None):
         pytest.skip(f"{name} needs {', '.join(missing)}, not installed")
-    namespace = {"__name__": "__main__"}
-    for start, block in fences(text, "python"):
-        line = text[:start].count("\n") + 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for library, category in itertools.product(libraries, (DeprecationWarning, FutureWarning)):
-                warnings.filterwarnings("ignore", category=category, module=rf"{library}(\.|$)")
-            exec(compile("\n" * line + block, ROOT / name, "exec"), namespace)  # inspect finds the source there
+    namespace, printed = {"__name__": "__main__"}, ""
+    for match in FENCE.finditer(text):
+        language, block = match.groups()
+        if language == "python" and not asks_a_server(block):
+            line = text[: match.start()].count("\n") + 1
+            run_strictly(compile("\n" * line + block, ROOT / name, "exec"), namespace, libraries)
+            printed = capsys.readouterr().out
+        elif language == "text" and comparison_of(name, block) == PRINTED:
+            assert printed.endswith(block)
+
+
+def run_strictly(code, namespace, libraries):
+    """Run code whose file is the page, where inspect finds the source; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for library, category in itertools.product(libraries, (DeprecationWarning, FutureWarning)):
+            warnings.filterwarnings("ignore", category=category, module=rf"{library}(\.|$)")
+        exec(code, namespace)
 
 
 PAGE = """Run `octavo nothing`.

@@ -27,6 +27,7 @@ from octavo.planning import (
 )
 from octavo.planning.advice import HOLDS
 from octavo.planning.calibration import calibrated, read_calibration
+from octavo.planning.constants import WORK
 from octavo.planning.jobs import Framework
 from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.planning.serving_plan import ServingRequest, serving_answer, serving_points
@@ -275,7 +276,7 @@ def _show_shares(made: Plan) -> None:
     cells = []
     for name in names:
         seconds = [option.candidate.seconds for option in shown if option.candidate]
-        cells.append((name.replace("_", " "), *(f"{each[name] / each['total']:.1%}" for each in seconds)))
+        cells.append((WORK[name], *(f"{each[name] / each['total']:.1%}" for each in seconds)))
     print_table("Where the time goes", ("", *(option.name for option in shown)), cells)
     layers = [
         (each.name, f"{each.share:.0%}", f"{each.speedup:.2f}", "" if each.speedup >= 1 else "keep in BF16")

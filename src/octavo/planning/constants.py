@@ -27,6 +27,7 @@ from octavo.planning.gemm_costs import kernel_part
 from octavo.planning.jobs import GemmJob, ServingJob, TrainingJob
 
 __all__ = [
+    "WORK",
     "Constants",
     "fitted_constants",
     "gemm_seconds",
@@ -38,6 +39,19 @@ __all__ = [
 
 Parts = Mapping[str, Any]
 Values = Mapping[str, float]
+# Kinds of work in a step's seconds (training_seconds), in the words of tables and legends.
+WORK = {
+    "gemm": "matrix multiplications",
+    "attention": "attention",
+    "elementwise": "norms and activations",
+    "cast": "casts to FP8",
+    "communication": "messages within a copy of the model",
+    "host": "waiting for kernel launches",
+    "bubble": "waiting for other pipeline stages",
+    "data_parallel": "messages between copies and shards",
+    "optimizer": "optimizer",
+    "stragglers": "waiting for slower GPUs",
+}
 # Logarithm of the factor that 80 % of models.toml are within when their shape is guessed from the size in their name.
 GUESSED = {
     "dense": {"train": 0.14, "infer": 0.75},

@@ -19,6 +19,7 @@ __all__ = [
 ]
 
 SHOWN_AT_ONCE = 6
+SEVERAL_CAUSES = ("learning-rate", "loss-scale")  # CAUSES lists what they may be; the finding itself says which it is
 COUNTED = {Severity.FAIL: "failure", Severity.WARN: "warning", Severity.NOTE: "note"}
 
 
@@ -60,7 +61,8 @@ def headline(findings: Sequence[Finding], samples: int, layers: int, stalled: Pl
     role = f" ({worst.role})" if worst.role else ""
     state = "Healthy" if stalled is None else capitalized(str(stalled))
     opening = f"{state}, with a note: " if worst.severity is Severity.NOTE else ""
-    return f"{opening}{capitalized(CAUSES[worst.code])}{where}{role}, {worst.when}."
+    cause = worst.cause.partition(": ")[0] if worst.code in SEVERAL_CAUSES else ""
+    return f"{opening}{capitalized(cause or CAUSES[worst.code])}{where}{role}, {worst.when}."
 
 
 def counts(findings: Sequence[Finding]) -> str:

@@ -5,30 +5,23 @@ from typing import Any
 
 from octavo.planning import Option, Plan, advise
 from octavo.planning.advice import HOLDS
+from octavo.planning.constants import WORK
 from octavo.planning.plan import LayerGain
 from octavo.reports.figures import PALETTE, SHEET, new_figure, plain
 from octavo.reports.rendering import check_report_extra, render
 
 __all__ = ["plan_page"]
 
-COLOURS = dict(
-    zip(
-        (
-            "gemm",
-            "attention",
-            "elementwise",
-            "cast",
-            "communication",
-            "host",
-            "bubble",
-            "data_parallel",
-            "optimizer",
-            "stragglers",
-        ),
-        PALETTE.values(),
-        strict=True,
-    )
-)
+COLOURS = dict(zip(WORK, PALETTE.values(), strict=True))
+MEMORY = {  # parts of octavo.planning's Memory, in words
+    "weights": "weights",
+    "codes": "FP8 copies of weights",
+    "gradients": "gradients",
+    "moments": "the optimizer's moments",
+    "activations": "activations kept for backward",
+    "working": "temporary tensors",
+    "reserved": "CUDA context and buffers",
+}
 COLUMNS = ("recipe", "× BF16", "step", "80 %", "tokens/s/GPU", "MFU", "memory", "days", "cost", "MWh", "layout")
 
 
@@ -65,7 +58,7 @@ def plan_page(plan: Plan) -> str:
         columns=columns,
         rows=[[_cells(plan, option)[name] for name in columns] for option in plan.options if option.candidate],
         refused=[(option.name, option.reason) for option in plan.options if option.candidate is None],
-        legend=[(name.replace("_", " "), colour) for name, colour in COLOURS.items()],
+        legend=[(WORK[name], colour) for name, colour in COLOURS.items()],
         figure=_figure(plan),
         flame=_flame(plan),
         layer_figure=_layer_figure(plan),
@@ -103,9 +96,7 @@ def _figure(plan: Plan) -> Any:
     for name, colour in COLOURS.items():
         values = [option.candidate.seconds.get(name, 0.0) for option in shown if option.candidate is not None]
         labels = [plain(option.name) for option in shown]
-        figure.add_bar(
-            x=values, y=labels, name=plain(name.replace("_", " ")), orientation="h", marker={"color": colour}
-        )
+        figure.add_bar(x=values, y=labels, name=plain(WORK[name]), orientation="h", marker={"color": colour})
     figure.update_layout(barmode="stack", hovermode="closest")
     figure.update_yaxes(type="category", showgrid=False)
     return figure
@@ -127,7 +118,7 @@ def _flame(plan: Plan) -> Any:
             layers = plan.by_layer[option.name].get(kind, {})
             spent = option.candidate.seconds.get(kind, 0.0)
             if spent > 0:
-                blocks.append((kind, option.name, plain(kind.replace("_", " ")), 0.0 if layers else spent, colour))
+                blocks.append((kind, option.name, plain(WORK[kind]), 0.0 if layers else spent, colour))
                 blocks += [(f"{kind} {n}", kind, plain(n.replace("_", " ")), t, colour) for n, t in layers.items()]
         ids, parents, labels, values, colours = zip(*blocks, strict=True)
         height = 1 / len(shown)
@@ -146,6 +137,7 @@ def _flame(plan: Plan) -> Any:
                 pathbar={"visible": False},
             )
         )
+    figure.update_layout(uniformtext={"minsize": 10, "mode": "hide"})  # smaller text is told by the legend
     return figure
 
 
@@ -177,7 +169,7 @@ def _memory(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows of what fills a GPU's memory."""
     shown = _shown(plan)
     parts = [option["memory_gb_by_part"] for option in shown]
-    rows = [(name, *(f"{each[name]:.1f} GB" for each in parts)) for name in parts[0]]
+    rows = [(MEMORY[name], *(f"{each[name]:.1f} GB" for each in parts)) for name in parts[0]]
     return ("", *(option["recipe"] for option in shown)), rows
 
 

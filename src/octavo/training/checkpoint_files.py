@@ -96,7 +96,7 @@ def stored_tensors(folder: Path, kind: str, sums: Mapping[str, Any]) -> StoredTe
     Raises:
         CheckpointError: a file is missing or is not the one that was saved.
     """
-    advice = f"delete {str(folder)!r} to continue from an earlier checkpoint"
+    advice = f"to continue from an earlier checkpoint, delete {str(folder)!r}, or name another with --from"
     file = folder / kind
     try:
         names = [name for name in sums if kind in (name, PART.sub(r"\1\2", name))]

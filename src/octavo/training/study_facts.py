@@ -33,7 +33,7 @@ def processor_name() -> str:
 
 def _model_facts(config: RunConfig, data: TokenData, parameters: int) -> dict[str, str]:
     model, training = config.model, config.training
-    shape = f"{model.num_layers} layers of width {model.hidden_size}"
+    shape = f"{counted(model.num_layers, 'layer')} of width {model.hidden_size}"
     heads = f"{model.num_heads} query and {model.num_kv_heads} key-value heads"
     return {
         "model": f"a Llama-style decoder of {parameters / 1e6:.1f} M parameters ({shape}, {heads})",

@@ -59,6 +59,23 @@ def test_a_note_alone_is_healthy(severity, said):
     assert headline([one], 10, 2).endswith(" in proj, step 3.")
 
 
+@pytest.mark.parametrize(
+    ("code", "cause", "said"),
+    [
+        (
+            "learning-rate",
+            "the learning rate of up to 3 is too large: updates",
+            "The learning rate of up to 3 is too large",
+        ),
+        ("learning-rate", "updates are 9x as large since step 2", "Updates are 9x as large since step 2"),
+        ("loss-scale", "the loss scale of 2 is too small: up to 9%", "The loss scale of 2 is too small"),
+    ],
+)
+def test_a_headline_says_which_of_several_causes_it_is(code, cause, said):
+    one = Finding(code=code, severity=Severity.WARN, first_step=1, last_step=9, cause=cause)
+    assert headline([one], 10, 2) == f"{said}, steps 1 to 9."
+
+
 def test_a_stalled_loss_is_not_healthy():
     """Of unknown text: nothing tells such a loss from a converged one, and the page says no more."""
     lines = steps_of([7.6, *[6.4] * 59])

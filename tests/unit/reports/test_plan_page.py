@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from octavo.planning import PlanRequest, find_hardware, find_model, fitted_constants, make_plan
-from octavo.reports.plan import plan_page
+from octavo.planning.constants import WORK
+from octavo.reports.plan import MEMORY, plan_page
 
 GPUS, TOKENS, PRICE, WATTS = 64, 2e12, 2.5, 700
 
@@ -100,3 +101,8 @@ def test_a_page_without_a_price_has_no_cost():
     assert "MWh" in head
     assert "cost" not in head
     assert "GPU-hour" not in page.text
+
+
+def test_legend_and_memory_are_in_plain_words(shown):
+    _, page = shown
+    assert [word for word in (*WORK.values(), *MEMORY.values()) if word not in page.text] == []
