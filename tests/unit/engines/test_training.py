@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.engines import PROFILES, convert_as_served, get, linear_as, model_as, quantize_as, served_recipe
+from octavo.engines import PROFILES, convert_as_served, get, linear_as, model_as, quantize_as, served_recipe, weight_as
 from octavo.engines.token_scores import log_probabilities
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import cast, cast_selections
@@ -96,6 +96,13 @@ def test_a_recipes_casts_are_the_engines(name):
             wide = cast(x.float(), spec).output  # an optimizer's weight with the same values
             assert torch.equal(wide.data.view(torch.uint8), ours.data.view(torch.uint8)), tensor_name
     assert recipes.from_toml(recipes.to_toml(recipe)) == recipe
+
+
+@pytest.mark.parametrize("name", ["vllm-block-ue8m0", "sglang-block-ue8m0"])
+def test_an_engine_that_casts_a_files_weights_again_decodes_the_same(name):
+    """So a folder of octavo export --for such an engine serves the weights that were trained."""
+    codes = weight_as(torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16(), get(name))
+    assert torch.equal(weight_as(codes, get(name)).dequantize(), codes.dequantize().float())
 
 
 def test_no_fast_kernel_casts_as_an_engine_does():
