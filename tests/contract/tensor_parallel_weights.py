@@ -132,7 +132,7 @@ def told(pair: Pair) -> list[bool]:
 
 def loaded(pair: Pair) -> list[bool]:
     found = [pair.step(), pair.step()]
-    for assign in (False, True):
+    for assign in (False, True, True):  # the last two parameters have the same version
         for model in pair.models:
             state = {name: (value.detach() * 7).clone() for name, value in model.state_dict().items()}
             model.load_state_dict(state, assign=assign)
