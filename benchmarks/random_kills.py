@@ -113,7 +113,8 @@ def main() -> None:
     result = [
         (
             f"{options.kills} kills by SIGKILL under {'DDP' if options.shard == 1 else 'FSDP2'}, checkpoints written "
-            f"{'while training goes on' if options.is_async else 'between steps'}, seed {options.seed}, in {(time.monotonic() - began) / 60:.0f} minutes: "
+            f"{'while training goes on' if options.is_async else 'between steps'}, seed {options.seed}, "
+            f"in {(time.monotonic() - began) / 60:.0f} minutes: "
             f"{len(lines)} lines of losses and evaluations, and all weights, are "
             f"{'equal' if same else 'NOT equal'}, bit for bit, to those of one process that nothing has interrupted."
         ),
