@@ -77,6 +77,7 @@ def _verdict(plan: Plan, tolerance: float | None) -> Advice:
     failed = next((check for check in deciding if check.holds is False), None)
     if failed is not None or best is None or best.speedup is None:
         recipe, sentence = "bf16", f"Stay in BF16: {failed.sentence if failed else 'no FP8 recipe runs there'}."
+        sentence += f" {plan.layouts_differ}." if plan.layouts_differ else ""
     else:
         gain, low, high = best.speedup
         recipe = best.name

@@ -196,6 +196,18 @@ def test_what_would_change_the_verdict_does(made, monkeypatch, gain, wanted):
     assert all(change.startswith(words) for change, words in zip(found, wanted, strict=True)), found
 
 
+def test_newer_hardware_turns_the_verdict_on_an_a100(made, monkeypatch):
+    old = replace(made, request=replace(made.request, hardware=find_hardware("a100")))
+    assert [each.split(":")[0] for each in changes(monkeypatch, old, lambda request: 1.5)] == ["on h100", "on b200"]
+
+
+def test_a_verdict_for_bf16_names_layouts_that_differ(made, monkeypatch):
+    monkeypatch.setattr(type(made), "layouts_differ", property(lambda _: "BF16 is fastest with DDP"))
+    sentence = advise(with_times(made, gain=1.02)).sentence
+    assert sentence.startswith("Stay in BF16")
+    assert sentence.endswith("BF16 is fastest with DDP.")
+
+
 def test_a_smaller_model_may_turn_the_verdict_round(made, monkeypatch):
     large = replace(made, request=replace(made.request, model=find_model("llama-3-70b")))
     found = changes(monkeypatch, large, lambda request: 1.5 if request.model.hidden > 2048 else 1.0)
