@@ -280,7 +280,7 @@ def engines_page() -> str:
     text = ENGINES_HEAD
     for name, profile in PROFILES.items():
         proofs = (source_of(profile, f"{role}.division").proof for role in ("weight", "input"))
-        text += f"| [`{name}`](#{name}) | {profile.engine} | {' | '.join(proofs)} |\n"
+        text += f"| [`{name}`](#{name}) | {profile.engine} | {' | '.join(proofs).replace(f'{ORACLES}/', '')} |\n"
     for name, profile in PROFILES.items():
         text += (
             f"\n## {name}\n\n{profile.engine}.\n\n| property | value | source | proof |\n| --- | --- | --- | --- |\n"
@@ -291,10 +291,12 @@ def engines_page() -> str:
     return text
 
 
-ENGINES_HEAD = """# Engines
+ORACLES = "tests/oracle/engines"
+ENGINES_HEAD = f"""# Engines
 
 What each engine computes for a linear layer, from `octavo.engines`: casts of weights and inputs, the GEMM, and the
-cache. A proof is a test that runs the project's own code on a CPU and compares codes and scales bit for bit.
+cache. A proof is a test that runs the project's own code on a CPU and compares codes and scales bit for bit;
+this table names it in `{ORACLES}`.
 
 | engine | | proof of the weights' cast | proof of the inputs' cast |
 | --- | --- | --- | --- |

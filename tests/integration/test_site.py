@@ -105,7 +105,7 @@ def test_every_page_fits_is_legible_and_silent_on_a_dark_phone(site, page, part)
     assert faults(site, page, WRITTEN[part::PARTS], views=VIEWS[-1:], within=".md-content") == []
 
 
-SCHEME = """<!doctype html><html lang="en"><title>t</title><p>text</p><script>
+SCHEME = """<!doctype html><html lang="en"><title>t</title><link rel="icon" href="data:,"><p>text</p><script>
 localStorage.scheme ||= matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 console.log(localStorage.scheme);
 </script></html>"""

@@ -89,6 +89,7 @@ def start_server():
 
     yield started
     for server, _ in servers:
+        assert server.pid is not None
         os.kill(server.pid, signal.SIGINT)
         server.join(60)
     assert [server.exitcode for server, _ in servers] == [0] * len(servers)

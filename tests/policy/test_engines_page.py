@@ -28,8 +28,5 @@ def test_every_property_of_a_profile_is_listed(page, name):
 def test_the_overview_says_what_was_not_run(page):
     overview = page.split("\n## ")[0]
     assert f"| [`te-mxfp8`](#te-mxfp8) | Transformer Engine, MXFP8BlockScaling | {NOT_RUN} | {NOT_RUN} |" in overview
-    assert (
-        "| [`torchao-rowwise`](#torchao-rowwise) | torchao, rowwise | tests/oracle/engines/test_torchao.py |"
-        in overview
-    )
+    assert "| [`torchao-rowwise`](#torchao-rowwise) | torchao, rowwise | test_torchao.py |" in overview
     assert overview.count("| [`") == len(PROFILES)
