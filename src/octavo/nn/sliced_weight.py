@@ -18,7 +18,6 @@ from octavo.numerics import Granularity, PerTensor, Scaling, measure
 from octavo.recipes import Recipe
 from octavo.scaling import WEIGHT, Slices, inside_backward
 from octavo.scaling.rank_reduction import DelayedLayer
-from octavo.scaling.scale_updates import is_held
 from octavo.scaling.step_amaxes import StepAmaxes
 
 __all__ = ["SlicedWeight"]
@@ -59,10 +58,9 @@ class SlicedWeight:
         if inside_backward():  # activation checkpointing repeats one
             return
         layer = self._called()
-        updates, weight = layer.scale_updates, layer.stored_weight
+        held, weight = layer.scale_updates.held, layer.stored_weight
         self._step.note_gradients()
-        held = updates.has_optimizer and (not weight.requires_grad or is_held(layer))
-        self._step.begin_forward(self, is_held=held)
+        self._step.begin_forward(self, is_held=id(weight) in held if weight.requires_grad else bool(held))
 
     def amax(self, granularity: Granularity, transposed: bool) -> Tensor:
         """Return the whole weight's amaxes of scaling groups that ranks share."""

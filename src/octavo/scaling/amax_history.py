@@ -64,7 +64,7 @@ class ScaleUpdates:
         switch_logged: whether a change of recipe in mid-training has been logged.
         backwards_watched: whether a weight counts backward passes, for layers that are compiled.
         weight_amaxes: of weights that ranks divide by tensor parallelism.
-        held: the optimizer step after which they were found, and the identities of the optimizers' parameters.
+        held: identities of the parameters that optimizers held at the last step.
     """
 
     manual: bool = False
@@ -87,7 +87,7 @@ class ScaleUpdates:
     switch_logged: bool = field(default=False, init=False)
     backwards_watched: bool = field(default=False, init=False)
     weight_amaxes: StepAmaxes = field(default_factory=StepAmaxes, init=False)
-    held: tuple[int, frozenset[int]] = field(default=(0, frozenset()), init=False)
+    held: frozenset[int] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":

@@ -49,7 +49,6 @@ __all__ = [
     "close_over_ranks",
     "close_steps",
     "follow_optimizers",
-    "is_held",
     "is_written",
     "layers_of",
     "reduces",
@@ -183,19 +182,13 @@ def _holds(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
 
 
 def _remember_optimizer(optimizer: Optimizer, updates: ScaleUpdates) -> None:
-    """Remember a model's optimizer, and mark from now on when its state is saved."""
+    """Remember a model's optimizer and what it holds, and mark from now on when its state is saved."""
     if optimizer not in updates.optimizers:
         updates.optimizers.add(optimizer)
         optimizer.register_state_dict_pre_hook(partial(_mark_saved, weakref.ref(updates)))
-
-
-def is_held(layer: DelayedLayer) -> bool:
-    """Return whether an optimizer that has stepped holds the layer's weight itself, not copies of its values."""
-    updates = layer.scale_updates
-    if updates.held[0] != updates.optimizer_steps:
-        groups = (group["params"] for optimizer in updates.optimizers for group in optimizer.param_groups)
-        updates.held = updates.optimizer_steps, frozenset(map(id, chain.from_iterable(groups)))
-    return updates.has_optimizer and id(layer.stored_weight) in updates.held[1]
+    # Kept until the next step: ranks reduce amaxes by it, and garbage collection of an optimizer differs between them.
+    groups = (group["params"] for each in updates.optimizers for group in each.param_groups)
+    updates.held = frozenset(map(id, chain.from_iterable(groups)))
 
 
 def _keep_holders(updates: ScaleUpdates, parameters: Iterable[Tensor]) -> bool:

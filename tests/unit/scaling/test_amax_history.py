@@ -313,3 +313,23 @@ def test_a_function_of_the_window_gives_the_next_amaxes():
     empty = [EMPTY, EMPTY]
     assert seen == [([[8.0, EMPTY], empty, empty], [0.0] * 3), ([[3.0, 8.0], empty, empty], [4.0, 0.0, 0.0])]
     assert history.amax.tolist() == [4.0, 0.0, 0.0], "one that is not above 0 leaves the amax in force"
+
+
+def test_what_optimizers_hold_is_fixed_at_a_step():
+    """Ranks reduce amaxes by it, and one may have freed an optimizer that another rank still has."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    octavo.convert(model, "rowwise")
+    updates = model[0].scale_updates
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model(torch.ones(2, 16)).sum().backward()
+    assert not updates.held
+    optimizer.step()
+    held = frozenset(map(id, model[0].parameters()))
+    assert updates.held == held
+    del optimizer
+    assert not updates.has_optimizer
+    assert updates.held == held
+    second = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    assert updates.held == held
+    second.step()
+    assert updates.held == frozenset(map(id, model[1].parameters()))
