@@ -118,11 +118,13 @@ def _measure(weights: list[MeasuredWeight]) -> None:
         for cast in weight.casts(has_past=has_past)
     ]
     for weight in weights:
-        weight.measured, weight.amaxes = weight.state(), {}
+        weight.amaxes = {}
     for weight, cast in parts:
         weight.amaxes[cast] = weight.measure(cast)
     for group in weights[0].groups():
         _reduce([(weight, cast) for weight, cast in parts if group in weight.groups_of(cast)], group)
+    for weight in weights:  # last: an error before leaves them to be measured again
+        weight.measured = weight.state()
 
 
 def _reduce(parts: list[tuple[MeasuredWeight, Any]], group: Any) -> None:
