@@ -275,7 +275,10 @@ def test_fields_missing_from_toml_take_their_defaults():
         (('format = "E4M3"', 'format = "E4M4"'), "there is no format 'E4M4'; use one of FP32, BF16"),
         (('granularity = "1x128"', 'granularity = "128"'), "a granularity is 'tensor', 'row' or a block such as"),
         (('accumulate = "', 'accumulate = "x'), "accumulate must be one of fp32, hopper-fast, hopper-slow, not 'x"),
-        (('scaling = "dynamic"', 'scalling = "dynamic"'), "a cast has no 'scalling'; it has amax_floor, format"),
+        (
+            ('scaling = "dynamic"', 'scalling = "dynamic"'),
+            "a cast has no 'scalling'; it has amax_floor, engine, format",
+        ),
         (('scale_rounding = "rceil"', "scale_rounding = 3"), "scale_rounding must be one of fp32, rceil"),
         (("[output.a]", "[output.a"), "this recipe is not TOML"),
         (('name = "blockwise"', 'name = "blockwise"\nhistory = 3'), "a history is a table, not 3"),
