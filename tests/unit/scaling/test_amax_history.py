@@ -319,12 +319,14 @@ def test_what_optimizers_hold_is_fixed_at_a_step():
     """Ranks reduce amaxes by it, and one may have freed an optimizer that another rank still has."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     octavo.convert(model, "rowwise")
-    updates = model[0].scale_updates
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    layer = model[0]
+    assert isinstance(layer, octavo.nn.Linear)
+    updates = layer.scale_updates
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     model(torch.ones(2, 16)).sum().backward()
     assert not updates.held
     optimizer.step()
-    held = frozenset(map(id, model[0].parameters()))
+    held = frozenset(map(id, layer.parameters()))
     assert updates.held == held
     del optimizer
     assert not updates.has_optimizer
