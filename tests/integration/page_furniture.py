@@ -151,6 +151,7 @@ FURNITURE = {
     "docs/how-to/measure-on-a-gpu.md": for_gpu,
     "docs/how-to/plan.md": for_plan,
     "docs/how-to/serve.md": for_serve,
+    "docs/how-to/train-as-served.md": remove("runs/mine"),
     "docs/how-to/train-mixtures-of-experts.md": for_experts,
     "docs/how-to/train-on-several-devices.md": for_several_devices,
     "docs/how-to/use-the-autopilot.md": remove("runs/mine"),

@@ -93,6 +93,8 @@ def run_python(command):
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [module, *words])
+        for name in (module, f"{module}.__main__"):  # other tests of this process may have imported them
+            patch.delitem(sys.modules, name, raising=False)
         with contextlib.suppress(SystemExit):
             runpy.run_module(module, run_name="__main__")
     return printed.getvalue()
