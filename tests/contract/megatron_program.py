@@ -144,6 +144,11 @@ def refusals(rank: int, _folder: Path) -> Any:
             megatron.convert(model, recipe)
         except ConfigError as error:
             said.append(str(error))
+    model = parallel(rank, recipe="tensorwise")
+    try:
+        model[0](batches()[0], weight=model[0].weight.detach())
+    except ConfigError as error:
+        said.append(str(error))
     return said
 
 

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.functional.saved_operands import quantize_operand
 from octavo.numerics import QuantizedTensor
 from octavo.parallel import gather_in_fp8
 from tests.contract.gathered_weights_training import counting, local
-from tests.contract.tensor_parallel_layers import STATIC_SCALE, operand_difference, recorded_operands
+from tests.contract.tensor_parallel_layers import STATIC_SCALE, recorded_operands, unlike_whole
 
-__all__ = ["gathered_codes", "gathered_traffic", "not_gathered"]
+__all__ = ["gathered_codes", "gathered_traffic", "not_gathered", "replicated"]
 
 DYNAMIC = ("tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "static", "weight_only")
 RECIPES = (*DYNAMIC, "delayed")
@@ -28,7 +27,10 @@ SIZES = (64, 768, 160)  # each rank's 384 rows are two chunks, which cut a block
 STEPS = 3
 
 
-def mesh() -> Any:
+def mesh(*, hybrid: bool = False) -> Any:
+    """Ranks of FSDP2 over those of tensor parallelism; of a hybrid one, two copies of the shards."""
+    if hybrid:
+        return init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "shards", "tensor"))
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
 
@@ -38,6 +40,7 @@ def plain(
     sizes: tuple[int, int, int] = SIZES,
     each: bool = True,
     dtype: torch.dtype = torch.float32,
+    hybrid: bool = False,
     **options: Any,
 ) -> Any:
     """A layer by columns and one by rows, in groups of their own or in one."""
@@ -52,10 +55,10 @@ def plain(
     octavo.convert(model, recipe)
     if octavo.recipes.get(recipe).has_static_input:
         octavo.load_scaling_state(model, dict.fromkeys(octavo.scaling_state(model), STATIC_SCALE))
-    ranks = mesh()
+    ranks = mesh(hybrid=hybrid)
     parallelize_module(model, ranks["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for part in (model[0], model[2], model) if each else (model,):
-        fully_shard(part, mesh=ranks["data"], **options)
+        fully_shard(part, mesh=ranks["copies", "shards"] if hybrid else ranks["data"], **options)
     return model
 
 
@@ -91,19 +94,6 @@ def run(model: Any, *, repeats: bool = False) -> Iterator[tuple[list[Any], dict[
     yield operands, {name: each.detach().full_tensor() for name, each in model.named_parameters()}
 
 
-def unlike_whole(model: Any, operands: list[Any], weights: dict[str, Tensor]) -> list[str]:
-    """Weight operands of a training pass that are not those of casting the whole weight."""
-    found, group = [], mesh()["tensor"].get_group()
-    for name, divided, gemms in (("0.weight", "N", (0, 4)), ("2.weight", "K", (1, 2))):
-        recipe, weight = model[int(name[0])].recipe, weights[name]
-        casts = ((recipe.output.b, weight, "NK"), (recipe.grad_input.b, weight.t(), "KN"))
-        for gemm, (spec, matrix, dims) in zip(gemms, casts, strict=True):
-            whole = matrix if spec is None else quantize_operand(matrix, spec)
-            if operand_difference(operands[gemm][1], whole, dims, divided, group):
-                found.append(f"{name} {dims}")
-    return found
-
-
 def same_operands(one: list[Any], other: list[Any]) -> bool:
     pairs = [pair for left, right in zip(one, other, strict=True) for pair in zip(left, right, strict=True)]
     return all(
@@ -122,7 +112,9 @@ def compared(recipe: str, *, repeats: bool = False, **options: Any) -> list[str]
     for index, ((operands, weights), (expected, _)) in enumerate(passes):
         found += [] if same_operands(operands, expected) else [f"{index} operands"]
         if recipe in DYNAMIC and index < 2 * STEPS and not repeats:
-            found += [f"{index} {each}" for each in unlike_whole(models[0], operands, weights)]
+            layers = ((models[0][at], divided, weights[f"{at}.weight"]) for at, divided in ((0, "N"), (2, "K")))
+            differ = unlike_whole(layers, operands, mesh()["tensor"].get_group())
+            found += [f"{index} {each}" for each in differ]
     pairs = [(local(one), local(other)) for one, other in zip(*(model.parameters() for model in models), strict=True)]
     one, other = (octavo.scaling_state(model) for model in models)
     same = all(torch.equal(*pair) for pair in (*pairs, *((one[key], other[key]) for key in other)))
@@ -136,6 +128,8 @@ def gathered_codes(_rank: int, _: Path) -> Any:
         found[f"{recipe} together"] = compared(recipe, each=False)
         found[f"{recipe} kept"] = compared(recipe, reshard_after_forward=False)
         found[f"{recipe} repeated"] = compared(recipe, repeats=True)
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        found[f"{recipe} hybrid"] = compared(recipe, hybrid=True)
     return found
 
 
@@ -156,6 +150,39 @@ def gathered_traffic(_rank: int, _: Path) -> Any:
                 optimizer.step()
         found[recipe] = counts
     return found
+
+
+def replicated(_rank: int, _: Path) -> Any:
+    """Where every rank of tensor parallelism has the whole weight: whether codes equal values, and ratios of bytes."""
+    found = {}
+    for recipe in ("tensorwise", "rowwise", "delayed"):
+        results, sent = [], []
+        for gathers in (True, False):
+            torch.manual_seed(6)
+            model: Any = nn.Sequential(nn.Linear(SIZES[0], SIZES[2], bias=False))
+            octavo.convert(model, recipe)
+            distribute_module(model[0], mesh()["tensor"], None, _from_plain, _to_plain)
+            for part in (model[0], model):
+                fully_shard(part, mesh=mesh()["data"])
+            assert not gathers or gather_in_fp8(model) == {}
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with counting() as counts, recorded_operands() as operands:
+                for batch in batches():
+                    model(batch.requires_grad_()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append(operands)
+            sent.append(counts["bytes"])
+        found[recipe] = same_operands(*results), sent[0] / sent[1]
+    return found
+
+
+def _from_plain(_: nn.Module, inputs: Any, ranks: Any) -> Any:
+    return DTensor.from_local(inputs[0], ranks, [Replicate()])
+
+
+def _to_plain(_: nn.Module, output: Any, __: Any) -> Any:
+    return output.to_local()
 
 
 def not_gathered(_rank: int, _: Path) -> Any:

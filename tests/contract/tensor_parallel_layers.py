@@ -1,6 +1,6 @@
 """One layer that ranks share, against the same layer in one process: operands of all GEMMs, bit for bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import octavo
 import octavo.functional.linear
+from octavo.functional.saved_operands import quantize_operand
 from octavo.numerics import QuantizedTensor
 from tests.contract.gathered_weights_program import message
 from tests.contract.gathered_weights_training import counting, local
@@ -31,6 +32,7 @@ __all__ = [
     "refused",
     "unequal_slices",
     "uneven",
+    "unlike_whole",
 ]
 
 RECIPES = (
@@ -126,6 +128,25 @@ def operand_difference(one: Any, whole: Any, dims: str, divided: str, group: Any
     data = sliced(whole.data.view(torch.uint8), dims, divided, rank, ranks)
     scale = sliced(whole.scale, dims, divided, rank, ranks)
     return not (torch.equal(one.data.contiguous().view(torch.uint8), data) and torch.equal(one.scale, scale))
+
+
+def unlike_whole(layers: Iterable[tuple[Any, str, Tensor]], operands: list[Any], group: Any) -> list[str]:
+    """Weight operands of a training pass that are not those of casting the whole weight.
+
+    Args:
+        layers: two, each with the dimension that ranks divide and the whole weight.
+        operands: of the pass's six GEMMs.
+        group: the ranks that divide the weights.
+    """
+    found = []
+    for index, ((layer, divided, weight), gemms) in enumerate(zip(layers, ((0, 4), (1, 2)), strict=True)):
+        recipe = layer.recipe
+        casts = ((recipe.output.b, weight, "NK"), (recipe.grad_input.b, weight.t(), "KN"))
+        for gemm, (spec, matrix, dims) in zip(gemms, casts, strict=True):
+            whole = matrix if spec is None else quantize_operand(matrix, spec)
+            if operand_difference(operands[gemm][1], whole, dims, divided, group):
+                found.append(f"layer {index} {dims}")
+    return found
 
 
 def values_difference(one: Any, whole: Any, dims: str, divided: str, pair: Any) -> str | None:

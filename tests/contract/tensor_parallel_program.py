@@ -23,7 +23,7 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     2: {
         "layers": [layers.codes, layers.reductions, layers.refused],
         "models": [models.training],
-        "weights": [weights.weight_reductions, weights.weights_written],
+        "weights": [weights.weight_reductions, weights.weights_written, weights.rows_written],
         "use": [
             *(use.converted_later, use.checkpointed, use.cached, use.shared_inputs, use.saved, use.restored),
             *(use.half_precision, use.kept_for_backward, use.rows, use.compiled, use.watched, use.not_done),
@@ -33,7 +33,7 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     4: {
         "layers": [layers.codes, layers.uneven, layers.unequal_slices],
         "models": [models.sharded],
-        "gathers": [gathers.gathered_codes, gathers.gathered_traffic, gathers.not_gathered],
+        "gathers": [gathers.gathered_codes, gathers.gathered_traffic, gathers.replicated, gathers.not_gathered],
     },
 }
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import octavo
 from tests.contract.gathered_weights_training import counting
-from tests.contract.tensor_parallel_layers import STATIC_SCALE
+from tests.contract.tensor_parallel_layers import STATIC_SCALE, recorded_operands, unlike_whole
 
-__all__ = ["weight_reductions", "weights_written"]
+__all__ = ["rows_written", "weight_reductions", "weights_written"]
 
 SIZE = 64
 WIDTHS = (SIZE, 2 * SIZE, SIZE, 2 * SIZE)
@@ -115,6 +115,18 @@ def through_data(pair: Pair) -> list[bool]:
     return [*found, pair.step(), pair.step()]
 
 
+def later_layers(pair: Pair) -> list[bool]:
+    """Averaged weights that an evaluation of all layers but the first swaps in and out."""
+    found = [pair.step(), pair.step(), pair.passes()]
+    pair.write(uncounted)
+    x = torch.linspace(-1, 1, 8 * WIDTHS[1]).view(8, WIDTHS[1])
+    with torch.no_grad():
+        one, other = (model[1:](x) for model in pair.models)
+    found.append(torch.equal(one, other))
+    pair.write(lambda _, weight: weight.data.mul_(0.1))
+    return [*found, pair.passes(), pair.step()]
+
+
 def between_micro_batches(pair: Pair) -> list[bool]:
     found = [pair.step(), pair.step(), pair.passes()]
     pair.write(counted)
@@ -171,6 +183,36 @@ def weights_written(_rank: int, _: Path) -> Any:
     """Whether each pass has the bits of one process, by what is written and by the optimizer."""
     sgd: Optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
     fused: Optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=0.5, fused=True)  # noqa: E731
-    cases = (through_data, between_micro_batches, told, loaded, cast_to_bfloat16, by_hand, restored)
+    cases = (through_data, later_layers, between_micro_batches, told, loaded, cast_to_bfloat16, by_hand, restored)
     found = {case.__name__: case(Pair(sgd)) for case in cases}
     return found | {"fused": [pair.step() for pair in [Pair(fused)] for _ in range(3)]}
+
+
+def rows_written(_rank: int, _: Path) -> Any:
+    """Operands of weights by row that are not those of casting the whole weight, after writes of each kind."""
+    model, found = alternating("rowwise", 1), dict[str, list[str]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    group = model[0].weight.device_mesh.get_group()
+
+    def passes(name: str, *, change: float = 1.0) -> None:
+        for weight in model.parameters():
+            weight.data.mul_(change)
+        weights = [layer.weight.detach().full_tensor() for layer in model]
+        with recorded_operands() as operands:
+            model(torch.ones(32, SIZE, requires_grad=True)).sum().backward()
+        found[name] = unlike_whole(zip(model, "NK", weights, strict=True), operands, group)
+
+    for step in range(2):
+        passes(f"step {step}")
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5)
+    passes("counted")
+    with torch.no_grad():
+        model(torch.ones(32, SIZE))
+    passes("after an evaluation", change=0.1)
+    octavo.update_scales(model)
+    passes("told", change=3.0)
+    return found

@@ -44,11 +44,12 @@ def test_names_classes_and_checkpoints_stay_megatrons(found):
 
 
 def test_what_is_refused_says_what_to_do(found):
-    for fused, blocks, plain in of_check(found, "refusals"):
+    for fused, blocks, plain, given in of_check(found, "refusals"):
         assert "set gradient_accumulation_fusion=False" in fused
         assert "has 144 out_features" in blocks
         assert "256 would work" in blocks
         assert "octavo.convert takes nn.Linear" in plain
+        assert given.startswith("layer '0' is given a weight that is not its own")
 
 
 def test_a_language_model_trains_and_its_ranks_share_their_scales(found):

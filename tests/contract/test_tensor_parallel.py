@@ -68,7 +68,7 @@ def test_a_decoder_trains_as_in_one_process(found, ranks, check):
 def test_fsdp_gathers_slices_as_codes_of_the_whole_weight(found):
     """All operands are those of FSDP2's own gather; weights' are those of casting the whole weight, bit for bit."""
     for differences in found("gathers", "gathered_codes", 4):
-        assert len(differences) == 14
+        assert len(differences) == 17
         assert not any(differences.values()), differences
 
 
@@ -83,6 +83,14 @@ def test_slices_are_gathered_with_one_byte_an_element(found):
             assert 0.5 <= each["bytes"] / in_bf16["bytes"] <= bar, (recipe, each, in_bf16)
             others = {"blockwise": 0, "mxfp8": 0, "delayed": 1}
             assert each["reduces"] == of_weights.get(recipe, 2) + others.get(recipe, 4), (recipe, each)
+
+
+def test_a_weight_that_every_rank_of_tensor_parallelism_has_is_gathered_as_codes(found):
+    for results in found("gathers", "replicated", 4):
+        assert len(results) == 3
+        for same, ratio in results.values():
+            assert same
+            assert 0.25 <= ratio < 0.3  # of float32's bytes
 
 
 def test_slices_that_ranks_do_not_have_are_gathered_in_high_precision(found):
@@ -129,9 +137,15 @@ def test_no_write_to_a_weight_is_missed(found):
     """Every pass has the bits of one process, whose weights are written to in the same way."""
     for results in found("weights", "weights_written"):
         passes = dict.fromkeys(("through_data", "between_micro_batches", "cast_to_bfloat16"), 5)
-        passes |= {"told": 4, "loaded": 8, "by_hand": 6, "restored": 4, "fused": 3}
+        passes |= {"later_layers": 6, "told": 4, "loaded": 8, "by_hand": 6, "restored": 4, "fused": 3}
         assert {name: len(same) for name, same in results.items()} == passes
         assert all(map(all, results.values())), results
+
+
+def test_no_write_to_a_weight_by_row_is_missed(found):
+    for differences in found("weights", "rows_written"):
+        assert len(differences) == 5
+        assert not any(differences.values()), differences
 
 
 def test_refusals(found):

@@ -138,6 +138,11 @@ class ParallelLinear(Linear):
         """Megatron's GEMMs with the collectives of their passes; its ``forward`` calls this."""
         from megatron.core.tensor_parallel import mappings
 
+        if weight is not self.weight:
+            raise ConfigError(
+                f"{self.called} is given a weight that is not its own, and its scales are of its own; leave it out of "
+                "octavo.compat.megatron.convert by skip"
+            )
         group = _group(self)
         if sequence_parallel:
             input = mappings.gather_from_sequence_parallel_region(input, group=group)  # noqa: A001

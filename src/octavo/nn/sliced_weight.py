@@ -5,7 +5,11 @@ layer. Weights change once a step: their amaxes are reduced together (:mod:`octa
 layer that runs in the step.
 
 FSDP2 gathers slices before the layer runs and frees them after it. The weights that are gathered when a layer runs are
-then reduced together, in each forward pass.
+then reduced together, in each forward pass. Of frozen slices it raises no version: after loading them between passes
+with gradients, call ``octavo.update_scales(model)`` on all ranks.
+
+torch's reentrant checkpoint runs forward without gradients, which looks like an evaluation: all weights are measured
+anew in each micro-batch. ``use_reentrant=False`` leaves it at once a step.
 """
 
 import weakref
@@ -51,7 +55,7 @@ class SlicedWeight:
         self._parameter, self._replacements = layer.stored_weight, 0
         self.measured: tuple[object, ...] = ()
         self.amaxes: dict[_Cast, Tensor] = {}
-        self.last_forward = (-1, True)
+        self.last_generation = -1
 
     def begin_forward(self) -> None:
         """Notice the begin of a forward pass of the layer, which may not have seen a write to its weight."""

@@ -52,8 +52,9 @@ def require_equal_state(
 ) -> None:
     """Compare tensors and values by name, with one collective of a few numbers where all are equal.
 
-    A tensor's digest is a sum of its elements' bits as integers, each times an odd number of its position. Other
-    elements, or another order of them, go unnoticed with a chance of about 2⁻³²: 32 bits of all digests are compared.
+    A tensor's digest is a sum of its elements' bits as integers of at most 32 bits, each times an odd number of its
+    position. Other elements, or another order of them, go unnoticed with a chance of about 2⁻³²: 32 bits of all digests
+    are compared.
 
     Args:
         ranks: all of them call this.
@@ -127,11 +128,11 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Digest of each tensor; one wait for the device."""
     if not tensors:
         return {}
-    flat = [tensor.detach().contiguous().flatten() for tensor in tensors.values()]
-    longest, device = max(map(len, flat)), flat[0].device
+    words = [_words(tensor.detach().contiguous().flatten()) for tensor in tensors.values()]
+    longest, device = max(map(len, words)), words[0].device
     places = _numbers(0, min(longest, CHUNK), device)
     chunks = _numbers(CHUNK, 1 + longest // CHUNK, device)
-    digests = torch.stack([_digest(each.view(_integers(each)), places, chunks) for each in flat])
+    digests = torch.stack([_digest(each, places, chunks) for each in words])
     return dict(zip(tensors, digests.tolist(), strict=True))
 
 
@@ -145,6 +146,11 @@ def _numbers(first: int, count: int, device: torch.device) -> Tensor:
     """Odd numbers without a pattern, the same on every device, int64 [count]."""
     mixed = torch.arange(first, first + count, device=device) * ODD
     return (mixed ^ (mixed >> SHIFT)) * ODD | 1
+
+
+def _words(flat: Tensor) -> Tensor:
+    """Bits as integers; of 64 they are two, as the highest bits of an even number of products would cancel."""
+    return flat.view(torch.int32 if flat.element_size() % 4 == 0 else _integers(flat))
 
 
 def _integers(tensor: Tensor) -> torch.dtype:

@@ -36,21 +36,17 @@ class ShardedParameter:
         parameter, spec = self._parameter, self._parameter._unsharded_dtensor_spec  # noqa: SLF001
         slices = () if spec is None else spec.placements
         shards = parameter.sharded_param.placements[: -len(slices) or None]
-        reasons = {
-            "other modules use it too": parameter._module_info.shared_modules,  # noqa: SLF001
-            "it was a DTensor of a mesh of several dimensions before fully_shard": len(slices) > 1,
-            "tensor parallelism leaves ranks without a part of it": any(
-                _has_empty_slice(spec.shape, each, spec.mesh.size()) for each in slices
-            ),
-            "fully_shard does not share its rows among the ranks": (
-                shards[-1].is_replicate() or parameter.fsdp_placement.dim
-            ),
-            "fully_shard's reshard_after_forward is a number, and torch shards no codes after forward": (
-                self._group._use_post_forward_mesh  # noqa: SLF001
-            ),
-            "it is empty": 0 in self.shape,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        if parameter._module_info.shared_modules:  # noqa: SLF001
+            return "other modules use it too"
+        if len(slices) > 1:
+            return "it was a DTensor of a mesh of several dimensions before fully_shard"
+        if any(_has_empty_slice(spec.shape, each, spec.mesh.size()) for each in slices):
+            return "tensor parallelism leaves ranks without a part of it"
+        if shards[-1].is_replicate() or parameter.fsdp_placement.dim:
+            return "fully_shard does not share its rows among the ranks"
+        if self._group._use_post_forward_mesh:  # noqa: SLF001
+            return "fully_shard's reshard_after_forward is a number, and torch shards no codes after forward"
+        return "it is empty" if 0 in self.shape else None
 
     @property
     def dtype(self) -> torch.dtype:

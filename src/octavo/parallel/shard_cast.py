@@ -25,7 +25,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
 from octavo.formats import E8M0
 from octavo.kernels import cast
 from octavo.numerics import AmaxRecord, CastSpec, PerBlock, PerRow, QuantizedTensor, measure
@@ -56,10 +55,6 @@ class ShardCast:
     ranks: int
     rank: int
     reduces_rows: bool = False
-
-    def __post_init__(self) -> None:
-        if self.spec.engine is not None:
-            raise ConfigError("ranks gather a weight as codes with octavo's scales, not with another engine's")
 
     @cached_property
     def chunk(self) -> int:

@@ -93,7 +93,7 @@ class WeightGather:
         self._gathered: _Gathered | None = None
         self._outputs: tuple[Tensor | None, ...] = ()
         self._repeats_forward = False
-        self.last_forward = (-1, True)
+        self.last_generation = -1
         step.weights[layer] = self
 
     # As a MeasuredWeight
@@ -307,6 +307,8 @@ def high_precision_reason(layer: Linear, recipe: Recipe) -> str | None:
     """Return why a layer's weight is gathered in high precision under ``recipe``; None where codes are."""
     if recipe.output.b is None:
         return f"recipe {recipe.name!r} casts no weight"
+    if any(spec is not None and spec.engine is not None for spec in (recipe.output.b, recipe.grad_input.b)):
+        return f"recipe {recipe.name!r} casts it as another engine does, whose scales are of the whole weight"
     if recipe.history is not None and recipe.history.close == Close.AUTOCAST:
         return f"recipe {recipe.name!r} ends steps inside of the forward pass, after the weight was gathered"
     if recipe.is_delayed and layer.scale_updates.group is not None:

@@ -33,12 +33,12 @@ class MeasuredWeight(Protocol):
     Attributes:
         measured: its state when it was measured.
         amaxes: the ranks' largest, by cast.
-        last_forward: the generation of its last forward pass, and whether that was called with gradients enabled.
+        last_generation: the generation of its last forward pass.
     """
 
     measured: tuple[object, ...]
     amaxes: dict[Any, Tensor]
-    last_forward: tuple[int, bool]
+    last_generation: int
 
     def state(self) -> tuple[object, ...]:
         """Return what changes when the weight, or a cast of it, changes; equal on all ranks."""
@@ -71,13 +71,14 @@ class StepAmaxes:
     Attributes:
         weights: the weights, by layer.
         generation: a weight adds 1 where all of them must be measured anew.
-        with_gradients: whether the model's last forward pass was called with gradients enabled.
+        with_gradients: whether the model's running forward pass was called with gradients enabled.
+        had_gradients: whether that of the last layer to begin was.
     """
 
     def __init__(self) -> None:
         self.weights: weakref.WeakKeyDictionary[Any, MeasuredWeight] = weakref.WeakKeyDictionary()
         self.generation = 0
-        self.with_gradients = True
+        self.with_gradients = self.had_gradients = True
 
     def note_gradients(self, *_: object) -> None:
         """Before the model's forward pass, note whether gradients are enabled."""
@@ -87,18 +88,18 @@ class StepAmaxes:
         """Let all weights be measured anew where a write to them might not have been seen.
 
         No version counts what is written through ``.data`` or by ``torch._foreach_*``. Such writes are expected before
-        and after a pass without gradients (an evaluation of averaged weights), and where no ``torch.optim`` optimizer
-        holds the weights. Both are the same on all ranks, which run their passes together.
+        and after a pass without gradients (an evaluation of averaged weights, perhaps by some layers alone), and where
+        no ``torch.optim`` optimizer holds the weights. Both are the same on all ranks, which run their passes together.
 
         Args:
             weight: of the layer that is called.
             is_held: whether such an optimizer holds it.
         """
-        generation, had_gradients = weight.last_forward
-        written = not (had_gradients and self.with_gradients and is_held)
-        if written and generation == self.generation:
+        ends_evaluation = self.with_gradients and not self.had_gradients
+        written = not (self.with_gradients and is_held)
+        if ends_evaluation or (written and weight.last_generation == self.generation):
             self.generation += 1
-        weight.last_forward = (self.generation, self.with_gradients)
+        weight.last_generation, self.had_gradients = self.generation, self.with_gradients
 
     @torch.no_grad()
     def of(self, weight: MeasuredWeight) -> dict[Any, Tensor]:

@@ -17,7 +17,7 @@ from octavo.models import Llama
 from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.numerics import CastSpec, Scaling
 from octavo.onnx.layers import graph_linear
-from octavo.parallel.shard_cast import ShardCast
+from octavo.parallel.weight_gather import high_precision_reason
 from octavo.quantization import compensate_rounding
 from octavo.recipes.engines import forward_recipe
 from tests.oracle.engines.adversarial import finite_tensors, input_cast, nonfinite_tensors, same_codes
@@ -163,8 +163,7 @@ def test_whatever_computes_octavos_scales_itself_refuses_an_engines():
     layer = octavo.nn.Linear(32, 16, recipe=served_recipe(get("vllm-token")))
     with pytest.raises(ConfigError, match="leave compensated rounding out"):
         compensate_rounding(nn.Sequential(layer), [torch.randn(8, 32)])
-    with pytest.raises(ConfigError, match="not with another engine's"):
-        ShardCast(spec=input_spec("vllm-token"), transposed=False, shape=(16, 32), ranks=2, rank=0)
+    assert "casts it as another engine does" in str(high_precision_reason(layer, layer.recipe))
     with pytest.raises(ConfigError, match="an ONNX graph casts as octavo does"):
         graph_linear(layer, torch.float32, "0")
 

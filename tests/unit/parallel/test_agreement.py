@@ -169,6 +169,15 @@ def reordered(tensor):
     yield "transposed", integers.view(tensor.shape).t()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_digest_of_flipped_signs(dtype, count):
+    tensor = torch.ones(6, dtype=dtype)
+    flipped = tensor.clone()
+    flipped[:count] *= -1
+    assert len(set(_digests({"one": tensor, "other": flipped}).values())) == 2
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (64, 64), (3, 4096), (70, 4096), (4097, 3), (90, 100)])
 def test_digest_of_another_order(shape):
     tensor = torch.randn(shape)
