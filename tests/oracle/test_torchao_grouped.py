@@ -21,6 +21,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from octavo import recipes
 from octavo.functional import fp8_grouped_linear, grouped_linear
+from octavo.kernels import scaled_mm_each
 from octavo.numerics import QuantizedTensor
 
 K, N, BLOCK = 64, 96, 32
@@ -77,11 +78,10 @@ def tensors(counts: tuple[int, ...], dtype: torch.dtype) -> Pass:
 def octavos(given: Pass, recipe: str, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[list[Codes]]]:
     """The output, and the operands of the output's, grad_input's and grad_weight's GEMM for each expert with rows."""
     operands: list[list[Codes]] = []
-    multiply = grouped_linear.scaled_mm_each
 
     def recorded(a: list[QuantizedTensor], b: list[QuantizedTensor], *rest: object, **options: object) -> None:
         operands.extend([Codes(each.data, each.scale) for each in side] for side in (a, b))
-        multiply(a, b, *rest, **options)  # type: ignore[arg-type]
+        scaled_mm_each(a, b, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(grouped_linear, "scaled_mm_each", recorded)
     offsets = torch.nn.functional.pad(given.ends, (1, 0))

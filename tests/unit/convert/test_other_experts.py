@@ -1,4 +1,4 @@
-"""Experts that follow no interface of transformers: torchtitan's run in FP8; DBRX's and Megatron's grouped are named."""
+"""Experts outside of transformers' interface: torchtitan's run in FP8; DBRX's and Megatron's grouped are named."""
 
 import copy
 import warnings
@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import octavo
 from octavo import recipes
@@ -142,7 +143,7 @@ def megatron_groups():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parallel_state = pytest.importorskip("megatron.core.parallel_state", reason="megatron-core is not installed")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, expert_model_parallel_size=1)
     yield
     parallel_state.destroy_model_parallel()
