@@ -90,6 +90,28 @@ def octavos(given: Pass, recipe: str, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return y, operands
 
 
+def torchaos_emulation(given: Pass, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[Codes]]:
+    """The output in MXFP8, and the operands in the same order, padded to whole blocks for each expert."""
+    casts: list[Codes] = []
+    to_mx = torchao_mxfp8.to_mx
+
+    def recorded(*arguments: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, data = to_mx(*arguments, **options)
+        casts.append(Codes(data, scale.view(torch.uint8)))
+        return scale, data
+
+    monkeypatch.setattr(torchao_mxfp8, "to_mx", recorded)
+    y = torchao_mxfp8._to_mxfp8_then_scaled_grouped_mm(
+        given.x,
+        given.weight.transpose(1, 2),
+        given.ends,
+        kernel_preference=KernelPreference.EMULATED,
+        pad_token_groups_for_grouped_mm=True,
+    )
+    y.backward(given.grad)
+    return y, casts
+
+
 def assert_same(found: list[list[Codes]], expected: list[list[Codes]]) -> None:
     assert len(found) == len(expected) == 6
     for ours, theirs in zip(found, expected, strict=True):
@@ -146,23 +168,7 @@ def test_operands_and_results_in_mxfp8_are_those_of_torchaos_emulation(counts, m
     y, found = octavos(given, "mxfp8", monkeypatch)
     gradients = [given.x.grad, given.weight.grad]
     given.x.grad = given.weight.grad = None
-    casts: list[Codes] = []
-    to_mx = torchao_mxfp8.to_mx
-
-    def recorded(*arguments: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-        scale, data = to_mx(*arguments, **options)
-        casts.append(Codes(data, scale.view(torch.uint8)))
-        return scale, data
-
-    monkeypatch.setattr(torchao_mxfp8, "to_mx", recorded)
-    theirs = torchao_mxfp8._to_mxfp8_then_scaled_grouped_mm(
-        given.x,
-        given.weight.transpose(1, 2),
-        given.ends,
-        kernel_preference=KernelPreference.EMULATED,
-        pad_token_groups_for_grouped_mm=True,
-    )
-    theirs.backward(given.grad)
+    theirs, casts = torchaos_emulation(given, monkeypatch)
     starts = torch_pad_token_groups(given.x.detach(), given.ends, BLOCK)[1].tolist()
     where = [(starts[expert], counts[expert]) for expert in given.experts]
 

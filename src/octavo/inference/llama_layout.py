@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from octavo.checkpoints.tensor_files import read_json
+from octavo.checkpoints import plain_configuration
 from octavo.convert import UnfusedExperts, unfuse_experts
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import ROPE_TYPES, rope_scaling_of, shape_from_record
-from octavo.models.sources import HF_CONFIG, INSTALL
+from octavo.models.sources import INSTALL
 
 __all__ = ["as_llama", "check_configuration", "why_not_llama"]
 
@@ -95,15 +95,15 @@ def check_configuration(folder: Path) -> None:
         CheckpointError: transformers cannot read the configuration, or octavo's Llama does not compute the model.
         ConfigError: transformers is needed and not installed.
     """
-    source = str(folder)
-    if read_json(folder / HF_CONFIG).get("model_type") in _DENSE:  # octavo may read these without transformers
+    source, plain = str(folder), plain_configuration(folder)
+    if plain.get("model_type") in _DENSE:  # octavo may read these without transformers
         return
     try:
         from transformers import AutoConfig
     except ImportError as error:
         raise ConfigError(f"{source!r} is read with transformers, which is not installed; {INSTALL}") from error
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.for_model(**plain)
     except Exception as error:  # transformers and its readers raise any exception
         raise CheckpointError(f"transformers cannot read {source!r}: {' '.join(str(error).split())}") from error
     reason = why_not_llama(config)
