@@ -110,6 +110,27 @@ class ParallelExperts(ConvertedModule):
         return result
 
 
+class GatedExperts(ConvertedModule):
+    """torchtitan's experts: rows sorted by expert and how many each has; down(silu(gate(x)) · up(x))."""
+
+    def weights(self) -> tuple[str, ...]:
+        """Gate [E, F, D], down [E, D, F] and up [E, F, D]: w1, w2 and w3, in later releases with their dimensions."""
+        return tuple(sorted(name for name, _ in self.named_parameters(recurse=False)))
+
+    def new_layer(self, weight: str) -> ScaledLayer:
+        """A layer without biases."""
+        return ExpertsProjection(self, weight, None, transposed=False)
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Map [R, D] to the same shape; rows beyond the experts' become 0."""
+        gate, down, up = (self.layer(name) for name in self.weights())
+        if gate.recipe_now().is_high_precision:
+            return super().forward(x, tokens_per_expert)  # type: ignore[no-any-return]
+        offsets = _offsets(tokens_per_expert)
+        result: Tensor = down(torch.nn.functional.silu(gate(x, offsets)) * up(x, offsets), offsets)
+        return result
+
+
 def _offsets(counts: Tensor) -> Tensor:
     """Where each expert's rows begin, and where the last one's end."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -120,6 +141,8 @@ _BY_CLASS: Mapping[str, type[ConvertedModule]] = {
     "transformers.pytorch_utils.Conv1D": ConvertedConv1D,
     "transformers.models.llama4.modeling_llama4.Llama4TextExperts": BatchedExperts,
     "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": ParallelExperts,
+    "torchtitan.models.moe.moe.GroupedExperts": GatedExperts,  # 0.2
+    "torchtitan.models.common.moe.GroupedExperts": GatedExperts,  # 0.3
 }
 
 

@@ -16,17 +16,20 @@ their own first (:mod:`octavo.convert.unfused_experts`).
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from octavo.checkpoints import plain_configuration
 from octavo.convert import UnfusedExperts, unfuse_experts
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import ROPE_TYPES, rope_scaling_of, shape_from_record
+from octavo.models.sources import INSTALL
 
-__all__ = ["as_llama", "why_not_llama"]
+__all__ = ["as_llama", "check_configuration", "why_not_llama"]
 
 
 class _Mixture(NamedTuple):
@@ -55,7 +58,9 @@ _OTHER_EXPERTS = {
 _OTHER_LAYERS = {
     "sliding_window": "its attention has a sliding window",
     "clip_qkv": "its attention clips queries, keys and values",
+    "kv_lora_rank": "its attention reads compressed keys and values",
 }
+_OF_TYPES = {"gpt_oss": ["its attention has sinks"]}  # what no setting says
 
 
 def as_llama(model: nn.Module, source: str) -> Llama:
@@ -77,10 +82,37 @@ def as_llama(model: nn.Module, source: str) -> Llama:
             llama = Llama(shape)
         reason = _move(model, llama)
     if reason is not None:
-        raise CheckpointError(f"{source!r} cannot be served: {reason}; octavo serves only models of the Llama layout")
+        raise _refusal(source, reason)
     assert shape is not None
     llama.model.cos, llama.model.sin = shape.rotary_table()
     return llama.eval()
+
+
+def check_configuration(folder: Path) -> None:
+    """Refuse a Hugging Face folder that :func:`as_llama` would refuse by its configuration, before weights are read.
+
+    Raises:
+        CheckpointError: transformers cannot read the configuration, or octavo's Llama does not compute the model.
+        ConfigError: transformers is needed and not installed.
+    """
+    source, plain = str(folder), plain_configuration(folder)
+    if plain.get("model_type") in _DENSE:  # octavo may read these without transformers
+        return
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError(f"{source!r} is read with transformers, which is not installed; {INSTALL}") from error
+    try:
+        config = AutoConfig.for_model(**plain)
+    except Exception as error:  # transformers and its readers raise any exception
+        raise CheckpointError(f"transformers cannot read {source!r}: {' '.join(str(error).split())}") from error
+    reason = why_not_llama(config)
+    if reason is not None:
+        raise _refusal(source, reason)
+
+
+def _refusal(source: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{source!r} cannot be served: {reason}; octavo serves only models of the Llama layout")
 
 
 def why_not_llama(config: Any) -> str | None:
@@ -110,25 +142,31 @@ def _reasons(config: Any) -> Iterator[str]:
         for name, words in _OTHER_EXPERTS.items()
         if settings.get(name) and name != shared and (name, settings[name]) != ("n_group", 1)
     ]
-    if others:
-        yield " and ".join(others)
+    if others or settings.get("kv_lora_rank"):
+        attention = [*_OF_TYPES.get(model_type, []), *_other_layers(settings), *_other_rotation(config)]
+        yield ", and ".join(each for each in (" and ".join(others), ", ".join(attention)) if each)
     if model_type not in (*_DENSE, *_MIXTURES):
         types = ", ".join(map(repr, (*_DENSE, *_MIXTURES)))
         yield f"its type is {model_type!r}, not one of {types}"
         return  # which may lack the settings below
     if config.hidden_act != "silu":
         yield f"its MLP has {config.hidden_act!r}, not 'silu'"
-    if config.rope_parameters.get("rope_type", "default") not in ROPE_TYPES:
-        types = " or ".join(map(repr, ROPE_TYPES))
-        yield f"its rotary positions are {config.rope_parameters['rope_type']!r}, not {types}"
+    yield from _other_rotation(config)
     if model_type in (*_MIXTURES, "mistral"):
         yield from _other_layers(settings)
 
 
+def _other_rotation(config: Any) -> Iterator[str]:
+    """Rotary positions that octavo's Llama does not compute."""
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        yield f"its rotary positions are {kind!r}, not {' or '.join(map(repr, ROPE_TYPES))}"
+
+
 def _other_layers(settings: Mapping[str, Any]) -> Iterator[str]:
     """Properties of attention that octavo's Llama does not compute."""
-    usual = {}
-    if (settings.get("sliding_window") or 0) >= settings["max_position_embeddings"]:  # which hides no token
+    usual, context = {}, settings.get("max_position_embeddings")
+    if context is not None and (settings.get("sliding_window") or 0) >= context:  # which hides no token
         usual["sliding_window"] = settings["sliding_window"]
     for name, words in _OTHER_LAYERS.items():
         if settings.get(name) and settings[name] != usual.get(name):

@@ -22,11 +22,12 @@ from torch import nn
 from octavo.checkpoints.tensor_files import read_json
 from octavo.convert import unfuse_experts
 from octavo.errors import CheckpointError, ConfigError
-from octavo.inference.llama_layout import as_llama
+from octavo.inference.llama_layout import as_llama, check_configuration
 from octavo.inference.model_runner import ModelRunner
 from octavo.inference.recipes import ServingRecipe, has_static_scales
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
+from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn.arguments import check_choice
 from octavo.quantization import load_calibration
 
@@ -79,7 +80,10 @@ def load_served_model(
     check_choice("recipe", recipe, tuple(ServingRecipe))
     if calibration is not None and recipe != ServingRecipe.FP8_STATIC:
         raise ConfigError(f"a calibration is for the recipe {ServingRecipe.FP8_STATIC}, not for {recipe}; leave it out")
-    loaded = load_language_model(source, hub=hub)
+    path = located(source, hub=hub)
+    if kind_of(path) is SourceKind.HUGGING_FACE:
+        check_configuration(path)
+    loaded = load_language_model(path)
     return ServedModel(
         runner=_runner(loaded.model, loaded.source, recipe, calibration),
         tokenizer=loaded.tokenizer,

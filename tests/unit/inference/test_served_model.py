@@ -186,3 +186,33 @@ def test_gguf_file_is_served(tmp_path):
     assert served.end_ids == (2,)
     assert served.chat_template is not None
     assert served.template_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+
+GPT_OSS = (
+    "its experts have biases and clamp their activations (swiglu_limit is 7.0), and its attention has sinks, its "
+    "attention has a sliding window (sliding_window is 128), its rotary positions are 'yarn', not 'default' or 'llama3'"
+)
+DEEPSEEK = (
+    "it has experts that every token goes to (n_shared_experts is 1) and its router chooses experts by groups (n_group "
+    "is 8), and its attention reads compressed keys and values (kv_lora_rank is 512), its rotary positions are 'yarn', "
+    "not 'default' or 'llama3'"
+)
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize("quantized", [{}, {"quant_method": "fp8"}, {"quant_method": "mxfp4"}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "settings", "why"), [("GptOss", {}, GPT_OSS), ("DeepseekV3", {"rope_parameters": YARN}, DEEPSEEK)]
+)
+def test_what_is_missing_is_named_before_weights_are_read(tmp_path, name, settings, why, quantized):
+    import transformers
+
+    record = getattr(transformers, f"{name}Config")(**settings).to_dict()
+    record |= {"quantization_config": quantized} if quantized else {}
+    (tmp_path / "config.json").write_text(json.dumps(record | {"architectures": [f"{name}ForCausalLM"]}))
+    (tmp_path / "model.safetensors").write_text("none")
+    with pytest.raises(CheckpointError) as refusal:
+        load_served_model(tmp_path)
+    assert str(refusal.value) == (
+        f"{str(tmp_path)!r} cannot be served: {why}; octavo serves only models of the Llama layout"
+    )
