@@ -6,8 +6,6 @@ vectorized function's tail change with the number of rows. Inside :class:`RowByR
     matrix products                 a row of the first matrix
     attention                       a query of one text and the keys that it sees, as one token is decoded
     SiLU, GELU, sigmoid, sin, cos   a row
-
-Quantized layers with products of codes are not concerned: octavo sums each output of theirs in one order.
 """
 
 from collections.abc import Callable
@@ -35,7 +33,7 @@ class RowByRow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _by_query(func, *args, **kwargs)
+            return _by_query(func, args[:3], {**dict(zip(OPTIONS, args[3:], strict=False)), **kwargs})
         if func is torch.addmm:
             bias, rows, *rest = args
             return _by_row(lambda row: func(bias, row, *rest, **kwargs), rows)
@@ -47,6 +45,7 @@ class RowByRow(TorchFunctionMode):
 
 PRODUCTS = (torch.mm, Tensor.mm, F.linear)
 FUNCTIONS = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, torch.cos, Tensor.cos, torch.sin, Tensor.sin)
+OPTIONS = ("attn_mask", "dropout_p", "is_causal")  # of scaled_dot_product_attention, in its order
 ROWS = frozenset({*PRODUCTS, *FUNCTIONS})
 
 
@@ -59,25 +58,17 @@ def _by_row(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _by_query(
-    attend: Callable[..., Tensor],
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **rest: Any,
-) -> Tensor:
-    """Attention [B, heads, T, D] without a mask, a query of one text a call; with a mask, in one."""
-    if attn_mask is not None or not (is_causal or queries.shape[-2] == 1):
-        return attend(queries, keys, values, attn_mask, dropout_p, is_causal, **rest)
+def _by_query(attend: Callable[..., Tensor], operands: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+    """Attention [B, heads, T, D] without a mask, a query of one text a call; with a mask, in one call."""
+    is_causal, queries = options.pop("is_causal", False), operands[0]
+    if options.get("attn_mask") is not None or not (is_causal or queries.shape[-2] == 1):
+        return attend(*operands, is_causal=is_causal, **options)
     texts = []
-    for query, key, value in zip(queries.split(1), keys.split(1), values.split(1), strict=True):
+    for query, key, value in zip(*(each.split(1) for each in operands), strict=True):
         positions = []
         for place, one in enumerate(query.split(1, dim=-2)):
             seen = place + 1 if is_causal else key.shape[-2]
-            operands = (each.contiguous() for each in (one, key[..., :seen, :], value[..., :seen, :]))
-            positions.append(attend(*operands, None, dropout_p, False, **rest))
+            row = (each.contiguous() for each in (one, key[..., :seen, :], value[..., :seen, :]))
+            positions.append(attend(*row, **options))
         texts.append(torch.cat(positions, dim=-2))
     return torch.cat(texts)

@@ -9,11 +9,11 @@ A window alone, in one pass on one rank, is compared with the same tokens
 and with each cause of the last alone: outputs divided; inputs divided with the slices' own scales; with the whole
 layer's scales and each rank's product rounded; and with neither, where only the order of sums is another.
 
-Everything outside quantized layers is computed row by row (octavo.engines.row_by_row), so a difference is the engine's
-casts, scales, cache and sums, and none of torch's. How an engine's own kernels order their sums is not modelled.
+Everything but casts is computed row by row (octavo.engines.row_by_row), so a difference is the engine's casts, scales,
+cache and sums of ranks, and none of torch's kernels. How an engine's own kernels order their sums is not modelled.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -183,7 +183,7 @@ class _Runs:
     ) -> None:
         self._copies, self._profile, self._tokens = copies, profile, tokens
         self._seed, self._on_progress = seed, on_progress
-        self._engine = copies.of(profile)
+        self._engine, self._layers = self._on_ranks(1, Division())
         self._alone = list(self._each("alone", lambda index: self._engine(tokens[index : index + 1, :-1])[0]))
 
     def score(self, name: str, logits: Callable[[int], Tensor]) -> WayAgreement:
@@ -198,10 +198,10 @@ class _Runs:
     def in_company(self, index: int) -> Tensor:
         """Logits of a window in a batch with others."""
         window, *others = (self._tokens[(index + each) % len(self._tokens), :-1] for each in range(len(COMPANY) + 1))
-        are_equal = any(".experts." in path for path in self._engine.layers)  # a router sends padding to experts too
+        are_equal = any(".experts." in path for path in self._layers)  # a router sends padding to experts too
         lengths = [len(window) if are_equal else -(-len(window) * part // 4) for part in COMPANY]
         batch = [window, *(other[:length] for other, length in zip(others, lengths, strict=True))]
-        with _without_padding(self._engine, torch.tensor([len(text) for text in batch])):
+        with _without_padding(self._layers.values(), torch.tensor([len(text) for text in batch])):
             logits: Tensor = self._engine(nn.utils.rnn.pad_sequence(batch, batch_first=True))
         return logits[0]
 
@@ -211,24 +211,34 @@ class _Runs:
 
     def score_divided(self, ranks: int, division: Division) -> WayAgreement:
         """Score ranks that share the layers."""
-        engine, weights = self._copies.of(self._profile), self._copies.weights_of(self._profile)
-        slices = []
-        for path, layer in engine.layers.items():
-            if (dimension := divided_dimension(path)) in division.dimensions:
-                sliced = SlicedLinear(
-                    layer, weights[path], dimension=dimension, ranks=ranks, own_scales=division.own_scales,
-                    sums=division.sums,
-                )  # fmt: skip
-                engine.model.set_submodule(path, sliced)
-                slices.append(sliced)
+        engine, layers = self._on_ranks(ranks, division)
         way = self.score(division.name_on(ranks), lambda index: engine(self._tokens[index : index + 1, :-1])[0])
+        divided = [layer for layer in layers.values() if layer.ranks > 1]
         return replace(
             way,
             ranks=ranks,
             is_cause=bool(division.cause),
-            weight_scales=_mean([each.weight_scales for each in slices]),
-            input_scales=_mean([share for each in slices for share in each.input_scales]),
+            weight_scales=_mean([layer.weight_scales for layer in divided]),
+            input_scales=_mean([share for layer in divided for share in layer.input_scales]),
         )
+
+    def _on_ranks(self, ranks: int, division: Division) -> tuple[EngineModel, dict[str, SlicedLinear]]:
+        """The engine, and its quantized layers by path; a single rank has all of each."""
+        engine, weights = self._copies.of(self._profile), self._copies.weights_of(self._profile)
+        layers = {}
+        for path, layer in engine.layers.items():
+            dimension = OUTPUTS if ranks == 1 else divided_dimension(path)
+            is_divided = ranks > 1 and dimension in division.dimensions
+            layers[path] = SlicedLinear(
+                layer,
+                weights[path],
+                dimension=dimension if is_divided else OUTPUTS,
+                ranks=ranks if is_divided else 1,
+                own_scales=is_divided and division.own_scales,
+                sums=division.sums if is_divided else None,
+            )
+            engine.model.set_submodule(path, layers[path])
+        return engine, layers
 
     def _each(self, name: str, logits: Callable[[int], Tensor]) -> Iterator[Tensor]:
         for index in range(len(self._tokens)):
@@ -243,7 +253,7 @@ def _mean(shares: Sequence[float]) -> float | None:
 
 
 @contextmanager
-def _without_padding(engine: EngineModel, lengths: Tensor) -> Iterator[None]:
+def _without_padding(layers: Iterable[nn.Module], lengths: Tensor) -> Iterator[None]:
     """Let quantized layers see a padded batch [B, T] as rows of its texts, one after another, as servers hold them."""
     real = (torch.arange(int(lengths.max())) < lengths[:, None]).flatten()
 
@@ -256,7 +266,7 @@ def _without_padding(engine: EngineModel, lengths: Tensor) -> Iterator[None]:
         return padded.unflatten(0, (len(lengths), -1))
 
     with ExitStack() as hooks:
-        for layer in engine.layers.values() if not real.all() else ():
+        for layer in layers if not real.all() else ():
             hooks.enter_context(layer.register_forward_pre_hook(take))
             hooks.enter_context(layer.register_forward_hook(place))
         yield

@@ -121,13 +121,14 @@ def way_cells(way: WayAgreement) -> list[str]:
 def self_notes(found: SelfAgreement) -> Iterator[str]:
     """What makes the differences, which ways do not exist, and what the numbers rest on."""
     for ranks, cause in found.causes.items():
-        yield f"{ranks} ranks differ most by: {cause.name.removeprefix(f'{ranks} ranks, ')}, KL {in_nats(cause.kl)} alone."
+        what = cause.name.removeprefix(f"{ranks} ranks, ")
+        yield f"{ranks} ranks differ most by: {what}, KL {in_nats(cause.kl)} alone."
     for name, reason in found.refused:
         yield f"{name}: not possible, {reason}."
     yield "Other scales: share of divided weights and of divided inputs with another scale than undivided."
     yield (
-        f"{len(found.ways[0].scores)} windows of {found.length} tokens. Attention, norms, the head and the order of each "
-        "sum are octavo's, the same in every way."
+        f"{len(found.ways[0].scores)} windows of {found.length} tokens. Attention, norms, the head and the order of "
+        "each sum are octavo's, the same in every way."
     )
     if names := unproven(found.profile):
         yield f"{found.profile.name}, {NOT_RUN}: {', '.join(names)}."

@@ -8,8 +8,9 @@ import torch
 from octavo.engines import get, linear_as, weight_as
 from octavo.engines.model import EngineLinear
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
+from octavo.engines.row_by_row import RowByRow
 from octavo.errors import ConfigError
-from octavo.numerics import Accumulate, quantize_as
+from octavo.numerics import Accumulate, PerTensor, quantize_as
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(3, 5, 512, generator=GENERATOR).bfloat16()
@@ -26,6 +27,24 @@ def sliced(profile, dimension, ranks, *, weight=WEIGHT, bias=BIAS, **options):
     return SlicedLinear(whole(profile, bias), weight, dimension=dimension, ranks=ranks, **options)
 
 
+def one_rank(profile):
+    return sliced(profile, OUTPUTS, 1, own_scales=False)
+
+
+@pytest.mark.parametrize("name", [*ROWS_AND_BLOCKS, "te-current", "vllm-fnuz", "te-mxfp8"])
+def test_a_row_has_the_bits_that_it_has_alone(name):
+    """Codes of the whole input, as one scale a tensor depends on all rows."""
+    profile = get(name)
+    layer, amax = one_rank(profile), X.abs().amax().float()
+    with RowByRow():
+        together = layer(X)
+        if profile.input.granularity == PerTensor():
+            layer.layer.input_amax = amax
+        assert torch.equal(together, torch.stack([layer(text) for text in X]))
+        assert torch.equal(together[:, 3], torch.cat([layer(row) for row in X[:, 3].split(1)]))
+    torch.testing.assert_close(together, whole(profile)(X))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ROWS_AND_BLOCKS)
 def test_outputs_divided_change_no_bit(name, ranks):
@@ -33,8 +52,9 @@ def test_outputs_divided_change_no_bit(name, ranks):
     if ranks == 4 and "block" in name:
         profile = replace(profile, weight=get("vllm-token").weight)  # 64 outputs of a rank are half a block
     layer = sliced(profile, OUTPUTS, ranks)
-    assert torch.equal(layer(X), whole(profile)(X))
+    assert torch.equal(layer(X), one_rank(profile)(X))
     assert layer.weight_scales == 0
+    torch.testing.assert_close(layer(X), whole(profile)(X))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -73,11 +93,12 @@ def test_blocks_that_end_with_a_slice_have_the_wholes_scales(name):
     assert own.weight_scales == 0
 
 
-def test_a_slices_own_scale_is_the_whole_error_beside_sums():
-    """In FP64 of the same codes: with the whole's scales the ranks' FP32 sum is the layer's, with the slices' it is not."""
+def test_a_slices_own_scale_is_the_error_beside_sums():
+    """Against FP64 of the undivided codes."""
     profile = replace(get("vllm-token"), accumulate=Accumulate.FP32, output=torch.float32, activations=torch.float32)
     a, b = quantize_as(X.float().flatten(0, 1), profile.input), whole(profile).codes
-    exact = (a.dequantize().double() @ b.dequantize().double().t() + BIAS.double()).view(3, 5, 256)
+    x, weight = (each.data.double() * each.scale.double() for each in (a, b))
+    exact = (x @ weight.t() + BIAS.double()).view(3, 5, 256)
     errors = [
         float((sliced(profile, INPUTS, 2, own_scales=each)(X).double() - exact).norm() / exact.norm())
         for each in (False, True)
@@ -102,7 +123,8 @@ def test_weights_that_are_cast_again_are_cast_once():
     layer = EngineLinear(weight_as(stored, profile), None, profile)
     for own_scales in (True, False):
         ranks = SlicedLinear(layer, stored, dimension=OUTPUTS, ranks=2, own_scales=own_scales)
-        assert torch.equal(ranks(X), layer(X))
+        torch.testing.assert_close(ranks(X), layer(X))
+        assert torch.equal(ranks(X), SlicedLinear(layer, stored, dimension=OUTPUTS, ranks=1, own_scales=False)(X))
 
 
 def test_what_ranks_cannot_share_is_refused():

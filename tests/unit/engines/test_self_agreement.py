@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.engines import agree_with_itself, get, model_as
-from octavo.engines.model import EngineLinear
+from octavo.engines.rank_slices import SlicedLinear
 from octavo.engines.row_by_row import RowByRow
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import ConfigError
@@ -15,7 +15,7 @@ from octavo.numerics import Accumulate
 from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_models import language_model, windows
 
-TOKENS = windows(3, 20)
+TOKENS = windows(2, 13)
 BY_ROW = ("octavo-token", "octavo-block", "vllm-token", "vllm-token-cuda", "sglang-block", "compressed-tensors")
 
 
@@ -104,15 +104,15 @@ def test_scores_are_those_of_two_passes(model):
 def test_padding_takes_no_part(model, monkeypatch):
     """One scale a tensor would see it."""
     rows = set()
-    quantized = EngineLinear.forward
+    quantized = SlicedLinear.forward
 
     def seen(layer, x):
         rows.add(tuple(x.shape[:-1]))
         return quantized(layer, x)
 
-    monkeypatch.setattr(EngineLinear, "forward", seen)
+    monkeypatch.setattr(SlicedLinear, "forward", seen)
     agree_with_itself(model, "te-current", TOKENS, ranks=())
-    assert rows == {(1, 19), (19 + 15 + 10 + 5,), (1, 1)}
+    assert rows == {(1, 12), (12 + 9 + 6 + 3,), (1, 1)}
 
 
 def test_the_caches_scheme_is_part_of_decoding(model):
