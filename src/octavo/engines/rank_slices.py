@@ -139,9 +139,10 @@ def _slices(x: QuantizedTensor | Tensor, dimension: int, ranks: int) -> Sequence
 def _gemm(
     operand: QuantizedTensor | Tensor, codes: QuantizedTensor, profile: EngineProfile, bias: Tensor | None = None
 ) -> Tensor:
-    in_one_order = profile.accumulate != Accumulate.FP32
-    if in_one_order or isinstance(operand, Tensor) or profile.products == Products.DECODED:
-        return gemm_as(operand, codes, profile, bias=bias)  # RowByRow divides products of decoded operands
+    """The GEMM, a row a call where its order of sums is a kernel's; RowByRow divides products of decoded operands."""
+    in_one_order = profile.accumulate != Accumulate.FP32 or profile.products == Products.DECODED
+    if in_one_order or isinstance(operand, Tensor) or operand.shape[0] < 2:
+        return gemm_as(operand, codes, profile, bias=bias)
     return torch.cat([gemm_as(row, codes, profile, bias=bias) for row in _rows(operand)])
 
 

