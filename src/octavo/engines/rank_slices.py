@@ -85,6 +85,7 @@ class SlicedLinear(nn.Module):
 
     def _sum(self, x: Tensor) -> Tensor:
         whole = self._input(x)
+        operands: Sequence[QuantizedTensor | Tensor]
         if self.own_scales:
             operands = [self._input(part) for part in x.chunk(self.ranks, dim=-1)]
         else:

@@ -207,7 +207,8 @@ class _Runs:
 
     def by_token(self, index: int) -> Tensor:
         """Logits of a window, a pass for each token."""
-        return self._engine.stepwise(self._tokens[index : index + 1, :-1])[0]
+        logits: Tensor = self._engine.stepwise(self._tokens[index : index + 1, :-1])
+        return logits[0]
 
     def score_divided(self, ranks: int, division: Division) -> WayAgreement:
         """Score ranks that share the layers."""
@@ -263,7 +264,7 @@ def _without_padding(layers: Iterable[nn.Module], lengths: Tensor) -> Iterator[N
     def place(_: nn.Module, __: tuple[Tensor, ...], y: Tensor) -> Tensor:
         padded = y.new_zeros(len(real), y.shape[-1])
         padded[real.to(y.device)] = y
-        return padded.unflatten(0, (len(lengths), -1))
+        return padded.view(len(lengths), -1, y.shape[-1])
 
     with ExitStack() as hooks:
         for layer in layers if not real.all() else ():

@@ -119,7 +119,7 @@ def way_cells(way: WayAgreement) -> list[str]:
 
 
 def self_notes(found: SelfAgreement) -> Iterator[str]:
-    """What makes the differences, which ways do not exist, and what the numbers rest on."""
+    """Causes of the differences, ways that do not exist, and what the numbers rest on."""
     for ranks, cause in found.causes.items():
         what = cause.name.removeprefix(f"{ranks} ranks, ")
         yield f"{ranks} ranks differ most by: {what}, KL {in_nats(cause.kl)} alone."

@@ -8,7 +8,7 @@ import torch
 from benchmarks.engine_agreement import matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
 from benchmarks.engine_agreement.saved_steps import SavedSteps
-from octavo.engines import PROFILES, agree
+from octavo.engines import PROFILES, agree, find_suspects
 from tests.unit.quantization.tiny_models import language_model, windows
 
 
@@ -59,10 +59,9 @@ def test_trials_name_the_fault_and_go_on_where_they_stopped(tmp_path, monkeypatc
 def test_a_fault_that_shares_its_numbers_with_another_is_not_named(tmp_path, monkeypatch):
     monkeypatch.setattr(trials, "SavedSteps", lambda name: SavedSteps(name, tmp_path))
     monkeypatch.setattr(trials, "CLAIMED", ("vllm-token",))
-    ranked = trials.find_suspects
 
     def shared(*arguments):
-        best, *others = ranked(*arguments)
+        best, *others = find_suspects(*arguments)
         return (replace(best, changes=(*best.changes, ("output", "float32"))), *others)
 
     monkeypatch.setattr(trials, "find_suspects", shared)
