@@ -130,9 +130,9 @@ def test_models_of_transformers():
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(tiny_hugging_face_config()).eval()
     found = agree_with_itself(theirs, "vllm-token", TOKENS[:1], ranks=(2,))
-    assert [way.name for way in found.ways if way.is_equal] == [
-        "in company", "token by token", "2 ranks, outputs divided",
-    ]  # fmt: skip
+    equal = {way.name for way in found.ways if way.is_equal}
+    assert equal >= {"in company", "token by token", "2 ranks, outputs divided"}
+    assert "2 ranks" not in equal
     by_row = replace(get("vllm-token"), kv_cache=get("octavo-token").input)
     assert agree_with_itself(theirs, by_row, TOKENS[:1], ranks=()).agrees
 
