@@ -15,6 +15,7 @@ from octavo.numerics import Accumulate
 from tests.tiny_llama import tiny_llama_config
 from tests.unit.quantization.tiny_models import language_model, windows
 
+pytestmark = pytest.mark.long
 TOKENS = windows(2, 13)
 BY_ROW = ("octavo-token", "octavo-block", "vllm-token", "vllm-token-cuda", "sglang-block", "compressed-tensors")
 
