@@ -43,7 +43,7 @@ FORMAT, SELF_FORMAT = "octavo agreement", "octavo self-agreement"
 TOKEN_COLUMNS = ["tokens", "nats or share", "floor"]
 LAYER_COLUMNS = ["layer", "weight codes", "scales", "input codes", "scales", "error", "end to end"]
 EFFECT_COLUMNS = ["property", "trainer", "server", "layers", "KL alone", "KL left"]
-WAY_COLUMNS = ["against alone", "bits", "|Δ log p| mean", "p99", "largest", "KL", f"|r − 1| > {CLIP}", "other scales"]
+WAY_COLUMNS = ["against alone", "bits", "|Δ log p|", "p99", "largest", "KL", f"|r − 1| > {CLIP}", "other scales"]
 WORDS = {
     "abs_delta": "|Δ log p| of the text, mean",
     "forward_kl": "KL(trainer ‖ server)",
@@ -111,11 +111,11 @@ def _whole(windows: Sequence[TokenScores]) -> dict[str, float]:
 
 def way_cells(way: WayAgreement) -> list[str]:
     """Name, whether bits are equal, numbers of all tokens, and shares of weights' and inputs' other scales."""
-    whole, means = _whole(way.scores), (mean_of(way.scores, name) for name in ("abs_delta", "reverse_kl", "clipped"))
-    delta, kl, clipped = (in_nats(mean) for mean in means)
+    whole, (delta, clipped) = _whole(way.scores), (mean_of(way.scores, name) for name in ("abs_delta", "clipped"))
     scales = ["–" if share is None else f"{share:.0%}" for share in (way.weight_scales, way.input_scales)]
-    numbers = [delta, f"{whole['p99']:.4g}", f"{whole['max']:.4g}", kl, clipped]
-    return [way.name, "equal" if way.is_equal else "differ", *numbers, " and ".join(scales)]
+    deltas = [f"{each:.3g}" for each in (delta.estimate, whole["p99"], whole["max"])]
+    numbers = [*deltas, in_nats(way.kl), f"{clipped.estimate:.2%}"]
+    return [way.name, "equal" if way.is_equal else "differ", *numbers, ", ".join(scales)]
 
 
 def self_notes(found: SelfAgreement) -> Iterator[str]:
@@ -125,7 +125,7 @@ def self_notes(found: SelfAgreement) -> Iterator[str]:
         yield f"{ranks} ranks differ most by: {what}, KL {in_nats(cause.kl)} alone."
     for name, reason in found.refused:
         yield f"{name}: not possible, {reason}."
-    yield "Other scales: share of divided weights and of divided inputs with another scale than undivided."
+    yield "|Δ log p| in nats, mean. Other scales: share of divided weights, then inputs, with another scale than undivided."
     yield (
         f"{len(found.ways[0].scores)} windows of {found.length} tokens. Attention, norms, the head and the order of "
         "each sum are octavo's, the same in every way."
