@@ -125,7 +125,7 @@ def self_notes(found: SelfAgreement) -> Iterator[str]:
         yield f"{ranks} ranks differ most by: {what}, KL {in_nats(cause.kl)} alone."
     for name, reason in found.refused:
         yield f"{name}: not possible, {reason}."
-    yield "|Δ log p| in nats, mean. Other scales: share of divided weights, then inputs, with another scale than undivided."
+    yield "Other scales: share of divided weights, then of divided inputs, with another scale than undivided."
     yield (
         f"{len(found.ways[0].scores)} windows of {found.length} tokens. Attention, norms, the head and the order of "
         "each sum are octavo's, the same in every way."
