@@ -1,6 +1,6 @@
 """Agreement of engines on SmolLM2-135M-Instruct.
 
-    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,served] [--windows 40] [--no-write]
+    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,trials,served] [--windows 40] [--no-write]
 
 Hours on two cores; steps are saved in build/engine_agreement, and a run that was stopped goes on.
 
@@ -9,6 +9,7 @@ folders   one compressed-tensors folder, dynamic and static, in octavo and in tr
 matrix    KL and mean |Δ log p| of every pair of profiles, and of UE8M0 and float scales against BF16
 why       attribution of the five pairs that differ most
 faults    the profiles one property away from vllm-block: which can be told from each other on 128 tokens
+trials    faulty servers, five for each of four profiles: whether ``--server-logprobs`` names the property
 served    runs of ``octavo train --as-served-by``: the trainer's log-probabilities of 10,000 tokens and the engine's
 """
 
@@ -28,12 +29,14 @@ from benchmarks.engine_agreement.matrix import (
     pair_matrices,
 )
 from benchmarks.engine_agreement.served import COLUMNS, served_rows
+from benchmarks.engine_agreement.trials import COLUMNS as TRIAL_COLUMNS
+from benchmarks.engine_agreement.trials import trial_rows
 from benchmarks.measure import hardware, markdown_table, publish
 from octavo.engines.summary import EFFECT_COLUMNS
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
-PARTS = ("folders", "matrix", "why", "faults", "served")
-OF_PAIRS = {"matrix", "why", "faults"}
+PARTS = ("folders", "matrix", "why", "faults", "trials", "served")
+OF_PAIRS = {"matrix", "why", "faults", "trials"}
 PAIR_WINDOWS, WHY_WINDOWS, PAIRS = 10, 2, 5
 UE8M0 = (("vllm-block", "vllm-block-ue8m0"), ("sglang-block", "sglang-block-ue8m0"))
 
@@ -77,6 +80,11 @@ def pairs(parts: list[str]) -> Iterator[str]:
         groups = fault_groups(model, "vllm-block", windows[0, :128])
         yield from ("", "## Changes of one property of vllm-block, by the numbers they give on 128 tokens", "")
         yield from (f"- {'; '.join(group)}" for group in groups)
+    if "trials" in parts:
+        rows = list(trial_rows(model, windows[0, :128]))
+        named = sum(row[2] == "yes" for row in rows)
+        yield from ("", f"## Faulty servers: {named} of {len(rows)} named by 128 tokens", "")
+        yield from markdown_table(TRIAL_COLUMNS, rows)
 
 
 def main() -> None:

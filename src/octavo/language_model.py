@@ -44,6 +44,7 @@ __all__ = [
     "from_quantized",
     "load_language_model",
     "logits_of",
+    "stepwise_logits",
 ]
 
 KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
@@ -99,15 +100,47 @@ class _TransformingCache:
         return causal_attention(queries, *self._transform(layer, keys, values))
 
 
+class _GrowingCache:
+    """A decoder cache of transformed keys and values, for one token of each text at a time."""
+
+    def __init__(self, transform: KVTransform) -> None:
+        self._transform = transform
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        return self._stored[0][0].shape[1] if self._stored else 0
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        new = self._transform(layer, keys, values)
+        if layer in self._stored:
+            keys, values = (torch.cat(both, dim=1) for both in zip(self._stored[layer], new, strict=True))
+            new = keys, values
+        self._stored[layer] = new
+        return causal_attention(queries, *new)
+
+
 def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
     """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
     if isinstance(model, Llama):
         llama_logits: Tensor = model(tokens, None if kv_transform is None else _TransformingCache(kv_transform))
         return llama_logits
-    cache = {} if kv_transform is None else {"past_key_values": _passing_cache(kv_transform)}
+    cache = {} if kv_transform is None else {"past_key_values": _cache_of_transformers(kv_transform, stores=False)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
     logits: Tensor = output.logits
     return logits
+
+
+def stepwise_logits(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
+    """Logits of :func:`logits_of`, a pass for each position, which reads earlier keys and values from a cache."""
+    transform = kv_transform or (lambda _, keys, values: (keys, values))
+    positions = tokens.split(1, dim=1)
+    if isinstance(model, Llama):
+        ours = _GrowingCache(transform)
+        return torch.cat([model(position, ours) for position in positions], dim=1)
+    cache = _cache_of_transformers(transform, stores=True)
+    passes: list[Any] = [model(input_ids=each, use_cache=True, past_key_values=cache) for each in positions]
+    return torch.cat([each.logits for each in passes], dim=1)
 
 
 class LogitsModule(nn.Module):
@@ -230,13 +263,14 @@ def _check_report(source: str, report: Mapping[str, Any]) -> None:
             )
 
 
-def _passing_cache(kv_transform: KVTransform) -> Any:
-    """A transformers cache for one forward pass: stores nothing and returns the results of ``kv_transform``."""
+def _cache_of_transformers(kv_transform: KVTransform, *, stores: bool) -> Any:
+    """A cache of transformers of what ``kv_transform`` returns; one that stores nothing serves a single pass."""
     from transformers import DynamicCache
 
-    class PassingCache(DynamicCache):
-        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-            keys, values = kv_transform(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
-            return keys.transpose(1, 2), values.transpose(1, 2)
+    class TransformedCache(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **named: Any) -> Any:
+            new = kv_transform(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+            keys, values = (each.transpose(1, 2) for each in new)
+            return super().update(keys, values, layer_idx, *rest, **named) if stores else (keys, values)
 
-    return PassingCache()
+    return TransformedCache()

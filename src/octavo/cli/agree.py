@@ -1,4 +1,4 @@
-"""``octavo agree MODEL``: whether a trainer and a server compute the same, and which property makes the difference."""
+"""``octavo agree MODEL``: whether a trainer and a server compute the same, or one server in every way, and why not."""
 
 import json
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from octavo.engines import (
     Attribution,
     Suspect,
     agree,
+    agree_with_itself,
     attribute,
     find_suspects,
     get,
@@ -32,14 +33,18 @@ from octavo.engines.summary import (
     FORMAT,
     LAYER_COLUMNS,
     TOKEN_COLUMNS,
+    WAY_COLUMNS,
     effect_cells,
     headline,
     layer_cells,
     notes,
     path_in_words,
     record,
+    self_notes,
+    self_record,
     suspect_in_words,
     token_rows,
+    way_cells,
     worst_first,
 )
 from octavo.errors import ConfigError, DataError
@@ -64,8 +69,14 @@ WORST, SUSPECTS = 12, 5  # rows printed
 def show_agreement(
     *,
     model: options.Model,
-    trainer: Annotated[str, typer.Option(help=f"Engine that trains: {', '.join(names())}.")],
-    server: Annotated[str, typer.Option(help="Engine that serves; one of the same names.")],
+    server: Annotated[str, typer.Option(help=f"Engine that serves: {', '.join(names())}.")],
+    trainer: Annotated[str | None, typer.Option(help="Engine that trains; one of the same names.")] = None,
+    itself: Annotated[
+        bool,
+        typer.Option(
+            "--itself", help="Compare the server with itself: alone, in a batch, token by token, on 2 and 4 ranks."
+        ),
+    ] = False,
     source: options.EvaluatedText = None,
     split: options.EvaluatedSplit = None,
     windows: Annotated[int, typer.Option(help="Windows of text.")] = WINDOWS,
@@ -93,14 +104,18 @@ def show_agreement(
     hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
-    """Compare what two engines compute of a model on one text, layer by layer and token by token.
+    """Compare what two engines compute of a model on one text, or one engine with itself.
 
     The exit code is 1 if --max-kl is exceeded.
     """
     request = EvaluationRequest(
         model=model, source=source, split=split, windows=windows, length=context, device=options.device_of(device)
     )
-    _check(trainer, server, max_kl, accumulate)
+    _check((trainer, server), max_kl, accumulate)
+    if trainer is None or itself:
+        _check_itself(trainer, itself=itself, others={"--why": why, "--server-logprobs": server_logprobs, "--out": out})
+        _show_itself(request, server, max_kl, accumulate, seed=seed, hub=hub, as_json=as_json)
+        return
     logprobs = None if server_logprobs is None else read_server_logprobs(server_logprobs)
     if out is not None:
         check_folder(out, is_own=_is_own_folder)
@@ -119,7 +134,7 @@ def show_agreement(
         )  # fmt: skip
         attribution = attribute(loaded, agreement, tokens[:WHY_WINDOWS], on_progress=show) if why else None
         suspects = _suspects(loaded, agreement, tokens, logprobs, display)
-    facts = {"model": model, **text} | ({} if sums is None else {"accumulate": f"{sums}, not the engines' own"})
+    facts = {"model": model, **text} | _sums_facts(sums)
     results = record(agreement, facts, attribution, suspects)
     folder, save_error = None, None
     if out is not None:
@@ -138,8 +153,8 @@ def show_agreement(
         raise typer.Exit(DISAGREES)
 
 
-def _check(trainer: str, server: str, max_kl: float | None, accumulate: str | None) -> None:
-    for name in (trainer, server):
+def _check(engines: Sequence[str | None], max_kl: float | None, accumulate: str | None) -> None:
+    for name in filter(None, engines):
         get(name)
     if max_kl is not None and not max_kl >= 0:
         raise ConfigError(f"--max-kl takes nats a token, 0 or more, not {max_kl}")
@@ -147,6 +162,52 @@ def _check(trainer: str, server: str, max_kl: float | None, accumulate: str | No
         raise ConfigError(
             f"--accumulate takes {Accumulate.FP32}, not {accumulate!r}; leave it out for the engines' own"
         )
+
+
+def _check_itself(trainer: str | None, *, itself: bool, others: dict[str, object]) -> None:
+    if not itself:
+        raise ConfigError("give --trainer to compare two engines, or --itself to compare the server with itself")
+    for option, value in {"--trainer": trainer, **others}.items():
+        if value:
+            raise ConfigError(f"--itself compares one engine; leave {option} out")
+
+
+def _show_itself(
+    request: EvaluationRequest,
+    engine: str,
+    max_kl: float | None,
+    accumulate: str | None,
+    *,
+    seed: int,
+    hub: bool,
+    as_json: bool,
+) -> None:
+    """Compare one engine with itself, and print it."""
+    if hub:
+        located(request.model, hub=True)
+    with open_display() as display:
+        loaded = load_language_model(request.model, device=request.device)
+        unfuse_experts(loaded.model)
+        tokens, text = _text(loaded, request)
+        sums = None if accumulate is None else Accumulate(accumulate)
+        found = agree_with_itself(
+            loaded, engine, tokens, max_kl=max_kl, accumulate=sums, seed=seed, on_progress=phases(display)
+        )
+    facts = {"model": request.model, **text} | _sums_facts(sums)
+    if as_json:
+        print_json(self_record(found, facts))
+    else:
+        title = f"{engine} against itself, {request.model} on {facts['data']}"
+        print_table(title, WAY_COLUMNS, [way_cells(way) for way in found.ways])
+        print_lines("", *self_notes(found))
+        if sums is not None:
+            print_lines(f"Sums are {facts['accumulate']}.")
+    if max_kl is not None and not found.agrees:
+        raise typer.Exit(DISAGREES)
+
+
+def _sums_facts(sums: Accumulate | None) -> dict[str, str]:
+    return {} if sums is None else {"accumulate": f"{sums}, not the engines' own"}
 
 
 def _text(model: LanguageModel, request: EvaluationRequest) -> tuple[Tensor, dict[str, Any]]:

@@ -5,6 +5,7 @@ from octavo.engines.attribution import Attribution, Change, PropertyEffect, attr
 from octavo.engines.linear import linear_as, weight_as
 from octavo.engines.model import EngineCopies, EngineModel, input_amaxes, model_as
 from octavo.engines.properties import differences, neighbours, with_property
+from octavo.engines.self_agreement import SelfAgreement, WayAgreement, agree_with_itself
 from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs
 from octavo.engines.training import convert_as_served
 from octavo.numerics import EngineCast, quantize_as
@@ -31,9 +32,12 @@ __all__ = [
     "Products",
     "PropertyEffect",
     "Saturation",
+    "SelfAgreement",
     "Source",
     "Suspect",
+    "WayAgreement",
     "agree",
+    "agree_with_itself",
     "attribute",
     "convert_as_served",
     "differences",

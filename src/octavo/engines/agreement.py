@@ -29,7 +29,18 @@ from octavo.numerics import Accumulate, QuantizedTensor, Scaling
 from octavo.recipes.engines.catalog import get
 from octavo.recipes.engines.profile import EngineProfile
 
-__all__ = ["MEANS", "Agreement", "LayerAgreement", "Progress", "agree", "copies_for", "mean_of", "nudge", "resolved"]
+__all__ = [
+    "MEANS",
+    "Agreement",
+    "LayerAgreement",
+    "Progress",
+    "agree",
+    "check_windows",
+    "copies_for",
+    "mean_of",
+    "nudge",
+    "resolved",
+]
 
 Progress = Callable[[str, int, int], None]  # phase, done, total
 MEANS: Mapping[str, Callable[[TokenScores], Tensor]] = {  # a name in records, and each token's number
@@ -139,8 +150,7 @@ def agree(
         >>> result.kl.estimate, result.agrees
         (0.0, True)
     """
-    if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
-        raise ConfigError(f"tokens are [windows, T] with at least 2 a window, not {tuple(tokens.shape)}")
+    check_windows(tokens)
     trained, served = resolved(trainer, accumulate), resolved(server, accumulate)
     copies = copies_for(model, (trained, served), tokens)
     ours, theirs, nudged = copies.of(trained), copies.of(served), copies.of(trained)
@@ -162,6 +172,12 @@ def agree(
         length=tokens.shape[1],
         max_kl=max_kl,
     )
+
+
+def check_windows(tokens: Tensor) -> None:
+    """Raise ConfigError unless tokens are [windows, T] and each window predicts one."""
+    if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
+        raise ConfigError(f"tokens are [windows, T] with at least 2 a window, not {tuple(tokens.shape)}")
 
 
 def resolved(profile: str | EngineProfile, accumulate: Accumulate | None = None) -> EngineProfile:

@@ -6,7 +6,7 @@ from octavo.kernels import high_precision_mm, scaled_mm
 from octavo.numerics import QuantizedTensor, quantize_as
 from octavo.recipes.engines.profile import EngineProfile, Products
 
-__all__ = ["input_as", "linear_as", "linear_of_codes", "weight_as"]
+__all__ = ["gemm_as", "input_as", "linear_as", "linear_of_codes", "weight_as"]
 
 
 def weight_as(weight: Tensor | QuantizedTensor, profile: EngineProfile) -> QuantizedTensor:
@@ -62,14 +62,7 @@ def linear_of_codes(
     input_amax: Tensor | None = None,
 ) -> Tensor:
     """:func:`linear_as` of a weight that :func:`weight_as` has cast already."""
-    bias = None if bias is None else bias.detach()
-    operand = input_as(x, profile, scale=input_scale, amax=input_amax)
-    if isinstance(operand, QuantizedTensor) and profile.products == Products.CODES:
-        y = scaled_mm(operand, codes, out_dtype=profile.output, bias=bias, accumulate=profile.accumulate)
-    else:
-        rows = operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
-        decoded = QuantizedTensor(codes.data, codes.scale, codes.granularity, rows.dtype).dequantize()
-        y = high_precision_mm(rows, decoded, None if bias is None else bias.to(rows.dtype)).to(profile.output)
+    y = gemm_as(input_as(x, profile, scale=input_scale, amax=input_amax), codes, profile, bias=bias)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -80,3 +73,15 @@ def input_as(
     rows = x.detach().reshape(-1, x.shape[-1])
     rows = rows if profile.fused_cast else rows.to(profile.activations)
     return rows if profile.input is None else quantize_as(rows, profile.input, scale=scale, amax=amax)
+
+
+def gemm_as(
+    operand: QuantizedTensor | Tensor, codes: QuantizedTensor, profile: EngineProfile, *, bias: Tensor | None = None
+) -> Tensor:
+    """The GEMM of an engine on operands as it has them: [rows, K] and [N, K] to [rows, N] in its ``output``."""
+    bias = None if bias is None else bias.detach()
+    if isinstance(operand, QuantizedTensor) and profile.products == Products.CODES:
+        return scaled_mm(operand, codes, out_dtype=profile.output, bias=bias, accumulate=profile.accumulate)
+    rows = operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
+    decoded = QuantizedTensor(codes.data, codes.scale, codes.granularity, rows.dtype).dequantize()
+    return high_precision_mm(rows, decoded, None if bias is None else bias.to(rows.dtype)).to(profile.output)

@@ -23,7 +23,7 @@ from octavo.convert import choose_layers, convert
 from octavo.engines.linear import linear_of_codes, weight_as
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
-from octavo.language_model import KVTransform, logits_of
+from octavo.language_model import KVTransform, logits_of, stepwise_logits
 from octavo.models import Llama
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
@@ -89,8 +89,17 @@ class EngineModel(nn.Module):
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]."""
+        return logits_of(self.model, tokens, self._kv_transform)
+
+    @torch.no_grad()
+    def stepwise(self, tokens: Tensor) -> Tensor:
+        """The same, a pass for each position, which reads earlier keys and values from the engine's cache."""
+        return stepwise_logits(self.model, tokens, self._kv_transform)
+
+    @property
+    def _kv_transform(self) -> KVTransform | None:
         cast = self.profile.kv_cache
-        return logits_of(self.model, tokens, None if cast is None else _cached_as(cast))
+        return None if cast is None else _cached_as(cast)
 
     def layer_output(self, path: str, x: Tensor) -> Tensor:
         """Output of a linear layer for another engine's input, which a layer without casts takes in its own dtype."""
@@ -128,10 +137,7 @@ class EngineCopies:
             ConfigError: no layer is quantized, a scale is missing, or a norm's cast is fused in a model whose norms are
                 not known.
         """
-        base = self._in_dtype.get(profile.activations)
-        if base is None:
-            base = self._in_dtype[profile.activations] = _shared_copy(self._model, profile.activations)
-        copied = _shared_copy(base)
+        copied = _shared_copy(self._base(profile.activations))
         layers = engine_layers(copied, profile)
         codes = self._codes_of(layers, profile)
         for path, layer in layers.items():
@@ -143,6 +149,16 @@ class EngineCopies:
         if needs_widening(torch.empty(0, dtype=profile.activations)):
             convert(copied, "bf16", convert_head=True, layer_filter=lambda _, layer: type(layer) is nn.Linear)
         return EngineModel(copied.eval(), profile)
+
+    def weights_of(self, profile: EngineProfile) -> dict[str, Tensor | QuantizedTensor]:
+        """Weights as the engine loads them, by path: in the dtype of its activations, or a folder's codes."""
+        layers = engine_layers(self._base(profile.activations), profile)
+        return {path: _weight_of(layer) for path, layer in layers.items()}
+
+    def _base(self, dtype: torch.dtype) -> nn.Module:
+        if dtype not in self._in_dtype:
+            self._in_dtype[dtype] = _shared_copy(self._model, dtype)
+        return self._in_dtype[dtype]
 
     def _codes_of(self, layers: Mapping[str, nn.Linear], profile: EngineProfile) -> dict[str, QuantizedTensor]:
         key = (profile.activations, profile.weight, profile.requantizes, profile.head, profile.skipped)

@@ -11,6 +11,7 @@ from octavo.engines.agreement import MEANS, Agreement, LayerAgreement, mean_of
 from octavo.engines.attribution import Attribution, Change, PropertyEffect
 from octavo.engines.layer_differences import CodesDifference
 from octavo.engines.properties import unproven
+from octavo.engines.self_agreement import SelfAgreement, WayAgreement
 from octavo.engines.suspects import Suspect
 from octavo.engines.token_scores import CLIP, TokenScores, effective_share
 from octavo.experiments.intervals import Interval
@@ -20,7 +21,9 @@ __all__ = [
     "EFFECT_COLUMNS",
     "FORMAT",
     "LAYER_COLUMNS",
+    "SELF_FORMAT",
     "TOKEN_COLUMNS",
+    "WAY_COLUMNS",
     "effect_cells",
     "headline",
     "in_nats",
@@ -28,15 +31,19 @@ __all__ = [
     "notes",
     "path_in_words",
     "record",
+    "self_notes",
+    "self_record",
     "suspect_in_words",
     "token_rows",
+    "way_cells",
     "worst_first",
 ]
 
-FORMAT = "octavo agreement"
+FORMAT, SELF_FORMAT = "octavo agreement", "octavo self-agreement"
 TOKEN_COLUMNS = ["tokens", "nats or share", "floor"]
 LAYER_COLUMNS = ["layer", "weight codes", "scales", "input codes", "scales", "error", "end to end"]
 EFFECT_COLUMNS = ["property", "trainer", "server", "layers", "KL alone", "KL left"]
+WAY_COLUMNS = ["against alone", "bits", "|Δ log p|", "p99", "largest", "KL", f"|r − 1| > {CLIP}", "other scales"]
 WORDS = {
     "abs_delta": "|Δ log p| of the text, mean",
     "forward_kl": "KL(trainer ‖ server)",
@@ -99,6 +106,56 @@ def _whole(windows: Sequence[TokenScores]) -> dict[str, float]:
         "effective_share": effective_share(torch.cat([scores.log_ratio for scores in windows])),
         "logit_rms": math.sqrt(sum(scores.logit_squares for scores in windows) / len(windows)),
         "logit_max": max(scores.largest_logit for scores in windows),
+    }
+
+
+def way_cells(way: WayAgreement) -> list[str]:
+    """Name, whether bits are equal, numbers of all tokens, and shares of weights' and inputs' other scales."""
+    whole, (delta, clipped) = _whole(way.scores), (mean_of(way.scores, name) for name in ("abs_delta", "clipped"))
+    scales = ["–" if share is None else f"{share:.0%}" for share in (way.weight_scales, way.input_scales)]
+    deltas = [f"{each:.3g}" for each in (delta.estimate, whole["p99"], whole["max"])]
+    numbers = [*deltas, in_nats(way.kl), f"{clipped.estimate:.2%}"]
+    return [way.name, "equal" if way.is_equal else "differ", *numbers, ", ".join(scales)]
+
+
+def self_notes(found: SelfAgreement) -> Iterator[str]:
+    """Causes of the differences, ways that do not exist, and what the numbers rest on."""
+    for ranks, cause in found.causes.items():
+        what = cause.name.removeprefix(f"{ranks} ranks, ")
+        yield f"{ranks} ranks differ most by: {what}, KL {in_nats(cause.kl)} alone."
+    for name, reason in found.refused:
+        yield f"{name}: not possible, {reason}."
+    yield "Other scales: share of divided weights, then of divided inputs, with another scale than undivided."
+    yield (
+        f"{len(found.ways[0].scores)} windows of {found.length} tokens. Attention, norms, the head and the order of "
+        "each sum are octavo's, the same in every way."
+    )
+    if names := unproven(found.profile):
+        yield f"{found.profile.name}, {NOT_RUN}: {', '.join(names)}."
+
+
+def self_record(found: SelfAgreement, facts: dict[str, Any]) -> dict[str, Any]:
+    """Everything as JSON holds it."""
+    return {
+        "format": SELF_FORMAT,
+        **facts,
+        "engine": _profile(found.profile),
+        "windows": len(found.ways[0].scores),
+        "context": found.length,
+        "max_kl": found.max_kl,
+        "agrees": found.agrees,
+        "ways": [
+            {
+                "name": way.name,
+                "equal": way.is_equal,
+                "weight_scales": way.weight_scales,
+                "input_scales": way.input_scales,
+                "tokens": _tokens(way.scores),
+            }
+            for way in found.ways
+        ],
+        "causes": {str(ranks): cause.name for ranks, cause in found.causes.items()},
+        "refused": [{"name": name, "reason": reason} for name, reason in found.refused],
     }
 
 

@@ -1,12 +1,14 @@
 """Steps that are saved, and the matrix of pairs against their KL one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from benchmarks.engine_agreement import matrix
+from benchmarks.engine_agreement import matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
 from benchmarks.engine_agreement.saved_steps import SavedSteps
-from octavo.engines import PROFILES, agree
+from octavo.engines import PROFILES, agree, find_suspects
 from tests.unit.quantization.tiny_models import language_model, windows
 
 
@@ -37,3 +39,31 @@ def test_a_table_of_readers_is_paired_with_octavo():
     rows = folder_table({"octavo": [1.0, 2.0], "other": [1.5, 2.5]})
     assert rows[0][0] == "octavo"
     assert rows[1][2] == "+0.50000 ± 0.00000"
+
+
+@pytest.mark.long
+def test_trials_name_the_fault_and_go_on_where_they_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "SavedSteps", lambda name: SavedSteps(name, tmp_path))
+    monkeypatch.setattr(trials, "CLAIMED", ("vllm-token",))
+    model, (window,) = language_model(), windows(1, 40)
+    first = next(trials.trial_rows(model, window))
+    rows = list(trials.trial_rows(model, window, trials=2))
+    assert rows[0] == first
+    assert [row[2] for row in rows] == ["yes", "yes"]
+    assert all(row[1] in row[3] for row in rows)
+    monkeypatch.setattr(trials, "find_suspects", lambda *_: pytest.fail("run again"))
+    assert list(trials.trial_rows(model, window, trials=2)) == rows
+
+
+@pytest.mark.long
+def test_a_fault_that_shares_its_numbers_with_another_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "SavedSteps", lambda name: SavedSteps(name, tmp_path))
+    monkeypatch.setattr(trials, "CLAIMED", ("vllm-token",))
+
+    def shared(*arguments):
+        best, *others = find_suspects(*arguments)
+        return (replace(best, changes=(*best.changes, ("output", "float32"))), *others)
+
+    monkeypatch.setattr(trials, "find_suspects", shared)
+    model, (window,) = language_model(), windows(1, 40)
+    assert next(trials.trial_rows(model, window))[2] == "no"

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from octavo.engines import agree, get, model_as
+from octavo.engines import agree, agree_with_itself, get, model_as
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.language_model import load_language_model
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
@@ -93,9 +93,42 @@ def test_a_real_server_is_explained(small, tmp_path, finished_run, text):
     assert re.search(r"best first:\n\s+as claimed.*: exact", result.stdout)
 
 
+def test_a_server_against_itself(small, finished_run, text):
+    result = run_octavo(*small, "--server", "vllm-token", "--itself")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "in company",
+        "token by token",
+        "4 ranks, rounded products",
+        "2 ranks differ most by",
+        "read, not run",
+    ):
+        assert words in result.stdout
+    record = json.loads(run_octavo(*small, "--server", "vllm-token", "--itself", "--json").stdout)
+    model = load_language_model(finished_run)
+    tokens = evaluation_windows(model, str(text), "test", count=2, length=model.context)
+    found = agree_with_itself(model, "vllm-token", tokens)
+    assert [(way["name"], way["equal"]) for way in record["ways"]] == [(way.name, way.is_equal) for way in found.ways]
+    assert [way["tokens"]["reverse_kl"]["estimate"] for way in record["ways"]] == [
+        way.kl.estimate for way in found.ways
+    ]
+    assert record["causes"] == {str(ranks): way.name for ranks, way in found.causes.items()}
+    assert not record["agrees"]
+
+
+def test_the_bar_is_for_every_way(small):
+    assert run_octavo(*small, "--server", "vllm-token", "--itself", "--max-kl", 0).exit_code == 1
+    assert run_octavo(*small, "--server", "vllm-token", "--itself", "--max-kl", 10).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--server", "vllm-block"], "give --trainer to compare two engines, or --itself"),
+        ([*SIDES, "--itself"], "--itself compares one engine; leave --trainer out"),
+        (["--server", "vllm-block", "--itself", "--why"], "leave --why out"),
+        (["--server", "vllm-block", "--itself", "--out", "somewhere"], "leave --out out"),
+        (["--server", "vllm", "--itself"], "there is no engine 'vllm'"),
         (["--trainer", "te", "--server", "vllm-block"], "there is no engine 'te'"),
         ([*SIDES, "--max-kl", "-1"], "--max-kl takes nats a token"),
         ([*SIDES, "--accumulate", "hopper-slow"], "--accumulate takes fp32"),

@@ -1,0 +1,84 @@
+"""Trials of a server with one fault: whether its log-probabilities name the property that is not as claimed.
+
+A trial claims one profile and serves another that differs in one property, drawn at random from those that change a
+number on the text. The log-probabilities pass through a file, as a real server's do, and ``find_suspects`` ranks every
+change of one property. The fault is named if its line comes first and exact, and neither the claimed profile nor
+another property shares it; changes that give the same numbers cannot be told apart, and are listed.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine_agreement.saved_steps import SavedSteps
+from octavo.engines import (
+    PROFILES,
+    EngineProfile,
+    find_suspects,
+    get,
+    neighbours,
+    read_server_logprobs,
+)
+from octavo.engines.agreement import copies_for
+from octavo.engines.token_scores import text_log_probabilities
+from octavo.errors import BackendError, ConfigError
+from octavo.language_model import LanguageModel
+
+__all__ = ["CLAIMED", "COLUMNS", "trial_rows"]
+
+CLAIMED = ("vllm-block", "te-current", "vllm-token", "compressed-tensors")
+TRIALS = 5  # of each
+COLUMNS = ["claimed", "fault", "named", "first", "mean |Δ log p| of the runner-up"]
+
+
+@torch.no_grad()
+def trial_rows(model: LanguageModel, window: Tensor, *, trials: int = TRIALS) -> Iterator[list[str]]:
+    """A row a trial; each is saved when it is done."""
+    steps = SavedSteps("trials")
+    for claimed in CLAIMED:
+        candidates = list(neighbours(get(claimed), PROFILES.values()))
+        random.Random(claimed).shuffle(candidates)
+        done = 0
+        for name, value, profile in candidates:
+
+            def compute(
+                claimed: str = claimed, fault: tuple[str, str] = (name, value), profile: EngineProfile = profile
+            ) -> list[str] | None:
+                return _trial(model, window, get(claimed), fault, profile)
+
+            row: list[str] | None = steps.step(f"{claimed}: {name} {value}", compute)
+            if row is not None:
+                yield row
+                done += 1
+            if done == trials:
+                break
+
+
+def _trial(
+    model: LanguageModel, window: Tensor, claimed: EngineProfile, fault: tuple[str, str], profile: EngineProfile
+) -> list[str] | None:
+    """Row of one trial; None if no kernel computes the profile, or no number depends on the fault."""
+    copies = copies_for(model, (claimed, profile), window[None])
+    try:
+        right, served = (_log_probabilities(copies.of(each), window) for each in (claimed, profile))
+    except (BackendError, ConfigError):
+        return None
+    if torch.equal(right, served):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "server.jsonl"
+        file.write_text(json.dumps([None, *(round(each, 6) for each in served.tolist())]) + "\n")
+        best, runner_up, *_ = find_suspects(model, claimed, window[None], read_server_logprobs(file))
+    is_named = best.is_exact and not runner_up.is_exact and best.properties == (fault[0],) and fault in best.changes
+    first = "; ".join(f"{name} {value}" for name, value in best.changes)
+    return [claimed.name, " ".join(fault), "yes" if is_named else "no", first, f"{runner_up.mean_delta:.3g}"]
+
+
+def _log_probabilities(engine: Any, window: Tensor) -> Tensor:
+    return text_log_probabilities(engine(window[None, :-1])[0], window[1:])

@@ -1,0 +1,61 @@
+"""Inside the context a row's bits are those that it has alone; torch's own depend on its company."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.engines.row_by_row import RowByRow
+from octavo.nn.attention import attend
+
+GENERATOR = torch.Generator().manual_seed(0)
+WEIGHT, BIAS = torch.randn(40, 75, generator=GENERATOR), torch.randn(40, generator=GENERATOR)
+OPERATIONS = {
+    "mm": lambda x: torch.mm(x, WEIGHT.t()),
+    "addmm": lambda x: torch.addmm(BIAS, x, WEIGHT.t()),
+    "linear": lambda x: F.linear(x, WEIGHT, BIAS),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "cos": lambda x: x.cos(),
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_row_has_the_bits_that_it_has_alone(name):
+    compute, x = OPERATIONS[name], torch.randn(33, 75, generator=GENERATOR)
+    with RowByRow():
+        together = compute(x)
+    assert torch.equal(together, torch.cat([compute(row) for row in x.split(1)]))
+    torch.testing.assert_close(together, compute(x))
+
+
+def test_a_linear_layer_keeps_leading_dimensions():
+    x = torch.randn(2, 3, 75, generator=GENERATOR)
+    with RowByRow():
+        assert F.linear(x, WEIGHT).shape == (2, 3, 40)
+        assert F.linear(x[0, 0], WEIGHT).shape == (40,)
+        assert F.linear(x[:0], WEIGHT).shape == (0, 3, 40)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_has_the_bits_of_decoding(dtype, kv_heads):
+    queries = torch.randn(3, 37, 4, 16, generator=GENERATOR).to(dtype)
+    keys, values = torch.randn(2, 3, 37, kv_heads, 16, generator=GENERATOR).to(dtype)
+    with RowByRow():
+        together = attend(queries, keys, values, causal=True)
+        for text in range(3):
+            own = [each[text : text + 1] for each in (queries, keys, values)]
+            assert torch.equal(together[text : text + 1], attend(*own, causal=True))
+            for end in range(1, 38):
+                query, key, value = own[0][:, end - 1 : end], own[1][:, :end], own[2][:, :end]
+                assert torch.equal(together[text : text + 1, end - 1 : end], attend(query, key, value, causal=True))
+    torch.testing.assert_close(together, attend(queries, keys, values, causal=True))
+
+
+def test_attention_with_a_mask_is_torchs():
+    q, k, v = torch.randn(3, 1, 2, 5, 16, generator=GENERATOR)
+    mask = torch.rand(5, 5, generator=GENERATOR) > 0.3
+    expected = F.scaled_dot_product_attention(q, k, v, mask)
+    with RowByRow():
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), expected)
