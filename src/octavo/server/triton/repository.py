@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from octavo.checksums import write_sums
 from octavo.errors import ConfigError
 from octavo.export import SavedCheckpoint, save_quantized
 from octavo.export.sources import ExportSource
@@ -154,6 +155,7 @@ def _write_graph(folder: Path, source: ExportSource, options: OnnxOptions, on_ph
         on_step=lambda step: on_phase(step, 0, 1),
     )
     _write_script(place, "graph_model.py")
+    write_sums(place / VERSION)  # with the program
     inputs, outputs = graph_tensors(place / VERSION / MODEL)
     _write_config(place, configs.onnx_config(ONNX, inputs, outputs, largest_batch=LARGEST_BATCH))
     config = configs.tensorrt_config(

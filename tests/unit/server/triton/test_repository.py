@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("onnx")
 
+from octavo.checksums import SUMS, check_sums
 from octavo.errors import ConfigError
 from octavo.inference import ModelRunner, load_served_model
 from octavo.models import Llama
@@ -54,6 +55,13 @@ def test_repository_has_exactly_the_expected_files(repository):
     assert {str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()} == FILES
     assert (repository / "other_backends/tensorrt/1").is_dir()
     assert (repository / "other_backends/tensorrt_llm/1").is_dir()
+
+
+def test_sums_are_those_of_the_files_beside_them(repository):
+    """octavo serve --engine triton compares them before it starts Triton."""
+    lists = sorted(repository.rglob(SUMS))
+    assert len(lists) == 2
+    assert all(check_sums(each.parent) for each in lists)
 
 
 @pytest.mark.long
