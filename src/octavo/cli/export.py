@@ -48,7 +48,8 @@ def export(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder of octavo calibrate: static scales; with --recipe, its KV cache's."
+            metavar="FOLDER",
+            help="Folder of octavo calibrate: its static scales; with a recipe of dynamic scales, its KV cache's alone.",
         ),
     ] = None,
     mix: Annotated[Path | None, typer.Option(metavar="FILE", help="mix.toml of octavo sensitivity.")] = None,

@@ -47,6 +47,9 @@ def qat(
     recipe: Annotated[
         str | None, typer.Option(help="Recipe: static, or a preset with dynamic scales. [default: static]")
     ] = None,
+    granularity: Annotated[
+        str | None, typer.Option(help="Weight scales of static per tensor, row or 128x128 block. [default: tensor]")
+    ] = None,
     as_served_by: options.AsServedBy = None,
     scales: Annotated[
         str | None, typer.Option(help="Scales of static inputs: tracked, learned or frozen. [default: tracked]")
@@ -89,7 +92,7 @@ def qat(
         "seed": seed,
     }  # fmt: skip
     settings = QATSettings(
-        **_casts(recipe, as_served_by, scales),
+        **_casts(recipe, granularity, as_served_by, scales),
         clip_gradients=clip_gradients,
         skip=tuple(skip or ()),
         convert_head=head,
@@ -132,15 +135,25 @@ def _load(model: str, place: Device, *, hub: bool) -> LanguageModel:
     return loaded
 
 
-def _casts(name: str | None, engine: str | None, scales: str | None) -> dict[str, Any]:
+def _casts(name: str | None, granularity: str | None, engine: str | None, scales: str | None) -> dict[str, Any]:
     """Settings that --recipe or --as-served-by defines."""
     if engine is None:
-        recipe, activations = recipes.get(name or "static"), None
+        recipe, activations = _recipe(name or "static", granularity), None
     elif name is not None:
         raise ConfigError("--recipe and --as-served-by both define the casts; leave one of them out")
+    elif granularity is not None:
+        raise ConfigError("--granularity and --as-served-by both define the casts; leave one of them out")
     else:
         recipe, activations = served_recipe(get(engine)), get(engine).activations
     return {"recipe": recipe, "activations": activations, "scales": _scales(recipe, scales)}
+
+
+def _recipe(name: str, granularity: str | None) -> Recipe:
+    if granularity is None:
+        return recipes.get(name)
+    if name != "static":
+        raise ConfigError(f"--granularity needs recipe 'static', not {name!r}, which has a granularity of its own")
+    return recipes.get(name, weight_granularity=granularity)
 
 
 def _scales(recipe: Recipe, given: str | None) -> str:

@@ -12,6 +12,8 @@ import torch
 from safetensors import SafetensorError
 
 from octavo.models import llama_folder
+from octavo.nn import Linear
+from octavo.numerics import PerRow
 from octavo.quantization import load_qat
 from octavo.quantization.qat import folder as qat_folder
 
@@ -22,13 +24,16 @@ SMALL = ["--steps", 3, "--batch-size", 2, "--context", 16, "--eval-windows", 3, 
 
 def test_qat_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
     out = tmp_path / "new" / "qat"
-    result = octavo("qat", finished_run, "--data", text, *SMALL, "--baseline", "--out", out, "--json")
+    options = ["--granularity", "row", "--baseline"]
+    result = octavo("qat", finished_run, "--data", text, *SMALL, *options, "--out", out, "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["reference"] == "bf16-tuned"
     assert list(record["measured"]) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"]
     assert record["measured"]["fp8-qat"]["perplexity"] < record["measured"]["bf16"]["perplexity"]
     loaded = load_qat(out)
+    layers = [layer for layer in loaded.model.modules() if isinstance(layer, Linear)]
+    assert {layer.recipe.output.b.granularity for layer in layers} == {PerRow()}
     with torch.no_grad():
         assert loaded.logits(torch.arange(8)[None]).isfinite().all()
     settings = json.loads((out / "qat.json").read_text())["settings"]
@@ -55,6 +60,9 @@ def test_table_titles_name_the_variants(octavo, finished_run, text, tmp_path):
     [
         (["--steps", 0], "steps must be at least 1"),
         (["--recipe", "bf16"], "casts no weight"),
+        (["--granularity", "column"], "weight_granularity must be one of"),
+        (["--recipe", "tensorwise", "--granularity", "row"], "--granularity needs recipe 'static', not 'tensorwise'"),
+        (["--as-served-by", "vllm-token", "--granularity", "row"], "--granularity and --as-served-by both define"),
         (["--device", "tpu"], "device must be one of"),
         (["--seed", "99999999999999999999999"], "Invalid value for '--seed'"),
         (["--recipe", "delayed"], "takes its scales from training steps"),
