@@ -49,7 +49,7 @@ def export(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Folder of octavo calibrate: its static scales; with a recipe of dynamic scales, its KV cache's alone.",
+            help="Folder of octavo calibrate: static scales; with a recipe of dynamic scales, its KV cache's alone.",
         ),
     ] = None,
     mix: Annotated[Path | None, typer.Option(metavar="FILE", help="mix.toml of octavo sensitivity.")] = None,
