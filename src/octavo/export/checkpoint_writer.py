@@ -37,6 +37,7 @@ from octavo.export.emulation import emulated, layers_in_high_precision
 from octavo.export.lockstep import LockstepAgreement, make_probe
 from octavo.export.model_files import Companions, companions_of
 from octavo.export.reload import OCTAVO
+from octavo.export.servers import of_several_schemes
 from octavo.export.verification import decoded_layers, reader_note, reader_of, verify
 from octavo.files import claimed_folder, hidden_path, replacing_folder
 from octavo.language_model import LanguageModel
@@ -249,6 +250,11 @@ class _CheckpointWriter:
                 f"{others[0].path!r} and {len(others) - 1} more weights of experts or Conv1D run FP8 recipes here and "
                 "are written in high precision; that is what was verified"
             )
+        if self.fmt.schemes is not None and (refused := of_several_schemes(self._scheme_of_each())):
+            sentences.append(
+                f"vLLM and SGLang refuse this folder: they merge q, k, v and gate, up, which in {refused[0]!r} and "
+                f"{len(refused) - 1} more modules have several schemes; give them one recipe, or skip them together"
+            )
         for recipe in {layer.recipe.name: layer.recipe for layer in self.contents.layers.values()}.values():
             served_recipe = self.fmt.served(recipe)
             if recipe.output.a is not None and served_recipe.output.a != recipe.output.a:
@@ -257,6 +263,11 @@ class _CheckpointWriter:
                     f"them {scheme_of(recipe).inputs}, from their own amax; that is what was verified"
                 )
         return tuple(sentences)
+
+    def _scheme_of_each(self) -> dict[str, str]:
+        """Schemes of the linear layers by path."""
+        schemes = {path: str(scheme_of(layer.recipe)) for path, layer in self.contents.layers.items()}
+        return dict.fromkeys(self.contents.left_out, "high precision") | schemes
 
     def bf16_nbytes(self) -> int:
         """Size of the model in BF16."""

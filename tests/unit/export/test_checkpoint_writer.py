@@ -100,6 +100,24 @@ def test_notes_say_what_is_served_otherwise(tmp_path):
     assert saved.agreement is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ({"*.1.self_attn.q_proj": "bf16"}, "model.layers.1.self_attn"),
+        ({"*.up_proj": "bf16"}, "model.layers.0.mlp"),
+        ({"*.1.self_attn.?_proj": "bf16", "*.down_proj": "bf16"}, None),
+    ],
+)
+def test_a_note_says_which_merged_layers_have_several_schemes(tmp_path, overrides, refused):
+    model = language_model()
+    octavo.convert(model.model, ROW, overrides=overrides)
+    notes = save_quantized(model, tmp_path / "m", verify_folder=False).notes
+    said = [note for note in notes if note.startswith("vLLM and SGLang refuse this folder")]
+    assert len(said) == (refused is not None)
+    assert all(f"in {refused!r}" in note for note in said)
+    assert not save_quantized(model, tmp_path / "o", format="octavo", verify_folder=False).notes
+
+
 def test_bytes(tmp_path):
     saved = save_quantized(dynamic(ROW), tmp_path / "m", verify_folder=False)
     tensors = load_file(tmp_path / "m" / "model.safetensors")
