@@ -129,8 +129,8 @@ def _gain(plan: Plan) -> Check:
         words += f"; less than {WORTH:g} does not pay for the further steps that FP8 may take"
     elif low < 1:
         words += ", where it would be slower; measure before deciding"
-    elif gain < MOST_FURTHER_STEPS:
-        words += f"; it pays for {WORTH - 1:.0%} more steps, not for {MOST_FURTHER_STEPS - 1:.0%}"
+    elif low < MOST_FURTHER_STEPS:
+        words += f"; {low:.2f} does not pay for {MOST_FURTHER_STEPS - 1:.0%} more steps, the most that FP8 may take"
     return Check(name="gain", holds=gain >= WORTH and low >= 1, sentence=words)
 
 
