@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.planning.constants import Constants
+from octavo.planning.constants import WORK, Constants
 from octavo.planning.hardware import find_hardware
 from octavo.planning.model_names import find_model
 from octavo.planning.plan import Plan, PlanRequest, make_plan
@@ -152,7 +152,7 @@ def _share_of_gemms(plan: Plan) -> Check:
     share = seconds["gemm"] / seconds["total"]
     where = max((name for name in seconds if name not in ("gemm", "total")), key=lambda name: seconds[name])
     rest = seconds[where] / seconds["total"]
-    words = f"linear layers take {share:.0%} of BF16's step, {where.replace('_', ' ')} {rest:.0%}"
+    words = f"linear layers take {share:.0%} of BF16's step, {WORK[where]} {rest:.0%}"
     words += f" with {bf16.job.layout}" if plan.layouts_differ else ""
     if best is None or best.candidate is None:
         return Check(name="share of linear layers", holds=None, sentence=words)

@@ -120,6 +120,18 @@ def test_what_linear_layers_take_limits_the_gain(made, gemm):
     assert of_gemms.holds == (STEPS_OF_FP8 / limit < 100)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("elementwise", "norms and activations"), ("data_parallel", "messages between copies and shards")],
+)
+def test_the_next_kind_of_work_is_named_in_the_words_of_the_tables(made, kind, words):
+    plan = with_times(made)
+    step = replace(plan.bf16, seconds={"gemm": 0.6, kind: 0.3, "attention": 0.1, "total": 1.0})
+    options = tuple(replace(each, bf16_here=step, candidate=each.candidate and step) for each in plan.options)
+    sentence = check(advise(replace(plan, options=options)), "share of linear layers").sentence
+    assert sentence.startswith(f"linear layers take 60% of BF16's step, {words} 30%;")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama-3-70b", "llama-3-405b"])
 def test_no_gain_is_above_the_limit_that_is_printed_beside_it(name):
