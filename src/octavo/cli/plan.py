@@ -25,7 +25,7 @@ from octavo.planning import (
     predict_row,
     read_rows,
 )
-from octavo.planning.advice import HOLDS
+from octavo.planning.advice import HOLDS, TOLERANCE
 from octavo.planning.calibration import calibrated, read_calibration
 from octavo.planning.constants import WORK
 from octavo.planning.jobs import Framework
@@ -166,9 +166,18 @@ def advise_on_model(
         return
     _show_answer(advice)
     changes = [f"What would change it: {change}" for change in advice.changes]
-    print_lines(
-        *(changes or ["Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."]), UNTRIED
-    )
+    print_lines(*(changes or [_unchanged(request, tolerance)]), UNTRIED)
+
+
+def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
+    """What was tried, none of which changes the verdict."""
+    if not request.hardware.has_fp8:
+        return "With h100 or b200 in its place, FP8 would not be advised either."
+    if tolerance is not None and tolerance < TOLERANCE:
+        return (
+            f"With a tolerance of {TOLERANCE:g} % FP8 would not be advised either; with {tolerance:g} %, it never is."
+        )
+    return "Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."
 
 
 def _show_answer(advice: Advice) -> None:
@@ -231,9 +240,11 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
     print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
     _show_shares(made)
+    refused: dict[str, list[str]] = {}
     for option in made.options:
         if option.reason is not None:
-            print_lines(f"{option.name}: {option.reason}")
+            refused.setdefault(option.reason, []).append(option.name)
+    print_lines(*(f"{', '.join(names)}: {reason}" for reason, names in refused.items()))
     _show_answer(answer)
     print_lines("octavo advise searches what would change it, and takes a --tolerance.")
     print_lines(f"Searched in {seconds:.1f} s, with the costs of {request.framework}. {UNTRIED}")

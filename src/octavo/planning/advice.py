@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.planning.constants import WORK, Constants
-from octavo.planning.hardware import find_hardware
+from octavo.planning.hardware import Hardware, find_hardware
 from octavo.planning.model_names import find_model
 from octavo.planning.plan import Plan, PlanRequest, make_plan
 
@@ -42,7 +42,8 @@ class Advice:
         use_fp8: the answer.
         recipe: of the answer; ``bf16`` if FP8 should not be used.
         sentence: the answer in words.
-        checks: conditions of when and when not: hardware, gain and tolerance decide, the others explain.
+        checks: conditions of when and when not: hardware, gain and tolerance decide, the others explain; hardware
+            alone where it has no FP8 units.
         changes: what would change the answer, each alone; empty where nothing that was tried does.
     """
 
@@ -71,6 +72,8 @@ def advise(plan: Plan, constants: Constants | None = None, *, tolerance: float |
 
 
 def _verdict(plan: Plan, tolerance: float | None) -> Advice:
+    if not plan.request.hardware.has_fp8:
+        return _without_units(plan.request.hardware)
     deciding = (_hardware(plan), _gain(plan), _tolerance(tolerance))
     checks = (*deciding, *UNKNOWN, _layers(plan), _share_of_gemms(plan))
     best = plan.best_fp8
@@ -89,6 +92,18 @@ def _verdict(plan: Plan, tolerance: float | None) -> Advice:
         )
         sentence += "".join(f" {words}." for words in (plan.layouts_differ, plan.transferred) if words)
     return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks)
+
+
+def _without_units(hardware: Hardware) -> Advice:
+    """The verdict where no gain, layer or tolerance matters."""
+    lack = f"{hardware.name} has no FP8 units"
+    sentence = (
+        f"Stay in BF16 or FP16: {lack}. FP8 saves memory there and no time: recipe weight_only stores weights in "
+        "8 bits and multiplies in 16; the others are emulated, slower than 16 bits."
+    )
+    return Advice(
+        use_fp8=False, recipe="bf16", sentence=sentence, checks=(Check(name="hardware", holds=False, sentence=lack),)
+    )
 
 
 UNKNOWN = (
@@ -112,11 +127,7 @@ UNKNOWN = (
 
 
 def _hardware(plan: Plan) -> Check:
-    hardware = plan.request.hardware
-    if hardware.has_fp8:
-        return Check(name="hardware", holds=True, sentence=f"{hardware.name} multiplies FP8")
-    reason = plan.options[1].reason or f"{hardware.name} has no FP8 units"
-    return Check(name="hardware", holds=False, sentence=reason)
+    return Check(name="hardware", holds=True, sentence=f"{plan.request.hardware.name} multiplies FP8")
 
 
 def _gain(plan: Plan) -> Check:
@@ -197,10 +208,11 @@ def _changes(plan: Plan, constants: Constants, tolerance: float | None) -> Itera
 
 
 def _in_short(verdict: Advice, plan: Plan) -> str:
-    """A verdict without layouts."""
+    """A verdict's first sentence, without layouts."""
     best = plan.best_fp8
     if not verdict.use_fp8 or best is None or best.speedup is None:
-        return verdict.sentence[0].lower() + verdict.sentence[1:].removesuffix(".")
+        first = verdict.sentence.split(". ")[0].removesuffix(".")
+        return first[0].lower() + first[1:]
     return f"use FP8 with recipe {verdict.recipe}, {best.speedup[0]:.2f} times as fast"
 
 
@@ -209,6 +221,9 @@ def _directions(request: PlanRequest, *, use_fp8: bool) -> Iterator[list[tuple[s
 
     A batch that was not given is the usual one of the changed request; one that was given keeps its tokens.
     """
+    if not request.hardware.has_fp8:
+        yield from ([_on(request, name)] for name in ("h100", "b200"))
+        return
     gpus = request.gpus
     for numbers in ([gpus // 8, gpus // 64], [gpus * 8, gpus * 64]):
         within = [each for each in numbers if 1 <= each <= MOST_GPUS]
@@ -220,7 +235,11 @@ def _directions(request: PlanRequest, *, use_fp8: bool) -> Iterator[list[tuple[s
     sized = [each for each in others if (each.parameters < request.model.parameters) == use_fp8]
     yield [(f"with the model {each.name}", replace(request, model=each)) for each in sized]
     for name in ("a100",) if use_fp8 else ("h100", "b200"):
-        yield [(f"on {name}", replace(request, hardware=find_hardware(name)))]
+        yield [_on(request, name)]
+
+
+def _on(request: PlanRequest, name: str) -> tuple[str, PlanRequest]:
+    return f"on {name}", replace(request, hardware=find_hardware(name))
 
 
 def _with_context(request: PlanRequest, seq: int) -> PlanRequest:

@@ -189,6 +189,28 @@ def test_a_plan_has_the_answer_of_advise(octavo):
     assert made["answer"]["use_fp8"] is False
 
 
+@pytest.mark.parametrize(
+    ("hardware", "tolerance", "words"),
+    [
+        ("a100", 3, "With h100 or b200 in its place, FP8 would not be advised either."),
+        ("h100", 0.1, "With a tolerance of 0.5 % FP8 would not be advised either; with 0.1 %, it never is."),
+        ("h100", 3, "Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."),
+    ],
+)
+def test_advice_that_nothing_changes_says_what_was_tried(octavo, monkeypatch, hardware, tolerance, words):
+    monkeypatch.setattr("octavo.planning.advice.SIZES", ())
+    monkeypatch.setattr("octavo.planning.advice.CONTEXTS", (512, 512))
+    small = ("smollm2-135m", "--gpus", 1, "--seq", 512)
+    shown = octavo("advise", *small, "--hardware", hardware, "--tolerance", tolerance).stdout
+    assert words in shown
+    assert ("Nothing that was tried" in shown) == words.startswith("Nothing")
+
+
+def test_one_reason_is_printed_once_for_all_recipes_that_it_refuses(octavo):
+    shown = octavo("plan", "--model", "smollm2-135m", "--hardware", "a100", "--gpus", 1, "--seq", 512).stdout
+    assert "tensorwise, delayed, rowwise, rowwise_hp_grad_weight, blockwise, mxfp8: a100 has no FP8 units" in shown
+
+
 @pytest.mark.long
 def test_advice(octavo):
     assert octavo("advise", "llama-3-70b", "--gpus", 256).stdout.startswith("Use FP8")

@@ -185,7 +185,7 @@ def changes(monkeypatch, plan: Any, gain: Any, **settings: Any) -> list[str]:
 
 
 TOLERANT = "with a tolerance of less than 0.5 % of perplexity: stay in BF16"
-OLDER = "on a100: stay in BF16"
+OLDER = "on a100: stay in BF16 or FP16"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,27 @@ def test_what_would_change_the_verdict_does(made, monkeypatch, gain, wanted):
 def test_newer_hardware_turns_the_verdict_on_an_a100(made, monkeypatch):
     old = replace(made, request=replace(made.request, hardware=find_hardware("a100")))
     assert [each.split(":")[0] for each in changes(monkeypatch, old, lambda request: 1.5)] == ["on h100", "on b200"]
+
+
+@pytest.mark.parametrize("name", ["a100", "v100"])
+@pytest.mark.parametrize("tolerance", [None, 0.1, 3.0])
+def test_without_fp8_units_what_fp8_saves_there_is_all_that_is_said(made, name, tolerance):
+    """No share of layers, gain or tolerance matters; V100 multiplies FP16, which no sentence may call BF16 alone."""
+    old = make_plan(replace(made.request, hardware=find_hardware(name)), CONSTANTS)
+    advice = advise(old, tolerance=tolerance)
+    assert [(each.name, each.holds, each.sentence) for each in advice.checks] == [
+        ("hardware", False, f"{name} has no FP8 units")
+    ]
+    assert advice.sentence.startswith(f"Stay in BF16 or FP16: {name} has no FP8 units. FP8 saves memory there")
+    assert all(words in advice.sentence for words in ("weight_only", "8 bits", "emulated"))
+
+
+def test_without_fp8_units_other_hardware_alone_is_tried(made, monkeypatch):
+    seen = []
+    old = replace(made, request=replace(made.request, hardware=find_hardware("a100")))
+    changes(monkeypatch, old, lambda request: seen.append(request) or 1.5)
+    assert [request.hardware.name for request in seen] == ["a100", "h100", "b200"]
+    assert {replace(request, hardware=old.request.hardware) for request in seen} == {old.request}
 
 
 def test_a_verdict_for_bf16_names_layouts_that_differ(made, monkeypatch):
