@@ -228,9 +228,14 @@ def test_without_fp8_units_what_fp8_saves_there_is_all_that_is_said(made, name, 
 
 
 def test_without_fp8_units_other_hardware_alone_is_tried(made, monkeypatch):
-    seen = []
+    seen: list[Any] = []
+
+    def gain(request: Any) -> float:
+        seen.append(request)
+        return 1.5
+
     old = replace(made, request=replace(made.request, hardware=find_hardware("a100")))
-    changes(monkeypatch, old, lambda request: seen.append(request) or 1.5)
+    changes(monkeypatch, old, gain)
     assert [request.hardware.name for request in seen] == ["a100", "h100", "b200"]
     assert {replace(request, hardware=old.request.hardware) for request in seen} == {old.request}
 
