@@ -59,6 +59,12 @@ Accelerator = Annotated[
 ]
 Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens, one a GPU at least.")
+]
+Calibrate = Annotated[
+    Path | None, typer.Option("--calibrate", help="Take GEMM speeds from a result of benchmarks.hopper.")
+]
 PROGRAMS = "Program that trains; vllm and tensorrt-llm serve, with --answer. [default: torchtitan, or vllm]"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -70,9 +76,7 @@ def plan(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens, one a GPU at least.")
-    ] = 0,
+    global_batch: GlobalBatch = 0,
     tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
     framework: Annotated[Framework | None, typer.Option("--framework", help=PROGRAMS)] = None,
@@ -85,9 +89,7 @@ def plan(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two plans that --json printed.")
     ] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option("--calibrate", help="Take GEMM speeds from a result of benchmarks.hopper.")
-    ] = None,
+    calibrate: Calibrate = None,
     report: Annotated[
         Path | None, typer.Option("--report", help="Write a page with pictures, such as plan.html.")
     ] = None,
@@ -123,10 +125,7 @@ def plan(
             price=_price(price),
             framework=framework or Framework.TITAN,
         )
-        constants = fitted_constants()
-        if calibrate is not None:
-            constants = calibrated(constants, read_calibration(calibrate, request.hardware), request.hardware)
-        _show_plan(request, constants, report, as_json=as_json)
+        _show_plan(request, _constants(calibrate, request.hardware), report, as_json=as_json)
 
 
 def _refuse_without_effect(
@@ -148,17 +147,24 @@ def advise_on_model(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
+    global_batch: GlobalBatch = 0,
     framework: Annotated[Framework, typer.Option("--framework", help="Program that trains.")] = Framework.TITAN,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="Per cent of perplexity that may be lost.")
     ] = None,
+    calibrate: Calibrate = None,
     as_json: Json = False,
 ) -> None:
     """Say whether to train a model in FP8, with which recipe, why, and what would change it."""
-    constants = fitted_constants()
     request = PlanRequest(
-        model=load_shape(model), hardware=_accelerator(hardware), gpus=gpus, seq=seq, framework=framework
+        model=load_shape(model),
+        hardware=_accelerator(hardware),
+        gpus=gpus,
+        seq=seq,
+        global_batch=global_batch,
+        framework=framework,
     )
+    constants = _constants(calibrate, request.hardware)
     made = make_plan(request, constants)
     advice = advise(made, constants, tolerance=tolerance)
     if as_json:
@@ -177,7 +183,8 @@ def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
         return (
             f"With a tolerance of {TOLERANCE:g} % FP8 would not be advised either; with {tolerance:g} %, it never is."
         )
-    return "Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."
+    same = " with the same batch" if request.global_batch else ""
+    return f"Nothing that was tried changes it: GPUs{same}, context, model, hardware, tolerance."
 
 
 def _show_answer(advice: Advice) -> None:
@@ -185,6 +192,14 @@ def _show_answer(advice: Advice) -> None:
     print_lines(advice.sentence, "")
     cells = [(each.name, HOLDS[each.holds], each.sentence) for each in advice.checks]
     print_table("Checks", ("check", "holds", ""), cells, left=3)
+
+
+def _constants(calibration: Path | None, hardware: Hardware) -> Constants:
+    """The fit's constants, with those of a GPU that was measured in their place."""
+    constants = fitted_constants()
+    return (
+        constants if calibration is None else calibrated(constants, read_calibration(calibration, hardware), hardware)
+    )
 
 
 def _accelerator(name: str) -> Hardware:

@@ -23,6 +23,7 @@ TOLERANCE = 0.5  # per cent of perplexity: with less the article stays in BF16
 ENOUGH_TOLERANCE = 2.0  # with so much it uses FP8
 SIZES = ("smollm2-135m", "llama-3-1b", "llama-3-8b", "llama-3-70b")  # other models that what would change it tries
 MOST_GPUS, CONTEXTS = 16384, (512, 131072)  # of what is tried
+LARGER = "b200"  # of which a quarter as many are tried for a batch that is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,15 +220,19 @@ def _in_short(verdict: Advice, plan: Plan) -> str:
 def _directions(request: PlanRequest, *, use_fp8: bool) -> Iterator[list[tuple[str, PlanRequest]]]:
     """Requests that differ in one setting, by direction, the nearest first.
 
-    A batch that was not given is the usual one of the changed request; one that was given keeps its tokens.
+    A batch that was not given is the usual one of the changed request. One that was given keeps its tokens, on fewer,
+    more, and fewer and larger GPUs too.
     """
     if not request.hardware.has_fp8:
         yield from ([_on(request, name)] for name in ("h100", "b200"))
         return
-    gpus = request.gpus
+    gpus, same = request.gpus, " with the same batch" if request.global_batch else ""
     for numbers in ([gpus // 8, gpus // 64], [gpus * 8, gpus * 64]):
         within = [each for each in numbers if 1 <= each <= MOST_GPUS]
-        yield [(f"on {each:,} GPU{'s' * (each > 1)}", replace(request, gpus=each)) for each in within]
+        yield [(f"on {each:,} GPU{'s' * (each > 1)}{same}", replace(request, gpus=each)) for each in within]
+    larger, fewer = find_hardware(LARGER), gpus // 4
+    if same and fewer and larger.bf16 > request.hardware.bf16:
+        yield [(f"on {fewer:,} {LARGER}{same}", replace(request, gpus=fewer, hardware=larger))]
     for contexts in ([request.seq // 4, request.seq // 16], [request.seq * 4, request.seq * 16]):
         within = [each for each in contexts if CONTEXTS[0] <= each <= CONTEXTS[1]]
         yield [(f"with a context of {each:,} tokens", _with_context(request, each)) for each in within]

@@ -181,12 +181,29 @@ def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
     assert all("no FP8 units" in option["reason"] for option in others)
 
 
-def test_a_plan_has_the_answer_of_advise(octavo):
-    small = ("--hardware", "h100", "--gpus", 1, "--seq", 512, "--json")
-    advice = json.loads(octavo("advise", "smollm2-135m", *small).stdout)
-    made = json.loads(octavo("plan", "--model", "smollm2-135m", *small).stdout)
-    assert made["answer"] == {name: value for name, value in advice.items() if name != "changes"}
-    assert made["answer"]["use_fp8"] is False
+@pytest.fixture
+def measured(tmp_path):
+    """A result of benchmarks.hopper in which FP8 is four times as fast as the table's H100."""
+    seconds = {"bf16, CUDA graph": [0.036], "tensorwise, CUDA graph": [0.005]}
+    section = {"title": "Linear, CUDA graph, forward and backward, 16384³", "raw": {"seconds": seconds}}
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"facts": {"device": "NVIDIA H100 80GB HBM3"}, "parts": [{"sections": [section]}]}))
+    return path
+
+
+def test_a_plan_has_the_answer_of_advise(octavo, monkeypatch, measured):
+    """With every option that both have; each of the two last ones changes it."""
+    monkeypatch.setattr("octavo.planning.advice.SIZES", ())
+    monkeypatch.setattr("octavo.planning.advice.CONTEXTS", (2048, 2048))
+    small = ("--hardware", "h100", "--gpus", 4, "--seq", 2048, "--json")
+    answers = []
+    for options in ((), ("--global-batch", 8), ("--calibrate", measured)):
+        advice = json.loads(octavo("advise", "smollm2-135m", *small, *options).stdout)
+        made = json.loads(octavo("plan", "--model", "smollm2-135m", *small, *options).stdout)
+        assert made["answer"] == {name: value for name, value in advice.items() if name != "changes"}
+        answers.append(made["answer"])
+    assert answers[0]["use_fp8"] is False
+    assert answers[1] != answers[0] != answers[2]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +259,9 @@ def test_advice(octavo):
         (("plan", "--model", "llama-3-8b", "--answer", 64, "--framework", "jax"), "trains and does not serve"),
         (("plan", "--model", "llama-3-8b", "--answer", 64, "--gpus", 3), "do not divide among 3 GPUs"),
         (("advise", "llama-3-8b", "--tolerance", "nan"), "tolerance must be"),
+        (("advise", "llama-3-8b", "--global-batch", -1), "global-batch 0 or more"),
+        (("advise", "llama-3-8b", "--gpus", 64, "--global-batch", 7), "does not divide among 64 GPUs"),
+        (("advise", "llama-3-8b", "--calibrate", "nowhere.json"), "nowhere.json"),
         (("advise", "llama-3-8b", "--tolerance", -1), "tolerance must be"),
     ],
 )

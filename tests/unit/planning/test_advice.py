@@ -269,6 +269,50 @@ def test_a_batch_that_was_given_keeps_its_tokens(made, monkeypatch):
     changes(monkeypatch, replace(made, request=replace(made.request, global_batch=64)), gain)
     of_contexts = {request.seq: request.global_batch for request in seen}
     assert of_contexts == {2048: 64, 512: 256, 8192: 16, 32768: 4}
+    of_gpus = {(request.gpus, request.hardware.name) for request in seen if request.gpus != 8}
+    assert of_gpus == {(1, "h100"), (64, "h100"), (512, "h100"), (2, "b200")}
+
+
+def test_more_gpus_than_any_plan_has_are_not_tried(made, monkeypatch):
+    """Eight and 64 times as many, up to 16,384."""
+    seen = set()
+
+    def gain(request: Any) -> float:
+        seen.add(request.gpus)
+        return 1.5
+
+    changes(monkeypatch, replace(made, request=replace(made.request, gpus=2048)), gain)
+    assert seen == {2048, 256, 32, 16384}
+
+
+@pytest.mark.parametrize(
+    ("gain", "wanted"),
+    [
+        (lambda request: 1.5 if request.gpus < 500 else 1.0, "on 512 GPUs with the same batch: stay in BF16"),
+        (lambda request: 1.5 if request.gpus > 1 else 1.0, "on 1 GPU with the same batch: stay in BF16"),
+        (
+            lambda request: 1.5 if (request.gpus, request.hardware.name) == (2, "b200") else 1.0,
+            "on 2 b200 with the same batch: use FP8 with recipe tensorwise, 1.50 times",
+        ),
+    ],
+)
+def test_a_batch_that_was_given_is_tried_on_fewer_more_and_larger_gpus(made, monkeypatch, gain, wanted):
+    """On eight H100; without a batch the same numbers of GPUs have the usual batch each, and no such words."""
+    fixed = replace(made, request=replace(made.request, global_batch=64))
+    assert any(change.startswith(wanted) for change in changes(monkeypatch, fixed, gain))
+    assert not any("the same batch" in change for change in changes(monkeypatch, made, gain))
+
+
+def test_no_larger_gpu_is_tried_for_one_that_is_as_large(made, monkeypatch):
+    seen: list[Any] = []
+
+    def gain(request: Any) -> float:
+        seen.append(request)
+        return 1.0
+
+    largest = replace(made.request, global_batch=64, hardware=find_hardware("b200"))
+    changes(monkeypatch, replace(made, request=largest), gain)
+    assert {request.gpus for request in seen} == {1, 8, 64, 512}
 
 
 @pytest.mark.parametrize(("tolerance", "holds"), [(0.4, False), (0.5, None), (1.9, None), (2.0, True), (3.0, True)])
