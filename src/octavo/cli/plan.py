@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import number, print_json, print_lines, print_table
+from octavo.cli.output_files import check_target
 from octavo.errors import ConfigError
 from octavo.planning import (
     Advice,
@@ -91,12 +92,17 @@ def plan(
     ] = None,
     calibrate: Calibrate = None,
     report: Annotated[
-        Path | None, typer.Option("--report", help="Write a page with pictures, such as plan.html.")
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a page with pictures, such as plan.html.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout."""
+    """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout.
+
+    MFU is the model's FLOPs, recomputation not counted, as a share of the GPU's dense BF16 peak, in FP8 recipes too.
+    """
     _refuse_without_effect(context, rows=rows, compare=compare, answer=answer)
+    if report is not None:
+        check_target("--report", report)
     if rows is not None:
         _predict_rows(rows, as_json=as_json)
     elif compare is not None:

@@ -138,6 +138,23 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     assert 'src="http' not in html
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is(octavo, tmp_path):
+    """As octavo doctor --html refuses it; nothing is computed or left beside the folder."""
+    for target, words in ((tmp_path, "is a folder; name a file"), (tmp_path / "no" / "a.html", "there is no folder")):
+        result = octavo(*PLAN, "--report", target)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert "--report" in result.stderr
+        assert result.stdout == ""
+    assert list(tmp_path.parent.glob("*.js")) + list(tmp_path.iterdir()) == []
+
+
+def test_help_says_of_which_peak_mfu_is_a_share(octavo):
+    shown = " ".join(octavo("plan", "--help").stdout.split())
+    assert "MFU is the model's FLOPs" in shown
+    assert "share of the GPU's dense BF16 peak, in FP8 recipes too" in shown
+
+
 @pytest.mark.long
 def test_the_program_that_trains_can_be_chosen(octavo):
     records = [json.loads(octavo(*PLAN, "--framework", name, "--json").stdout) for name in ("torchtitan", "jax")]
@@ -252,7 +269,7 @@ def test_advice(octavo):
         (("plan", "--model", "llama-3-70b", "--gpus", 1, "--answer", 8, "--hardware", "a100"), "int8 does not fit"),
         ((*PLAN, "--answer", 0), "answer must be 1 or more"),
         ((*PLAN, "--price", "cheap"), "is not a number"),
-        ((*PLAN, "--report", "nowhere/plan.html"), "nowhere/plan.html"),
+        ((*PLAN, "--report", "nowhere/plan.html"), "there is no folder 'nowhere'"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "nan"), "load between"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "inf"), "load between"),
         (("plan", "--model", "llama-3-8b", "--framework", "vllm"), "does not train"),
