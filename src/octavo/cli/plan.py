@@ -322,7 +322,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     points, refused = serving_points(service, fitted_constants())
     if as_json:
         record = {"framework": service.framework, "points": [point.record() for point in points]}
-        print_json(record | {"refused": refused, "answer": serving_answer(points)})
+        print_json(record | {"refused": refused, "answer": " ".join(serving_answer(points))})
         return
     cells = [
         (
@@ -353,7 +353,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     print_table(title, columns, cells)
     print_lines(
         *(f"{name}: {reason}" for name, reason in refused.items()),
-        serving_answer(points),
+        *serving_answer(points),
         f"As {service.framework} would serve. Predicted from published measurements of TensorRT-LLM and vLLM; octavo's "
         "own server was not among them.",
     )

@@ -188,7 +188,11 @@ def test_inference_is_planned_with_an_answer(octavo):
     prompts = {point["prompt"] for point in found["points"]}
     assert len(prompts) == 3
     assert max(prompts) == 16 * min(prompts)
-    assert "ms a token" in octavo(*arguments).stdout
+    assert found["answer"].startswith("Serve in FP8: with 16 requests a token takes")
+    shown = octavo(*arguments).stdout
+    assert "ms a token" in shown
+    assert "Less than the article's 50 ms: FP8, INT8, BF16." in found["answer"]
+    assert "GPUs for the load:" in shown
 
 
 def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
@@ -274,6 +278,7 @@ def test_advice(octavo):
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "inf"), "load between"),
         (("plan", "--model", "llama-3-8b", "--framework", "vllm"), "does not train"),
         (("plan", "--model", "llama-3-8b", "--answer", 64, "--framework", "jax"), "trains and does not serve"),
+        (("plan", "--model", "vit-b", "--answer", 64), "vit-b is an encoder and generates no tokens"),
         (("plan", "--model", "llama-3-8b", "--answer", 64, "--gpus", 3), "do not divide among 3 GPUs"),
         (("advise", "llama-3-8b", "--tolerance", "nan"), "tolerance must be"),
         (("advise", "llama-3-8b", "--global-batch", -1), "global-batch 0 or more"),
