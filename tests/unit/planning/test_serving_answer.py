@@ -52,8 +52,8 @@ def answer(**times: dict[int, float]) -> str:
         ({"bf16": {16: 40.0}, "fp8": {16: 35.0}, "int8": {16: 30.0}}, "Serve in INT8: with 16"),
         ({"bf16": {16: 40.0}, "int8": {16: 30.0}, "fp8": {16: 30.0}}, "Serve in FP8: with 16"),  # as fast, and measured
         ({"bf16": {16: 40.0}, "int8": {16: 29.98}, "fp8": {16: 30.0}}, "Serve in INT8: with 16"),
-        ({"bf16": {4: 40.0}, "fp8": {4: 30.0, 16: 45.0}}, "Serve in FP8: with 4"),
-        ({"bf16": {8: 10.0, 9: 60.0}, "fp8": {8: 20.0, 9: 30.0}}, "Serve in FP8: with 9"),  # more than eight
+        ({"bf16": {1: 20.0, 4: 40.0}, "fp8": {1: 10.0, 4: 30.0, 16: 45.0}}, "Serve in FP8: with 4"),
+        ({"bf16": {8: 1.0, 9: 60.0, 16: 1.0}, "fp8": {8: 2.0, 9: 30.0, 16: 2.0}}, "Serve in FP8: with 9"),
         ({"fp8": {16: 45.0}, "int8": {16: 50.0}}, "Serve in FP8: with 16"),
         ({"bf16": {16: 45.0}}, "Serve in BF16: with 16"),
         ({"bf16": {16: 45.0}, "fp8 weights": {16: 40.0}}, "Serve in 16 bits with FP8 weights: with 16"),
