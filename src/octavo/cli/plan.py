@@ -182,7 +182,7 @@ def advise_on_model(
 
 
 def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
-    """What was tried, none of which changes the verdict."""
+    """Sentence on what was tried and does not change the verdict."""
     if not request.hardware.has_fp8:
         return "With h100 or b200 in its place, FP8 would not be advised either."
     if tolerance is not None and tolerance < TOLERANCE:

@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def transferred(self) -> str:
-        """What the fastest FP8 recipe has and the program's published trainings have not, in words; "" for nothing.
+        """Parts of the fastest FP8 recipe that the program's published trainings do not have, in words; "" for none.
 
         The fastest that they have is named with it.
         """
