@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import number, print_json, print_lines, print_table
+from octavo.cli.output_files import check_target
 from octavo.errors import ConfigError
 from octavo.planning import (
     Advice,
@@ -25,7 +26,7 @@ from octavo.planning import (
     predict_row,
     read_rows,
 )
-from octavo.planning.advice import HOLDS
+from octavo.planning.advice import HOLDS, TOLERANCE
 from octavo.planning.calibration import calibrated, read_calibration
 from octavo.planning.constants import WORK
 from octavo.planning.jobs import Framework
@@ -59,6 +60,12 @@ Accelerator = Annotated[
 ]
 Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens, one a GPU at least.")
+]
+Calibrate = Annotated[
+    Path | None, typer.Option("--calibrate", help="Take GEMM speeds from a result of benchmarks.hopper.")
+]
 PROGRAMS = "Program that trains; vllm and tensorrt-llm serve, with --answer. [default: torchtitan, or vllm]"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -70,9 +77,7 @@ def plan(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens, one a GPU at least.")
-    ] = 0,
+    global_batch: GlobalBatch = 0,
     tokens: Annotated[str, typer.Option("--tokens", help="Of the whole training, such as 2T.")] = "1T",
     price: Annotated[str, typer.Option("--price", help="Of a GPU and an hour, such as 2.5/h.")] = "0",
     framework: Annotated[Framework | None, typer.Option("--framework", help=PROGRAMS)] = None,
@@ -85,16 +90,19 @@ def plan(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two plans that --json printed.")
     ] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option("--calibrate", help="Take GEMM speeds from a result of benchmarks.hopper.")
-    ] = None,
+    calibrate: Calibrate = None,
     report: Annotated[
-        Path | None, typer.Option("--report", help="Write a page with pictures, such as plan.html.")
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a page with pictures, such as plan.html.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout."""
+    """Predict time, memory and cost of a training in BF16 and every FP8 recipe, each in its best layout.
+
+    MFU is the model's FLOPs, recomputation not counted, as a share of the GPU's dense BF16 peak, in FP8 recipes too.
+    """
     _refuse_without_effect(context, rows=rows, compare=compare, answer=answer)
+    if report is not None:
+        check_target("--report", report)
     if rows is not None:
         _predict_rows(rows, as_json=as_json)
     elif compare is not None:
@@ -123,10 +131,7 @@ def plan(
             price=_price(price),
             framework=framework or Framework.TITAN,
         )
-        constants = fitted_constants()
-        if calibrate is not None:
-            constants = calibrated(constants, read_calibration(calibrate, request.hardware), request.hardware)
-        _show_plan(request, constants, report, as_json=as_json)
+        _show_plan(request, _constants(calibrate, request.hardware), report, as_json=as_json)
 
 
 def _refuse_without_effect(
@@ -148,17 +153,24 @@ def advise_on_model(
     hardware: Accelerator = "h100",
     gpus: Gpus = 8,
     seq: Seq = 8192,
+    global_batch: GlobalBatch = 0,
     framework: Annotated[Framework, typer.Option("--framework", help="Program that trains.")] = Framework.TITAN,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="Per cent of perplexity that may be lost.")
     ] = None,
+    calibrate: Calibrate = None,
     as_json: Json = False,
 ) -> None:
     """Say whether to train a model in FP8, with which recipe, why, and what would change it."""
-    constants = fitted_constants()
     request = PlanRequest(
-        model=load_shape(model), hardware=_accelerator(hardware), gpus=gpus, seq=seq, framework=framework
+        model=load_shape(model),
+        hardware=_accelerator(hardware),
+        gpus=gpus,
+        seq=seq,
+        global_batch=global_batch,
+        framework=framework,
     )
+    constants = _constants(calibrate, request.hardware)
     made = make_plan(request, constants)
     advice = advise(made, constants, tolerance=tolerance)
     if as_json:
@@ -166,9 +178,19 @@ def advise_on_model(
         return
     _show_answer(advice)
     changes = [f"What would change it: {change}" for change in advice.changes]
-    print_lines(
-        *(changes or ["Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."]), UNTRIED
-    )
+    print_lines(*(changes or [_unchanged(request, tolerance)]), UNTRIED)
+
+
+def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
+    """Sentence on what was tried and does not change the verdict."""
+    if not request.hardware.has_fp8:
+        return "With h100 or b200 in its place, FP8 would not be advised either."
+    if tolerance is not None and tolerance < TOLERANCE:
+        return (
+            f"With a tolerance of {TOLERANCE:g} % FP8 would not be advised either; with {tolerance:g} %, it never is."
+        )
+    same = " with the same batch" if request.global_batch else ""
+    return f"Nothing that was tried changes it: GPUs{same}, context, model, hardware, tolerance."
 
 
 def _show_answer(advice: Advice) -> None:
@@ -176,6 +198,14 @@ def _show_answer(advice: Advice) -> None:
     print_lines(advice.sentence, "")
     cells = [(each.name, HOLDS[each.holds], each.sentence) for each in advice.checks]
     print_table("Checks", ("check", "holds", ""), cells, left=3)
+
+
+def _constants(calibration: Path | None, hardware: Hardware) -> Constants:
+    """The fit's constants, with those of a GPU that was measured in their place."""
+    constants = fitted_constants()
+    return (
+        constants if calibration is None else calibrated(constants, read_calibration(calibration, hardware), hardware)
+    )
 
 
 def _accelerator(name: str) -> Hardware:
@@ -231,9 +261,11 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
     print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
     _show_shares(made)
+    refused: dict[str, list[str]] = {}
     for option in made.options:
         if option.reason is not None:
-            print_lines(f"{option.name}: {option.reason}")
+            refused.setdefault(option.reason, []).append(option.name)
+    print_lines(*(f"{', '.join(names)}: {reason}" for reason, names in refused.items()))
     _show_answer(answer)
     print_lines("octavo advise searches what would change it, and takes a --tolerance.")
     print_lines(f"Searched in {seconds:.1f} s, with the costs of {request.framework}. {UNTRIED}")
@@ -290,7 +322,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     points, refused = serving_points(service, fitted_constants())
     if as_json:
         record = {"framework": service.framework, "points": [point.record() for point in points]}
-        print_json(record | {"refused": refused, "answer": serving_answer(points)})
+        print_json(record | {"refused": refused, "answer": " ".join(serving_answer(points))})
         return
     cells = [
         (
@@ -321,7 +353,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
     print_table(title, columns, cells)
     print_lines(
         *(f"{name}: {reason}" for name, reason in refused.items()),
-        serving_answer(points),
+        *serving_answer(points),
         f"As {service.framework} would serve. Predicted from published measurements of TensorRT-LLM and vLLM; octavo's "
         "own server was not among them.",
     )

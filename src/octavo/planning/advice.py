@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.planning.constants import Constants
-from octavo.planning.hardware import find_hardware
+from octavo.planning.constants import WORK, Constants
+from octavo.planning.hardware import Hardware, find_hardware
 from octavo.planning.model_names import find_model
 from octavo.planning.plan import Plan, PlanRequest, make_plan
 
@@ -23,6 +23,7 @@ TOLERANCE = 0.5  # per cent of perplexity: with less the article stays in BF16
 ENOUGH_TOLERANCE = 2.0  # with so much it uses FP8
 SIZES = ("smollm2-135m", "llama-3-1b", "llama-3-8b", "llama-3-70b")  # other models that what would change it tries
 MOST_GPUS, CONTEXTS = 16384, (512, 131072)  # of what is tried
+LARGER = "b200"  # of which a quarter as many are tried for a batch that is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,8 @@ class Advice:
         use_fp8: the answer.
         recipe: of the answer; ``bf16`` if FP8 should not be used.
         sentence: the answer in words.
-        checks: conditions of when and when not: hardware, gain and tolerance decide, the others explain.
+        checks: conditions of when and when not: hardware, gain and tolerance decide, the others explain; hardware
+            alone where it has no FP8 units.
         changes: what would change the answer, each alone; empty where nothing that was tried does.
     """
 
@@ -71,6 +73,8 @@ def advise(plan: Plan, constants: Constants | None = None, *, tolerance: float |
 
 
 def _verdict(plan: Plan, tolerance: float | None) -> Advice:
+    if not plan.request.hardware.has_fp8:
+        return _without_units(plan.request.hardware)
     deciding = (_hardware(plan), _gain(plan), _tolerance(tolerance))
     checks = (*deciding, *UNKNOWN, _layers(plan), _share_of_gemms(plan))
     best = plan.best_fp8
@@ -89,6 +93,18 @@ def _verdict(plan: Plan, tolerance: float | None) -> Advice:
         )
         sentence += "".join(f" {words}." for words in (plan.layouts_differ, plan.transferred) if words)
     return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks)
+
+
+def _without_units(hardware: Hardware) -> Advice:
+    """The verdict where no gain, layer or tolerance matters."""
+    lack = f"{hardware.name} has no FP8 units"
+    sentence = (
+        f"Stay in BF16 or FP16: {lack}. FP8 saves memory there and no time: recipe weight_only stores weights in "
+        "8 bits and multiplies in 16; the others are emulated, slower than 16 bits."
+    )
+    return Advice(
+        use_fp8=False, recipe="bf16", sentence=sentence, checks=(Check(name="hardware", holds=False, sentence=lack),)
+    )
 
 
 UNKNOWN = (
@@ -112,11 +128,7 @@ UNKNOWN = (
 
 
 def _hardware(plan: Plan) -> Check:
-    hardware = plan.request.hardware
-    if hardware.has_fp8:
-        return Check(name="hardware", holds=True, sentence=f"{hardware.name} multiplies FP8")
-    reason = plan.options[1].reason or f"{hardware.name} has no FP8 units"
-    return Check(name="hardware", holds=False, sentence=reason)
+    return Check(name="hardware", holds=True, sentence=f"{plan.request.hardware.name} multiplies FP8")
 
 
 def _gain(plan: Plan) -> Check:
@@ -129,8 +141,8 @@ def _gain(plan: Plan) -> Check:
         words += f"; less than {WORTH:g} does not pay for the further steps that FP8 may take"
     elif low < 1:
         words += ", where it would be slower; measure before deciding"
-    elif gain < MOST_FURTHER_STEPS:
-        words += f"; it pays for {WORTH - 1:.0%} more steps, not for {MOST_FURTHER_STEPS - 1:.0%}"
+    elif low < MOST_FURTHER_STEPS:
+        words += f"; {low:.2f} does not pay for {MOST_FURTHER_STEPS - 1:.0%} more steps, the most that FP8 may take"
     return Check(name="gain", holds=gain >= WORTH and low >= 1, sentence=words)
 
 
@@ -152,7 +164,7 @@ def _share_of_gemms(plan: Plan) -> Check:
     share = seconds["gemm"] / seconds["total"]
     where = max((name for name in seconds if name not in ("gemm", "total")), key=lambda name: seconds[name])
     rest = seconds[where] / seconds["total"]
-    words = f"linear layers take {share:.0%} of BF16's step, {where.replace('_', ' ')} {rest:.0%}"
+    words = f"linear layers take {share:.0%} of BF16's step, {WORK[where]} {rest:.0%}"
     words += f" with {bf16.job.layout}" if plan.layouts_differ else ""
     if best is None or best.candidate is None:
         return Check(name="share of linear layers", holds=None, sentence=words)
@@ -197,22 +209,30 @@ def _changes(plan: Plan, constants: Constants, tolerance: float | None) -> Itera
 
 
 def _in_short(verdict: Advice, plan: Plan) -> str:
-    """A verdict without layouts."""
+    """A verdict's first sentence, without layouts."""
     best = plan.best_fp8
     if not verdict.use_fp8 or best is None or best.speedup is None:
-        return verdict.sentence[0].lower() + verdict.sentence[1:].removesuffix(".")
+        first = verdict.sentence.split(". ")[0].removesuffix(".")
+        return first[0].lower() + first[1:]
     return f"use FP8 with recipe {verdict.recipe}, {best.speedup[0]:.2f} times as fast"
 
 
 def _directions(request: PlanRequest, *, use_fp8: bool) -> Iterator[list[tuple[str, PlanRequest]]]:
     """Requests that differ in one setting, by direction, the nearest first.
 
-    A batch that was not given is the usual one of the changed request; one that was given keeps its tokens.
+    A batch that was not given is the usual one of the changed request. One that was given keeps its tokens, on fewer,
+    more, and fewer and larger GPUs too.
     """
-    gpus = request.gpus
+    if not request.hardware.has_fp8:
+        yield from ([_on(request, name)] for name in ("h100", "b200"))
+        return
+    gpus, same = request.gpus, " with the same batch" if request.global_batch else ""
     for numbers in ([gpus // 8, gpus // 64], [gpus * 8, gpus * 64]):
         within = [each for each in numbers if 1 <= each <= MOST_GPUS]
-        yield [(f"on {each:,} GPU{'s' * (each > 1)}", replace(request, gpus=each)) for each in within]
+        yield [(f"on {each:,} GPU{'s' * (each > 1)}{same}", replace(request, gpus=each)) for each in within]
+    larger, fewer = find_hardware(LARGER), gpus // 4
+    if same and fewer and larger.bf16 > request.hardware.bf16:
+        yield [(f"on {fewer:,} {LARGER}{same}", replace(request, gpus=fewer, hardware=larger))]
     for contexts in ([request.seq // 4, request.seq // 16], [request.seq * 4, request.seq * 16]):
         within = [each for each in contexts if CONTEXTS[0] <= each <= CONTEXTS[1]]
         yield [(f"with a context of {each:,} tokens", _with_context(request, each)) for each in within]
@@ -220,7 +240,11 @@ def _directions(request: PlanRequest, *, use_fp8: bool) -> Iterator[list[tuple[s
     sized = [each for each in others if (each.parameters < request.model.parameters) == use_fp8]
     yield [(f"with the model {each.name}", replace(request, model=each)) for each in sized]
     for name in ("a100",) if use_fp8 else ("h100", "b200"):
-        yield [(f"on {name}", replace(request, hardware=find_hardware(name)))]
+        yield [_on(request, name)]
+
+
+def _on(request: PlanRequest, name: str) -> tuple[str, PlanRequest]:
+    return f"on {name}", replace(request, hardware=find_hardware(name))
 
 
 def _with_context(request: PlanRequest, seq: int) -> PlanRequest:

@@ -1,6 +1,7 @@
 """A plan: BF16 and every FP8 recipe of one training, each in its best layout, with time, memory, money and energy."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -114,12 +115,15 @@ class Plan:
         options: BF16, then every FP8 recipe.
         layers: gains of the layers by the fastest FP8 recipe.
         by_layer: of BF16 and of the fastest FP8 recipe, as of :func:`seconds_by_layer`.
+        own: the fastest of the recipes and layouts that the program's published trainings have, over BF16's fastest
+            of these layouts; None where none of them runs.
     """
 
     request: PlanRequest
     options: tuple[Option, ...]
     layers: tuple[LayerGain, ...]
     by_layer: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    own: Option | None = None
 
     @property
     def bf16(self) -> Candidate:
@@ -131,16 +135,14 @@ class Plan:
     @property
     def best(self) -> Option:
         """The fastest option, BF16 included."""
-        usable = [option for option in self.options if option.candidate is not None]
-        return min(usable, key=lambda option: option.candidate.seconds["total"] if option.candidate else math.inf)
+        found = _fastest(self.options)
+        assert found is not None
+        return found
 
     @property
     def best_fp8(self) -> Option | None:
         """The fastest FP8 recipe; None where the hardware runs none."""
-        usable = [option for option in self.options[1:] if option.candidate is not None]
-        return min(
-            usable, key=lambda each: each.candidate.seconds["total"] if each.candidate else math.inf, default=None
-        )
+        return _fastest(self.options[1:])
 
     @property
     def layouts_differ(self) -> str:
@@ -158,7 +160,10 @@ class Plan:
 
     @property
     def transferred(self) -> str:
-        """Parts of the fastest FP8 recipe that the program's published trainings do not have, in words; "" for none."""
+        """Parts of the fastest FP8 recipe that the program's published trainings do not have, in words; "" for none.
+
+        The fastest that they have is named with it.
+        """
         best, program = self.best_fp8, self.request.framework
         if best is None or best.candidate is None:
             return ""
@@ -166,9 +171,16 @@ class Plan:
         if best.name not in TRAINED_WITH[program]:
             own = ", ".join(TRAINED_WITH[program])
             found.append(f"no published training by {program} is with {best.name}, only with {own}")
-        if best.candidate.job.layout.sharding == Sharding.ZERO1 and program == Framework.TITAN:
+        if not _has_layout(program, best.candidate.job.layout):
             found.append("ZeRO-1 is Megatron's, where torchtitan has FSDP2")
-        return f"A transfer from other programs: {'; '.join(found)}" if found else ""
+        if not found:
+            return ""
+        words = f"A transfer from other programs: {'; '.join(found)}"
+        if self.own is None or self.own.candidate is None or self.own.speedup is None:
+            return f"{words}; none of the layouts that were tried is {program}'s"
+        gain, low, high = self.own.speedup
+        words += f". The fastest that {program} has is {self.own.name} with {self.own.candidate.job.layout}"
+        return f"{words}: {gain:.2f} times as fast as BF16 in the fastest such layout ({low:.2f} to {high:.2f}, 80 %)"
 
     def days(self, candidate: Candidate) -> float:
         """Days of the whole training."""
@@ -254,9 +266,14 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     in_bf16 = best_layout(job, constants, every)
     good = list(dict.fromkeys(candidate.job.layout for candidate in in_bf16))[:BEST_OF_BF16]
     options = [Option(name="bf16", candidate=in_bf16[0], width=constants.width("train", job))]
-    recipes_of_fp8 = {name: job.at(_precision(name, request.framework)) for name in TRIED if name != "bf16"}
-    options += [_option(name, each, constants, good, in_bf16) for name, each in recipes_of_fp8.items()]
-    plan = Plan(request=request, options=tuple(options), layers=())
+    searched = {
+        name: _searched(job.at(_precision(name, request.framework)), constants, good)
+        for name in TRIED
+        if name != "bf16"
+    }
+    options += [_option(name, found, in_bf16, constants) for name, found in searched.items()]
+    own = _own(request.framework, searched, in_bf16, constants)
+    plan = Plan(request=request, options=tuple(options), layers=(), own=own)
     best = plan.best_fp8
     gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()
     shown = [option for option in (plan.options[0], best) if option is not None and option.candidate is not None]
@@ -270,21 +287,54 @@ def _precision(name: str, program: Framework) -> Precision:
     return replace(precision, gathers_codes=precision.gathers_codes and program == Framework.TITAN)
 
 
-def _option(name: str, job: TrainingJob, constants: Constants, good: list[Layout], in_bf16: list[Candidate]) -> Option:
+def _searched(job: TrainingJob, constants: Constants, good: list[Layout]) -> list[Candidate] | str:
+    """The candidates of a recipe, the fastest first, or why there are none."""
     try:
-        found = best_layout(job, constants, good)
+        return best_layout(job, constants, good)
     except ConfigError as error:
-        return Option(name=name, candidate=None, reason=str(error))
+        return str(error)
+
+
+def _option(name: str, found: list[Candidate] | str, in_bf16: list[Candidate], constants: Constants) -> Option:
+    """A recipe's fastest candidate beside BF16's; both lists have the fastest first."""
+    if isinstance(found, str):
+        return Option(name=name, candidate=None, reason=found)
     best, bf16 = found[0], in_bf16[0]
-    gain, factor = bf16.seconds["total"] / best.seconds["total"], math.exp(constants.width("speedup", job))
+    gain, factor = bf16.seconds["total"] / best.seconds["total"], math.exp(constants.width("speedup", best.job))
     return Option(
         name=name,
         candidate=best,
         speedup=(gain, gain / factor, gain * factor),
-        width=constants.width("train", job),
+        width=constants.width("train", best.job),
         bf16_here=next(each for each in in_bf16 if each.job.layout == best.job.layout),
         at_bf16_layout=next((each for each in found if each.job.layout == bf16.job.layout), None),
     )
+
+
+def _fastest(options: Iterable[Option]) -> Option | None:
+    usable = [option for option in options if option.candidate is not None]
+    return min(usable, key=lambda each: each.candidate.seconds["total"] if each.candidate else math.inf, default=None)
+
+
+def _has_layout(program: Framework, layout: Layout) -> bool:
+    """Whether the program's published trainings have such a layout: torchtitan's have FSDP2, and no ZeRO-1."""
+    return program != Framework.TITAN or layout.sharding != Sharding.ZERO1
+
+
+def _own(
+    program: Framework,
+    searched: Mapping[str, list[Candidate] | str],
+    in_bf16: list[Candidate],
+    constants: Constants,
+) -> Option | None:
+    """The fastest of the program's own recipes in its own layouts, over BF16 in these."""
+    bf16 = [each for each in in_bf16 if _has_layout(program, each.job.layout)]
+    options = []
+    for name in TRAINED_WITH[program]:
+        found = searched[name]
+        own = [] if isinstance(found, str) else [each for each in found if _has_layout(program, each.job.layout)]
+        options += [_option(name, own, bf16, constants)] if own else []
+    return _fastest(options)
 
 
 def layer_gains(job: TrainingJob, constants: Constants) -> tuple[LayerGain, ...]:

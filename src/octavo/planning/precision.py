@@ -239,7 +239,7 @@ def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
     if precision.integer:
         return None if hardware.int8 else f"{hardware.name} has no INT8 units"
     if not hardware.has_fp8:
-        return f"{hardware.name} has no FP8 units: FP8 would be slower than BF16 there; train in BF16"
+        return f"{hardware.name} has no FP8 units: it would emulate FP8, slower than 16 bits"
     if precision.kernel == Kernel.FP4 and not hardware.has_mx:
         return f"{hardware.name} has no FP4 units; name weights alone in 4 bits W4A16, with FP8 activations W4A8"
     if precision.kernel == Kernel.MX and not hardware.has_mx:

@@ -1,7 +1,7 @@
 """A plan of inference: latency, throughput and memory of each precision over requests in flight and prompts' length."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,17 @@ from octavo.planning.constants import Constants, prompt_seconds, serving_seconds
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import SERVERS, Framework, ServingJob
 from octavo.planning.model_shapes import ModelShape
-from octavo.planning.precision import BF16, Kernel, precision_of_recipe, unsupported_reason
+from octavo.planning.precision import BF16, Kernel, Precision, precision_of_recipe, unsupported_reason
 from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
 
 __all__ = ["ServingPoint", "ServingRequest", "serving_answer", "serving_points"]
 
 BATCHES = (1, 4, 16, 64, 256)
+FEWEST_MEASURED = 32  # requests that a published measurement names
 LATENCY_MS, MORE_THAN = 50.0, 8  # the article uses FP8 for less than so long a token with more requests than this
+FP8_CACHE, FP8_WEIGHTS = "fp8, FP8 cache", "fp8 weights"
+# Precisions in the answer's words; of equally fast ones the first is proposed. No measurement is of INT8.
+WORDS = {"fp8": "FP8", "int8": "INT8", "bf16": "BF16", FP8_WEIGHTS: "16 bits with FP8 weights"}
 LONGER = (4, 16)  # times the prompt that was asked for, each with as many requests as memory holds
 
 
@@ -47,6 +51,8 @@ class ServingRequest:
         if self.framework not in SERVERS:
             raise ConfigError(f"{self.framework} trains and does not serve; plan with {' or '.join(SERVERS)}")
         model, heads = self.model, self.model.heads
+        if not model.causal:
+            raise ConfigError(f"{model.name} is an encoder and generates no tokens; plan inference of a decoder")
         if model.attention_count and heads % self.gpus and not model.is_latent_mixture:
             most = max(each for each in range(1, self.gpus) if heads % each == 0)
             raise ConfigError(
@@ -93,9 +99,7 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
         ConfigError: none fits.
     """
     found, refused = [], {}
-    fp8 = precision_of_recipe("tensorwise")
-    tried = (BF16, replace(fp8, name="int8", integer=True, kernel=Kernel.TENSOR), replace(fp8, name="fp8"))
-    for precision in (*tried, replace(fp8, name="fp8, FP8 cache", kv_bytes=1)):
+    for precision in _tried(request.hardware):
         reason = unsupported_reason(precision, request.hardware)
         job = ServingJob(
             model=request.model,
@@ -122,30 +126,64 @@ def serving_points(request: ServingRequest, constants: Constants) -> tuple[list[
     return found, refused
 
 
-def serving_answer(points: list[ServingPoint]) -> str:
-    """The answer in words: whether FP8's tokens come sooner at the fewest requests that are more than eight."""
+def _tried(hardware: Hardware) -> Iterator[Precision]:
+    """BF16, INT8 and FP8; FP8 of weights alone where there are no units for it."""
+    fp8 = precision_of_recipe("tensorwise")
+    yield BF16
+    if not hardware.has_fp8:
+        yield replace(BF16, name=FP8_WEIGHTS, weight_bits=8)
+    yield replace(fp8, name="int8", integer=True, kernel=Kernel.TENSOR)
+    yield replace(fp8, name="fp8")
+    yield replace(fp8, name=FP8_CACHE, kv_bytes=1)
+
+
+def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
+    """The answer in sentences: whose tokens come soonest at the fewest requests above eight, then the most tokens."""
     asked = min(point.prompt for point in points)
-    by_name = {
-        name: {each.requests: each for each in points if each.precision == name and each.prompt == asked}
-        for name in ("bf16", "fp8")
-    }
-    bf16, fp8 = by_name["bf16"], by_name["fp8"]
-    if not fp8:
-        return "Do not serve in FP8: it is refused there."
-    if not bf16:
-        return "Serve in FP8: BF16 does not fit."
-    several = sorted(requests for requests in fp8 if requests > MORE_THAN and requests in bf16)
-    at = several[0] if several else max(set(fp8) & set(bf16), default=1)
-    if at not in fp8 or at not in bf16:
-        return "FP8 and BF16 hold no equal number of requests; compare their throughput."
-    before, after = bf16[at].token_ms, fp8[at].token_ms
-    verdict = "Serve in FP8" if after < before else "Serve in BF16"
-    within = [name for name, each in (("BF16", before), ("FP8", after)) if each < LATENCY_MS]
-    return (
-        f"{verdict}: with {at} requests a token takes {after:.1f} ms in FP8 and {before:.1f} in BF16, weights "
-        f"{fp8[at].weights_gb:.1f} and {bf16[at].weights_gb:.1f} GB; less than {LATENCY_MS:g} ms in "
-        f"{' and '.join(within) or 'neither'}."
+    of_prompt = [point for point in points if point.prompt == asked]
+    formats = {name: [point for point in of_prompt if point.precision == name] for name in WORDS}
+    formats = {name: found for name, found in formats.items() if found}
+    shared = set.intersection(*({point.requests for point in found} for found in formats.values()))
+    at = min((requests for requests in shared if requests > MORE_THAN), default=max(shared))
+    now = {name: next(point for point in found if point.requests == at) for name, found in formats.items()}
+    best = min(now, key=lambda name: round(now[name].token_ms, 2))
+    sentences = [f"Serve in {WORDS[best]}: with {at} requests a token takes {_listed(now, _token_ms)}; 80 % intervals."]
+    if "bf16" not in now:
+        sentences.append("BF16 does not fit.")
+    if at < FEWEST_MEASURED:
+        sentences.append(
+            f"No measurement names fewer than {FEWEST_MEASURED} requests: {at} are extrapolated, and these intervals "
+            "too narrow."
+        )
+    within = [WORDS[name] for name, point in now.items() if point.token_ms < LATENCY_MS]
+    sentences.append(f"Less than the article's {LATENCY_MS:g} ms: {', '.join(within) or 'none'}.")
+    return (*sentences, *_throughput(formats, [point for point in of_prompt if point.precision == FP8_CACHE]))
+
+
+def _throughput(formats: Mapping[str, list[ServingPoint]], cached: list[ServingPoint]) -> Iterator[str]:
+    """Sentences on the most requests that memory holds, and on the GPUs that a load needs."""
+    fullest = {name: max(found, key=lambda point: point.requests) for name, found in formats.items()}
+    words = f"As many requests as memory holds: {_listed(fullest, _rate)}"
+    yield words + (
+        f", {_rate(max(cached, key=lambda point: point.requests))} in FP8 with an FP8 cache." if cached else "."
     )
+    needed = {name: min(found, key=lambda point: point.gpus_needed) for name, found in formats.items()}
+    if any(point.gpus_needed for point in needed.values()):
+        yield f"GPUs for the load: {_listed(needed, lambda point: f'{point.gpus_needed:,}')}."
+
+
+def _listed(points: Mapping[str, ServingPoint], words: Callable[[ServingPoint], str]) -> str:
+    return ", ".join(f"{words(point)} in {WORDS[name]}" for name, point in points.items())
+
+
+def _token_ms(point: ServingPoint) -> str:
+    """Time of a token with the ends of its interval, which are those of the rate."""
+    ends = (1e3 * point.requests / rate for rate in (point.high, point.low))
+    return "{:.1f} ms ({:.1f} to {:.1f})".format(point.token_ms, *ends)
+
+
+def _rate(point: ServingPoint) -> str:
+    return f"{point.tokens_per_s:,.0f} tokens/s ({point.low:,.0f} to {point.high:,.0f}, {point.requests:,} requests)"
 
 
 def _longer(job: ServingJob) -> Iterator[ServingJob]:

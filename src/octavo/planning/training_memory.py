@@ -5,6 +5,7 @@ policy, an FP8 GEMM keeping its input as codes. Compiled frameworks fuse norms a
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from octavo.planning.jobs import Framework, Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, Part
@@ -47,6 +48,7 @@ class Memory:
         return sum(parts)
 
 
+@lru_cache(maxsize=1024)  # a search asks for a step's memory, its recomputation and its time, which all need it
 def training_memory(job: TrainingJob, recompute: Recompute) -> Memory:
     """Return the memory of a step with a recomputation policy."""
     layout, precision = job.layout, job.precision

@@ -56,6 +56,7 @@ def plan_page(plan: Plan) -> str:
         answer=answer.sentence,
         checks=[(each.name, HOLDS[each.holds], each.sentence) for each in answer.checks],
         columns=columns,
+        peak=f"{request.hardware.bf16:,g}",
         rows=[[_cells(plan, option)[name] for name in columns] for option in plan.options if option.candidate],
         refused=[(option.name, option.reason) for option in plan.options if option.candidate is None],
         legend=[(WORK[name], colour) for name, colour in COLOURS.items()],

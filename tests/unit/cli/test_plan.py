@@ -138,6 +138,23 @@ def test_plan_shows_tables_and_writes_a_page(octavo, tmp_path):
     assert 'src="http' not in html
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is(octavo, tmp_path):
+    """As octavo doctor --html refuses it; nothing is computed or left beside the folder."""
+    for target, words in ((tmp_path, "is a folder; name a file"), (tmp_path / "no" / "a.html", "there is no folder")):
+        result = octavo(*PLAN, "--report", target)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert "--report" in result.stderr
+        assert result.stdout == ""
+    assert list(tmp_path.parent.glob("*.js")) + list(tmp_path.iterdir()) == []
+
+
+def test_help_says_of_which_peak_mfu_is_a_share(octavo):
+    shown = " ".join(octavo("plan", "--help").stdout.split())
+    assert "MFU is the model's FLOPs" in shown
+    assert "share of the GPU's dense BF16 peak, in FP8 recipes too" in shown
+
+
 @pytest.mark.long
 def test_the_program_that_trains_can_be_chosen(octavo):
     records = [json.loads(octavo(*PLAN, "--framework", name, "--json").stdout) for name in ("torchtitan", "jax")]
@@ -171,7 +188,11 @@ def test_inference_is_planned_with_an_answer(octavo):
     prompts = {point["prompt"] for point in found["points"]}
     assert len(prompts) == 3
     assert max(prompts) == 16 * min(prompts)
-    assert "ms a token" in octavo(*arguments).stdout
+    assert found["answer"].startswith("Serve in FP8: with 16 requests a token takes")
+    shown = octavo(*arguments).stdout
+    assert "ms a token" in shown
+    assert "Less than the article's 50 ms: FP8, INT8, BF16." in found["answer"]
+    assert "GPUs for the load:" in shown
 
 
 def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
@@ -181,12 +202,51 @@ def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
     assert all("no FP8 units" in option["reason"] for option in others)
 
 
-def test_a_plan_has_the_answer_of_advise(octavo):
-    small = ("--hardware", "h100", "--gpus", 1, "--seq", 512, "--json")
-    advice = json.loads(octavo("advise", "smollm2-135m", *small).stdout)
-    made = json.loads(octavo("plan", "--model", "smollm2-135m", *small).stdout)
-    assert made["answer"] == {name: value for name, value in advice.items() if name != "changes"}
-    assert made["answer"]["use_fp8"] is False
+@pytest.fixture
+def measured(tmp_path):
+    """A result of benchmarks.hopper in which FP8 is four times as fast as the table's H100."""
+    seconds = {"bf16, CUDA graph": [0.036], "tensorwise, CUDA graph": [0.005]}
+    section = {"title": "Linear, CUDA graph, forward and backward, 16384³", "raw": {"seconds": seconds}}
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"facts": {"device": "NVIDIA H100 80GB HBM3"}, "parts": [{"sections": [section]}]}))
+    return path
+
+
+def test_a_plan_has_the_answer_of_advise(octavo, monkeypatch, measured):
+    """With every option that both have; each of the two last ones changes it."""
+    monkeypatch.setattr("octavo.planning.advice.SIZES", ())
+    monkeypatch.setattr("octavo.planning.advice.CONTEXTS", (2048, 2048))
+    small = ("--hardware", "h100", "--gpus", 4, "--seq", 2048, "--json")
+    answers = []
+    for options in ((), ("--global-batch", 8), ("--calibrate", measured)):
+        advice = json.loads(octavo("advise", "smollm2-135m", *small, *options).stdout)
+        made = json.loads(octavo("plan", "--model", "smollm2-135m", *small, *options).stdout)
+        assert made["answer"] == {name: value for name, value in advice.items() if name != "changes"}
+        answers.append(made["answer"])
+    assert answers[0]["use_fp8"] is False
+    assert answers[1] != answers[0] != answers[2]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "tolerance", "words"),
+    [
+        ("a100", 3, "With h100 or b200 in its place, FP8 would not be advised either."),
+        ("h100", 0.1, "With a tolerance of 0.5 % FP8 would not be advised either; with 0.1 %, it never is."),
+        ("h100", 3, "Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."),
+    ],
+)
+def test_advice_that_nothing_changes_says_what_was_tried(octavo, monkeypatch, hardware, tolerance, words):
+    monkeypatch.setattr("octavo.planning.advice.SIZES", ())
+    monkeypatch.setattr("octavo.planning.advice.CONTEXTS", (512, 512))
+    small = ("smollm2-135m", "--gpus", 1, "--seq", 512)
+    shown = octavo("advise", *small, "--hardware", hardware, "--tolerance", tolerance).stdout
+    assert words in shown
+    assert ("Nothing that was tried" in shown) == words.startswith("Nothing")
+
+
+def test_one_reason_is_printed_once_for_all_recipes_that_it_refuses(octavo):
+    shown = octavo("plan", "--model", "smollm2-135m", "--hardware", "a100", "--gpus", 1, "--seq", 512).stdout
+    assert "tensorwise, delayed, rowwise, rowwise_hp_grad_weight, blockwise, mxfp8: a100 has no FP8 units" in shown
 
 
 @pytest.mark.long
@@ -213,13 +273,17 @@ def test_advice(octavo):
         (("plan", "--model", "llama-3-70b", "--gpus", 1, "--answer", 8, "--hardware", "a100"), "int8 does not fit"),
         ((*PLAN, "--answer", 0), "answer must be 1 or more"),
         ((*PLAN, "--price", "cheap"), "is not a number"),
-        ((*PLAN, "--report", "nowhere/plan.html"), "nowhere/plan.html"),
+        ((*PLAN, "--report", "nowhere/plan.html"), "there is no folder 'nowhere'"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "nan"), "load between"),
         (("plan", "--model", "llama-3-8b", "--answer", 128, "--load", "inf"), "load between"),
         (("plan", "--model", "llama-3-8b", "--framework", "vllm"), "does not train"),
         (("plan", "--model", "llama-3-8b", "--answer", 64, "--framework", "jax"), "trains and does not serve"),
+        (("plan", "--model", "vit-b", "--answer", 64), "vit-b is an encoder and generates no tokens"),
         (("plan", "--model", "llama-3-8b", "--answer", 64, "--gpus", 3), "do not divide among 3 GPUs"),
         (("advise", "llama-3-8b", "--tolerance", "nan"), "tolerance must be"),
+        (("advise", "llama-3-8b", "--global-batch", -1), "global-batch 0 or more"),
+        (("advise", "llama-3-8b", "--gpus", 64, "--global-batch", 7), "does not divide among 64 GPUs"),
+        (("advise", "llama-3-8b", "--calibrate", "nowhere.json"), "nowhere.json"),
         (("advise", "llama-3-8b", "--tolerance", -1), "tolerance must be"),
     ],
 )

@@ -7,7 +7,8 @@ import pytest
 
 from octavo.planning import PlanRequest, find_hardware, find_model, fitted_constants, make_plan
 from octavo.planning.jobs import Layout, Recompute
-from octavo.planning.search import best_layout, head_layers, imbalance, longest_stage
+from octavo.planning.search import best_layout, head_layers, imbalance, longest_stage, predicted
+from octavo.planning.training_memory import training_memory
 
 CONSTANTS = fitted_constants()
 
@@ -68,6 +69,14 @@ def test_a_model_of_one_layer_is_planned_without_a_pipeline():
     made = make_plan(PlanRequest(model=model, hardware=find_hardware("h100"), gpus=8, seq=2048), CONSTANTS)
     assert made.bf16.job.layout.pp == 1
     assert made.best_fp8 is not None
+
+
+def test_a_candidate_computes_its_memory_once_a_policy():
+    """A dozen times before, which was half of what octavo advise took for its plans."""
+    step = plan("llama-3-8b", 8).bf16.job
+    training_memory.cache_clear()
+    predicted(step, CONSTANTS)
+    assert training_memory.cache_info().misses == len(Recompute)
 
 
 @pytest.mark.long

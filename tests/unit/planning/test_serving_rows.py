@@ -7,7 +7,7 @@ import pytest
 from octavo.planning import find_hardware, find_model, fitted_constants, predict_row
 from octavo.planning.rows import Row, serving_job
 from octavo.planning.serving_costs import kv_bytes, serving_parts
-from octavo.planning.serving_plan import ServingPoint, ServingRequest, serving_answer, serving_points
+from octavo.planning.serving_plan import ServingRequest, serving_points
 
 CONSTANTS = fitted_constants()
 METRIC = "output_tokens_per_s"
@@ -58,28 +58,6 @@ def test_the_first_token_takes_a_prompts_flops():
     least = 8192 * (2 * weights + model.attention_flops(8192)) / hardware.peak(16)
     found = [point.first_token_ms / 1e3 for point in points if point.precision == "bf16" and point.prompt == 8192]
     assert all(least < each < 2.5 * least for each in found)
-
-
-def point(precision: str, requests: int, token_ms: float) -> ServingPoint:
-    zeros = dict.fromkeys(("first_token_ms", "tokens_per_s", "low", "high", "weights_gb", "kv_gb"), 0.0)
-    return ServingPoint(precision=precision, prompt=512, requests=requests, token_ms=token_ms, gpus_needed=0, **zeros)
-
-
-@pytest.mark.parametrize(
-    ("bf16", "fp8", "words"),
-    [
-        ({4: 30.0, 16: 60.0, 64: 99.0}, {4: 31.0, 16: 40.0}, ("Serve in FP8: with 16", "40.0 ms", "ms in FP8.")),
-        ({16: 60.0}, {16: 55.0}, ("Serve in FP8", "in neither")),
-        ({16: 40.0}, {16: 45.0}, ("Serve in BF16", "in BF16 and FP8")),
-        ({4: 40.0}, {4: 30.0, 16: 45.0}, ("Serve in FP8: with 4",)),
-        ({3: 40.0}, {4: 30.0}, ("no equal number",)),
-        ({}, {16: 45.0}, ("Serve in FP8: BF16 does not fit",)),
-        ({16: 45.0}, {}, ("Do not serve in FP8",)),
-    ],
-)
-def test_the_answer_of_a_service_is_of_more_than_eight_requests(bf16, fp8, words):
-    found = [point("bf16", *each) for each in bf16.items()] + [point("fp8", *each) for each in fp8.items()]
-    assert all(each in serving_answer(found) for each in words), serving_answer(found)
 
 
 @pytest.mark.parametrize("metric", ["ttft_ms", "TTFT (ms)", "time_to_first_token_ms"])

@@ -106,3 +106,16 @@ def test_a_page_without_a_price_has_no_cost():
 def test_legend_and_memory_are_in_plain_words(shown):
     _, page = shown
     assert [word for word in (*WORK.values(), *MEMORY.values()) if word not in page.text] == []
+
+
+def test_the_page_says_of_which_peak_mfu_is_a_share(shown):
+    """A row's rate, times FLOPs a token, over its MFU: the peak that the page names, and H100's in BF16."""
+    _, page = shown
+    assert "as a share of the BF16 peak of 989.4 TFLOP/s, in FP8 recipes too" in page.text
+    head = next(row for row in page.rows if row[:1] == ["recipe"])
+    rows = [dict(zip(head, row, strict=True)) for row in page.rows if len(row) == len(head) and row != head]
+    flops = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 4096 * 4096 * 32  # causal attention to 4,096 tokens in the mean
+    for row in rows:
+        assert number(row["tokens/s/GPU"]) * flops / 989.4e12 == pytest.approx(
+            number(row["MFU"].rstrip("%")) / 100, abs=0.006
+        )

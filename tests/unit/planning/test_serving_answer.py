@@ -1,0 +1,155 @@
+"""The answer of a service, by hand-made points whose times are known; and what it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.planning import find_hardware, find_model, fitted_constants, hardware_names, model_names, read_rows
+from octavo.planning.serving_plan import (
+    FEWEST_MEASURED,
+    ServingPoint,
+    ServingRequest,
+    serving_answer,
+    serving_points,
+)
+
+CONSTANTS = fitted_constants()
+ROWS = Path(__file__).parents[3] / "benchmarks" / "planner_rows.csv"
+FP8_CACHE = "fp8, FP8 cache"
+
+
+def point(precision: str, requests: int, token_ms: float, *, prompt: int = 512, gpus: int = 0) -> ServingPoint:
+    """A point whose rate follows from its time, within a tenth less and a quarter more."""
+    rate = 1e3 * requests / token_ms
+    return ServingPoint(
+        precision=precision,
+        prompt=prompt,
+        requests=requests,
+        token_ms=token_ms,
+        first_token_ms=1.0,
+        tokens_per_s=rate,
+        low=0.9 * rate,
+        high=1.25 * rate,
+        weights_gb=1.0,
+        kv_gb=1.0,
+        gpus_needed=gpus,
+    )
+
+
+def answer(**times: dict[int, float]) -> str:
+    """Of milliseconds a token by precision and number of requests."""
+    return " ".join(serving_answer([point(name, *each) for name, found in times.items() for each in found.items()]))
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"bf16": {4: 30.0, 16: 60.0, 64: 99.0}, "fp8": {4: 31.0, 16: 40.0, 64: 200.0}}, "Serve in FP8: with 16"),
+        ({"bf16": {16: 40.0}, "fp8": {16: 45.0}}, "Serve in BF16: with 16"),
+        ({"bf16": {16: 40.0}, "fp8": {16: 35.0}, "int8": {16: 30.0}}, "Serve in INT8: with 16"),
+        ({"bf16": {16: 40.0}, "int8": {16: 30.0}, "fp8": {16: 30.0}}, "Serve in FP8: with 16"),  # as fast, and measured
+        ({"bf16": {16: 40.0}, "int8": {16: 29.98}, "fp8": {16: 30.0}}, "Serve in INT8: with 16"),
+        ({"bf16": {1: 20.0, 4: 40.0}, "fp8": {1: 10.0, 4: 30.0, 16: 45.0}}, "Serve in FP8: with 4"),
+        ({"bf16": {8: 1.0, 9: 60.0, 16: 1.0}, "fp8": {8: 2.0, 9: 30.0, 16: 2.0}}, "Serve in FP8: with 9"),
+        ({"fp8": {16: 45.0}, "int8": {16: 50.0}}, "Serve in FP8: with 16"),
+        ({"bf16": {16: 45.0}}, "Serve in BF16: with 16"),
+        ({"bf16": {16: 45.0}, "fp8 weights": {16: 40.0}}, "Serve in 16 bits with FP8 weights: with 16"),
+    ],
+)
+def test_the_answer_is_of_the_fewest_requests_above_eight(times, words):
+    assert answer(**times).startswith(f"{words} requests a token takes ")
+    assert ("BF16 does not fit." in answer(**times)) == ("bf16" not in times)
+
+
+def test_every_format_has_its_time_with_the_ends_of_its_interval():
+    """A rate from 0.9 to 1.25 times as high is a time from 0.8 to 1.11 times as long."""
+    found = answer(bf16={16: 100.0}, int8={16: 60.0}, fp8={16: 50.0})
+    for words in (
+        "50.0 ms (40.0 to 55.6) in FP8",
+        "60.0 ms (48.0 to 66.7) in INT8",
+        "100.0 ms (80.0 to 111.1) in BF16",
+    ):
+        assert words in found
+    assert "; 80 % intervals." in found
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp8", "words"),
+    [
+        (60.0, 50.0, "50 ms: none."),
+        (60.0, 49.9, "50 ms: FP8."),
+        (49.0, 51.0, "50 ms: BF16."),
+        (40.0, 30.0, "50 ms: FP8, BF16."),
+    ],
+)
+def test_formats_below_the_articles_latency_are_named(bf16, fp8, words):
+    """Inference "latency less than 50ms at batch size greater than 8", says the article."""
+    assert f"Less than the article's {words}" in answer(bf16={16: bf16}, fp8={16: fp8})
+
+
+@pytest.mark.parametrize("requests", [9, 16, 31, 32, 64])
+def test_fewer_requests_than_any_measurement_names_are_extrapolated(requests):
+    found = answer(bf16={requests: 40.0}, fp8={requests: 30.0})
+    assert (f"{requests} are extrapolated" in found) == (requests < 32)
+
+
+def test_no_row_names_fewer_requests():
+    named = [row.cells["micro_batch"] for row in read_rows(ROWS) if row.kind == "infer"]
+    assert min(int(each) for each in named if each) == FEWEST_MEASURED
+
+
+def test_rates_and_gpus_are_of_the_prompt_that_was_asked_for():
+    """The most requests of each format, and the fewest GPUs; the cache's format is no verdict of its own."""
+    points = [
+        point("bf16", 16, 100.0, gpus=20),
+        point("bf16", 100, 200.0, gpus=7),
+        point("bf16", 30, 1.0, prompt=2048, gpus=1),
+        point("fp8", 16, 50.0, gpus=12),
+        point("fp8", 200, 100.0, gpus=5),
+        point("fp8", 60, 1.0, prompt=2048, gpus=1),
+        point(FP8_CACHE, 16, 10.0, gpus=2),
+        point(FP8_CACHE, 400, 160.0, gpus=1),
+    ]
+    found = serving_answer(points)
+    assert found[0].startswith("Serve in FP8: with 16 requests a token takes 50.0 ms")
+    assert found[-2] == (
+        "As many requests as memory holds: 2,000 tokens/s (1,800 to 2,500, 200 requests) in FP8, "
+        "500 tokens/s (450 to 625, 100 requests) in BF16, "
+        "2,500 tokens/s (2,250 to 3,125, 400 requests) in FP8 with an FP8 cache."
+    )
+    assert found[-1] == "GPUs for the load: 5 in FP8, 7 in BF16."
+    without_load = serving_answer([replace(each, gpus_needed=0) for each in points])
+    assert without_load == found[:-1]
+
+
+def request_of(**settings: Any) -> ServingRequest:
+    given: dict[str, Any] = {"model": find_model("llama-3-8b"), "hardware": find_hardware("h100"), "gpus": 1}
+    return ServingRequest(**(given | {"prompt": 512, "answer": 512} | settings))
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_formats_are_tried_where_there_are_units_for_them(name):
+    """FP8 of weights alone where there are none: half of BF16's bytes but for embeddings, the same products."""
+    hardware = find_hardware(name)
+    points, refused = serving_points(request_of(hardware=hardware), CONSTANTS)
+    found = {each.precision: each for each in points if each.requests == 1}
+    assert ("fp8" in found) == (FP8_CACHE in found) == hardware.has_fp8 == ("fp8 weights" not in found)
+    assert ("int8" in found) == bool(hardware.int8)
+    assert ("fp8" in refused) == (not hardware.has_fp8)
+    if not hardware.has_fp8:
+        model, embeddings = find_model("llama-3-8b"), 2 * 128256 * 4096
+        assert found["fp8 weights"].weights_gb == pytest.approx((model.parameters + embeddings) / 1e9)
+        assert found["fp8 weights"].first_token_ms == pytest.approx(found["bf16"].first_token_ms, rel=0.01)
+        assert found["fp8 weights"].token_ms < found["bf16"].token_ms
+        assert "in 16 bits with FP8 weights" in serving_answer(points)[0]
+
+
+def test_encoders_generate_nothing():
+    encoders = [name for name in model_names() if not find_model(name).causal]
+    assert encoders
+    for name in encoders:
+        with pytest.raises(ConfigError, match=f"{name} is an encoder and generates no tokens; plan inference of a dec"):
+            request_of(model=find_model(name))
