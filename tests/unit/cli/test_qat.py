@@ -33,7 +33,8 @@ def test_qat_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
     assert record["measured"]["fp8-qat"]["perplexity"] < record["measured"]["bf16"]["perplexity"]
     loaded = load_qat(out)
     layers = [layer for layer in loaded.model.modules() if isinstance(layer, Linear)]
-    assert {layer.recipe.output.b.granularity for layer in layers} == {PerRow()}
+    casts = [layer.recipe.output.b for layer in layers]
+    assert all(cast is not None and cast.granularity == PerRow() for cast in casts)
     with torch.no_grad():
         assert loaded.logits(torch.arange(8)[None]).isfinite().all()
     settings = json.loads((out / "qat.json").read_text())["settings"]
