@@ -33,6 +33,7 @@ from octavo.planning.jobs import Framework
 from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.planning.serving_plan import ServingRequest, serving_answer, serving_points
 from octavo.planning.this_cpu import measure_cpu
+from octavo.training.study_table import ARTICLE
 
 __all__ = ["advise_on_model", "plan"]
 
@@ -198,6 +199,7 @@ def _show_answer(advice: Advice) -> None:
     print_lines(advice.sentence, "")
     cells = [(each.name, HOLDS[each.holds], each.sentence) for each in advice.checks]
     print_table("Checks", ("check", "holds", ""), cells, left=3)
+    print_lines(f"The article: {ARTICLE}.")
 
 
 def _constants(calibration: Path | None, hardware: Hardware) -> Constants:

@@ -248,7 +248,7 @@ class _CheckpointWriter:
         if others := layers_in_high_precision(self.model.model):
             sentences.append(
                 f"{others[0].path!r} and {len(others) - 1} more weights of experts or Conv1D run FP8 recipes here and "
-                "are written in high precision; that is what was verified"
+                "are written in high precision; a verification computes so too"
             )
         if self.fmt.schemes is not None and (refused := of_several_schemes(self._scheme_of_each())):
             sentences.append(
@@ -260,7 +260,7 @@ class _CheckpointWriter:
             if recipe.output.a is not None and served_recipe.output.a != recipe.output.a:
                 sentences.append(
                     f"recipe {recipe.name!r} casts inputs in a way that {self.fmt.name} cannot describe: servers cast "
-                    f"them {scheme_of(recipe).inputs}, from their own amax; that is what was verified"
+                    f"them {scheme_of(recipe).inputs}, from their own amax; a verification computes so too"
                 )
         return tuple(sentences)
 
