@@ -184,8 +184,9 @@ def _finish(result: TrainResult, again: list[str], *, as_json: bool) -> None:
     if result.stopped_by is None:
         _show(result, as_json=as_json)
         return
+    where = f"after step {result.step}, checkpoint saved" if result.step else "before the first step"
     stderr().print(
-        f"stopped after step {result.step}, checkpoint saved; continue with: {shlex.join(again)}",
+        f"stopped {where}; continue with: {shlex.join(again)}",
         soft_wrap=True,
         markup=False,
     )

@@ -41,8 +41,15 @@ def test_a_layout_is_refused_before_text_is_read(octavo, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_resume_matches_uninterrupted_run(octavo, setting, tmp_path, finished_run, monkeypatch, *, number):
+@pytest.mark.parametrize(
+    ("number", "step", "words"),
+    [
+        (signal.SIGINT, 3, "stopped after step 3, checkpoint saved"),
+        (signal.SIGTERM, 3, "stopped after step 3, checkpoint saved"),
+        (signal.SIGTERM, 0, "stopped before the first step"),
+    ],
+)
+def test_resume_matches_uninterrupted_run(octavo, setting, tmp_path, finished_run, monkeypatch, *, number, step, words):
     watch = command._watch
 
     def interrupting(display, recipe, steps):
@@ -50,7 +57,7 @@ def test_resume_matches_uninterrupted_run(octavo, setting, tmp_path, finished_ru
 
         def on_event(event):
             inner(event)
-            if getattr(event, "loss", None) is not None and event.step == 3:
+            if step == 0 or (getattr(event, "loss", None) is not None and event.step == step):
                 os.kill(os.getpid(), number)
 
         return on_event
@@ -58,6 +65,7 @@ def test_resume_matches_uninterrupted_run(octavo, setting, tmp_path, finished_ru
     monkeypatch.setattr(command, "_watch", interrupting)
     first = octavo("train", *setting, "--out", tmp_path / "my run")
     assert first.exit_code == 128 + number
+    assert words in first.stderr
     again = first.stderr.strip().splitlines()[-1].rpartition(": octavo ")[2]
     monkeypatch.setattr(command, "_watch", watch)
     second = octavo(*shlex.split(again))
