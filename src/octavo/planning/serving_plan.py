@@ -21,6 +21,7 @@ LATENCY_MS, MORE_THAN = 50.0, 8  # the article uses FP8 for less than so long a 
 FP8_CACHE, FP8_WEIGHTS = "fp8, FP8 cache", "fp8 weights"
 # Precisions in the answer's words; of equally fast ones the first is proposed. No measurement is of INT8.
 WORDS = {"fp8": "FP8", "int8": "INT8", "bf16": "BF16", FP8_WEIGHTS: "16 bits with FP8 weights"}
+WORDS |= {FP8_CACHE: "FP8 with an FP8 cache"}  # proposed where nothing else fits: what it does to answers is not FP8's
 LONGER = (4, 16)  # times the prompt that was asked for, each with as many requests as memory holds
 
 
@@ -143,12 +144,15 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
     of_prompt = [point for point in points if point.prompt == asked]
     formats = {name: [point for point in of_prompt if point.precision == name] for name in WORDS}
     formats = {name: found for name, found in formats.items() if found}
+    cached = formats.pop(FP8_CACHE, []) if len(formats) > 1 else []
     shared = set.intersection(*({point.requests for point in found} for found in formats.values()))
     at = min((requests for requests in shared if requests > MORE_THAN), default=max(shared))
     now = {name: next(point for point in found if point.requests == at) for name, found in formats.items()}
     best = min(now, key=lambda name: round(now[name].token_ms, 2))
-    sentences = [f"Serve in {WORDS[best]}: with {at} requests a token takes {_listed(now, _token_ms)}; 80 % intervals."]
-    if "bf16" not in now:
+    verdict = f"Only {WORDS[best]} fits" if best == FP8_CACHE else f"Serve in {WORDS[best]}"
+    with_requests = f"with {at} request{'s' * (at > 1)}"
+    sentences = [f"{verdict}: {with_requests} a token takes {_listed(now, _token_ms)}; 80 % intervals."]
+    if "bf16" not in now and best != FP8_CACHE:
         sentences.append("BF16 does not fit.")
     if at < FEWEST_MEASURED:
         sentences.append(
@@ -157,7 +161,7 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
         )
     within = [WORDS[name] for name, point in now.items() if point.token_ms < LATENCY_MS]
     sentences.append(f"Less than the article's {LATENCY_MS:g} ms: {', '.join(within) or 'none'}.")
-    return (*sentences, *_throughput(formats, [point for point in of_prompt if point.precision == FP8_CACHE]))
+    return (*sentences, *_throughput(formats, cached))
 
 
 def _throughput(formats: Mapping[str, list[ServingPoint]], cached: list[ServingPoint]) -> Iterator[str]:
@@ -165,7 +169,7 @@ def _throughput(formats: Mapping[str, list[ServingPoint]], cached: list[ServingP
     fullest = {name: max(found, key=lambda point: point.requests) for name, found in formats.items()}
     words = f"As many requests as memory holds: {_listed(fullest, _rate)}"
     yield words + (
-        f", {_rate(max(cached, key=lambda point: point.requests))} in FP8 with an FP8 cache." if cached else "."
+        f", {_rate(max(cached, key=lambda point: point.requests))} in {WORDS[FP8_CACHE]}." if cached else "."
     )
     needed = {name: min(found, key=lambda point: point.gpus_needed) for name, found in formats.items()}
     if any(point.gpus_needed for point in needed.values()):

@@ -147,6 +147,22 @@ def test_formats_are_tried_where_there_are_units_for_them(name):
         assert "in 16 bits with FP8 weights" in serving_answer(points)[0]
 
 
+def test_a_cache_in_fp8_is_the_answer_where_nothing_else_fits():
+    """600,000 tokens of llama-3-8b: 79 GB of keys and values in 16 bits and 39 in 8, beside 9 GB of weights in FP8."""
+    points, refused = serving_points(request_of(prompt=600_000, answer=128), CONSTANTS)
+    assert {each.precision for each in points} == {FP8_CACHE}
+    assert set(refused) == {"bf16", "int8", "fp8"}
+    only = points[0]
+    low, high = (1e3 * only.requests / rate for rate in (only.high, only.low))
+    found = serving_answer(points)
+    assert found[0] == (
+        f"Only FP8 with an FP8 cache fits: with 1 request a token takes {only.token_ms:.1f} ms ({low:.1f} to "
+        f"{high:.1f}) in FP8 with an FP8 cache; 80 % intervals."
+    )
+    assert "Serve in" not in " ".join(found)
+    assert found[-1].startswith("As many requests as memory holds: ")
+
+
 def test_encoders_generate_nothing():
     encoders = [name for name in model_names() if not find_model(name).causal]
     assert encoders
