@@ -9,7 +9,7 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import SERVERS, TRAINED_WITH, Framework, Layout, Recompute, Sharding, TrainingJob
+from octavo.planning.jobs import MOST, SERVERS, TRAINED_WITH, Framework, Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
 from octavo.planning.precision import BF16, Precision, precision_of_recipe
 from octavo.planning.search import Candidate, best_layout, layouts
@@ -20,6 +20,7 @@ __all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_pl
 
 # Recipes with another name for the same cost, or not for training, are left out.
 TRIED = tuple(name for name in recipes.names() if name not in ("static", "weight_only", "article", "delayed_te"))
+MOST_TOKENS = 10**15  # of a step
 BEST_OF_BF16 = 24  # layouts that FP8 recipes try: FP8 changes what limits them, not which ones are good
 
 
@@ -48,8 +49,8 @@ class PlanRequest:
     framework: Framework = Framework.TITAN
 
     def __post_init__(self) -> None:
-        if self.gpus < 1 or self.seq < 1 or self.global_batch < 0:
-            raise ConfigError("gpus and seq must be 1 or more, and global-batch 0 or more")
+        if not (1 <= self.gpus <= MOST and 1 <= self.seq <= MOST and 0 <= self.global_batch * self.seq <= MOST_TOKENS):
+            raise ConfigError(f"gpus and seq must be 1 to {MOST:,}, and global-batch times seq 0 to {MOST_TOKENS:,}")
         if not 0 < self.tokens < 1e18 or not 0 <= self.price < 1e6:
             raise ConfigError("tokens must be above 0 and below 1e18, and price between 0 and 1e6")
         if self.framework in SERVERS:

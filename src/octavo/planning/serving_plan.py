@@ -8,7 +8,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, prompt_seconds, serving_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import SERVERS, Framework, ServingJob
+from octavo.planning.jobs import MOST, SERVERS, Framework, ServingJob
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, Precision, precision_of_recipe, unsupported_reason
 from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
@@ -47,15 +47,15 @@ class ServingRequest:
     framework: Framework = Framework.VLLM
 
     def __post_init__(self) -> None:
-        if min(self.gpus, self.prompt, self.answer) < 1 or not 0 <= self.load < 1e15:
-            raise ConfigError("gpus, prompt and answer must be 1 or more, and load between 0 and 1e15")
+        if not all(1 <= each <= MOST for each in (self.gpus, self.prompt, self.answer)) or not 0 <= self.load < 1e15:
+            raise ConfigError(f"gpus, prompt and answer must be 1 to {MOST:,}, and load between 0 and 1e15")
         if self.framework not in SERVERS:
             raise ConfigError(f"{self.framework} trains and does not serve; plan with {' or '.join(SERVERS)}")
         model, heads = self.model, self.model.heads
         if not model.causal:
             raise ConfigError(f"{model.name} is an encoder and generates no tokens; plan inference of a decoder")
         if model.attention_count and heads % self.gpus and not model.is_latent_mixture:
-            most = max(each for each in range(1, self.gpus) if heads % each == 0)
+            most = max(each for each in range(1, min(self.gpus, heads + 1)) if heads % each == 0)
             raise ConfigError(
                 f"the {heads} heads of {model.name} do not divide among {self.gpus} GPUs; give a replica {most}"
             )

@@ -169,3 +169,27 @@ def test_encoders_generate_nothing():
     for name in encoders:
         with pytest.raises(ConfigError, match=f"{name} is an encoder and generates no tokens; plan inference of a dec"):
             request_of(model=find_model(name))
+
+
+def test_a_model_without_attention_is_refused():
+    """It keeps states instead of keys and values, which have no size here; and no number of requests follows."""
+    model = replace(find_model("nemotron-h-8b"), name="mamba", attention_layers=0)
+    with pytest.raises(ConfigError, match="mamba has no attention, and the states that its other layers keep of a re"):
+        serving_points(request_of(model=model), CONSTANTS)
+
+
+HUGE = 10**330
+
+
+@pytest.mark.parametrize("field", ["gpus", "prompt", "answer"])
+@pytest.mark.parametrize("number", [-1, 0, 10**9 + 1, HUGE])
+def test_numbers_of_a_service_have_bounds(field, number):
+    with pytest.raises(ConfigError, match="gpus, prompt and answer must be 1 to 1,000,000,000, and load between 0 an"):
+        request_of(**{field: number})
+
+
+def test_the_largest_service_is_answered_in_a_sentence():
+    with pytest.raises(ConfigError, match="do not divide among 1000000000 GPUs; give a replica 32"):
+        request_of(gpus=10**9)
+    with pytest.raises(ConfigError, match="does not fit into 1 × 80 GB with a request of 2,000,000,000 tokens"):
+        serving_points(request_of(prompt=10**9, answer=10**9), CONSTANTS)
