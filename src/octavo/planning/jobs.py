@@ -9,6 +9,7 @@ from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import Precision
 
 __all__ = [
+    "DIVIDED_AS",
     "MOST",
     "SERVERS",
     "TRAINED_WITH",
@@ -63,6 +64,15 @@ TRAINED_WITH: dict[Framework, tuple[str, ...]] = {
     Framework.JAX: ("tensorwise", "delayed"),
     Framework.COMPOSER: ("delayed",),
     Framework.EAGER: ("mxfp8", "delayed"),
+}
+
+# How they divide states, where their pages say so; HSDP counts as FSDP.
+DIVIDED_AS: dict[Framework, tuple[Sharding, ...]] = {
+    Framework.TITAN: (Sharding.FSDP,),
+    Framework.MEGATRON: (Sharding.ZERO1, Sharding.FSDP),
+    Framework.JAX: (Sharding.FSDP,),
+    Framework.COMPOSER: (Sharding.ZERO2, Sharding.FSDP),
+    Framework.EAGER: (Sharding.FSDP,),
 }
 
 
