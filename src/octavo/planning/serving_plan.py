@@ -11,7 +11,7 @@ from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import MOST, SERVERS, Framework, ServingJob
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, Precision, precision_of_recipe, unsupported_reason
-from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
+from octavo.planning.serving_costs import kept_positions, kv_bytes, requests_in_flight, serving_parts, weight_bytes
 
 __all__ = ["ServingPoint", "ServingRequest", "serving_answer", "serving_points"]
 
@@ -72,7 +72,8 @@ class ServingPoint:
         token_ms: time between two tokens of one request.
         first_token_ms: time of a prompt that is computed alone.
         tokens_per_s: of the replica; ``low`` and ``high``: its 80 % interval.
-        weights_gb: of the replica; ``kv_gb``: keys and values of all requests at their longest.
+        weights_gb: of the replica; ``kv_gb``: keys and values of all requests, of the prompt and 0.6 of the answer,
+            by which memory is filled.
         gpus_needed: for the load; 0 if none was given.
     """
 
@@ -152,6 +153,10 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
     verdict = f"Only {WORDS[best]} fits" if best == FP8_CACHE else f"Serve in {WORDS[best]}"
     with_requests = f"with {at} request{'s' * (at > 1)}"
     sentences = [f"{verdict}: {with_requests} a token takes {_listed(now, _token_ms)}; 80 % intervals."]
+    alike = [WORDS[name] for name, point in now.items() if name != best and point.high >= now[best].low]
+    if alike:
+        does = "does" if len(alike) == 1 else "do"
+        sentences.append(f"{' and '.join(alike)} {does} not differ reliably from {WORDS[best]}: intervals overlap.")
     if "bf16" not in now and best != FP8_CACHE:
         sentences.append("BF16 does not fit.")
     if at < FEWEST_MEASURED:
@@ -203,7 +208,6 @@ def _longer(job: ServingJob) -> Iterator[ServingJob]:
 def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
     seconds = {name: float(value) for name, value in serving_seconds(serving_parts(job), constants.values).items()}
     prompts = prompt_seconds(serving_parts(replace(job, requests=1)), constants.values) * job.answer
-    positions = job.prompt + job.answer
     rate = 1.0 / seconds["total"]
     factor = math.exp(constants.width("infer", job))
     return ServingPoint(
@@ -216,6 +220,6 @@ def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
         low=rate / factor,
         high=rate * factor,
         weights_gb=weight_bytes(job) / 1e9,
-        kv_gb=kv_bytes(job, positions) * job.requests / 1e9,
+        kv_gb=kv_bytes(job, kept_positions(job)) * job.requests / 1e9,
         gpus_needed=job.gpus * -int(-load // rate) if load else 0,
     )

@@ -77,6 +77,27 @@ def test_every_format_has_its_time_with_the_ends_of_its_interval():
 
 
 @pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"fp8": 30.0, "bf16": 31.0}, "BF16 does not differ reliably from FP8: intervals overlap."),
+        ({"fp8": 50.0, "bf16": 69.4}, "BF16 does not differ reliably from FP8: intervals overlap."),
+        ({"fp8": 50.0, "bf16": 69.5}, ""),
+        (
+            {"bf16": 30.0, "fp8": 31.0, "int8": 30.1},
+            "FP8 and INT8 do not differ reliably from BF16: intervals overlap.",
+        ),
+        ({"fp8": 30.0, "int8": 30.0, "bf16": 60.0}, "INT8 does not differ reliably from FP8: intervals overlap."),
+        ({"bf16": 30.0}, ""),
+    ],
+)
+def test_formats_whose_intervals_overlap_do_not_differ_reliably(times, words):
+    """From 0.8 to 1.11 times as long: 50 ms end at 55.56, where 69.44 begin."""
+    found = answer(**{name: {16: token_ms} for name, token_ms in times.items()})
+    assert ("reliably" in found) == bool(words)
+    assert words in found
+
+
+@pytest.mark.parametrize(
     ("bf16", "fp8", "words"),
     [
         (60.0, 50.0, "50 ms: none."),
