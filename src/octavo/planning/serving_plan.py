@@ -151,8 +151,7 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
     now = {name: next(point for point in found if point.requests == at) for name, found in formats.items()}
     best = min(now, key=lambda name: round(now[name].token_ms, 2))
     verdict = f"Only {WORDS[best]} fits" if best == FP8_CACHE else f"Serve in {WORDS[best]}"
-    with_requests = f"with {at} request{'s' * (at > 1)}"
-    sentences = [f"{verdict}: {with_requests} a token takes {_listed(now, _token_ms)}; 80 % intervals."]
+    sentences = [f"{verdict}: with {_requests(at)} a token takes {_listed(now, _token_ms)}; 80 % intervals."]
     alike = [WORDS[name] for name, point in now.items() if name != best and point.high >= now[best].low]
     if alike:
         does = "does" if len(alike) == 1 else "do"
@@ -191,8 +190,13 @@ def _token_ms(point: ServingPoint) -> str:
     return "{:.1f} ms ({:.1f} to {:.1f})".format(point.token_ms, *ends)
 
 
+def _requests(number: int) -> str:
+    return f"{number:,} request{'s' * (number > 1)}"
+
+
 def _rate(point: ServingPoint) -> str:
-    return f"{point.tokens_per_s:,.0f} tokens/s ({point.low:,.0f} to {point.high:,.0f}, {point.requests:,} requests)"
+    interval = f"{point.low:,.0f} to {point.high:,.0f}"
+    return f"{point.tokens_per_s:,.0f} tokens/s ({interval}, {_requests(point.requests)})"
 
 
 def _longer(job: ServingJob) -> Iterator[ServingJob]:

@@ -182,6 +182,7 @@ def test_a_cache_in_fp8_is_the_answer_where_nothing_else_fits():
     )
     assert "Serve in" not in " ".join(found)
     assert found[-1].startswith("As many requests as memory holds: ")
+    assert found[-1].endswith(", 1 request) in FP8 with an FP8 cache.")
 
 
 def test_encoders_generate_nothing():
