@@ -11,9 +11,9 @@ from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import DIVIDED_AS, MOST, SERVERS, TRAINED_WITH, Framework, Layout, Recompute, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
-from octavo.planning.precision import BF16, Precision, precision_of_recipe
+from octavo.planning.precision import BF16, Precision, linear_precision, precision_of_recipe
 from octavo.planning.search import Candidate, best_layout, layouts
-from octavo.planning.training_costs import job_marks, linear_parts, linear_precision
+from octavo.planning.training_costs import job_marks, linear_parts
 from octavo.planning.training_memory import activation_bytes, recomputed_share
 
 __all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_plan", "seconds_by_layer"]

@@ -13,6 +13,7 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.numerics import CastSpec, PerBlock, PerTensor, Scaling
 from octavo.planning.hardware import Hardware
+from octavo.planning.model_shapes import Linear, Part
 from octavo.recipes import Recipe
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "bytes_cast",
     "cast_kernels",
     "find_precision",
+    "linear_precision",
     "precision_of_recipe",
     "unsupported_reason",
     "weight_copies",
@@ -245,6 +247,14 @@ def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
     if precision.kernel == Kernel.MX and not hardware.has_mx:
         return f"{hardware.name} has no MX scales in hardware; use tensorwise, rowwise or blockwise"
     return None
+
+
+def linear_precision(precision: Precision, linear: Linear) -> Precision:
+    """Return the precision of one kind of linear layer; the head and routers stay in BF16."""
+    if linear.part == Part.HEAD:
+        return BF16
+    covered = precision.covers_experts if linear.part == Part.EXPERTS else precision.covers_dense
+    return precision if covered else BF16
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from octavo.numerics import PerTensor
 from octavo.planning.gemm_costs import Parts, add_gemm
 from octavo.planning.jobs import Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, Part, Split
-from octavo.planning.precision import BF16, Precision, bytes_cast, cast_kernels
+from octavo.planning.precision import BF16, bytes_cast, cast_kernels, linear_precision
 from octavo.planning.training_memory import recomputed_share
 
-__all__ = ["job_marks", "linear_parts", "linear_precision", "training_parts"]
+__all__ = ["job_marks", "linear_parts", "training_parts"]
 
 MOST_DOMAINS = 4  # that one row is routed to, DeepSeek-V3, arXiv 2412.19437, section 2.1.2
 LAUNCHES_OF_A_BLOCK = 40.0  # kernels of a block's forward and backward pass besides GEMMs and casts
@@ -54,14 +54,6 @@ def job_marks(job: TrainingJob) -> Parts:
     if job.model.experts and job.release >= 2026.4 and job.hardware.generation == "blackwell":
         marks["framework_fused_experts"] = 1.0  # NeMo 26.06 fused the casts and products of experts
     return marks
-
-
-def linear_precision(precision: Precision, linear: Linear) -> Precision:
-    """Return the precision of one kind of linear layer; the head and routers stay in BF16."""
-    if linear.part == Part.HEAD:
-        return BF16
-    covered = precision.covers_experts if linear.part == Part.EXPERTS else precision.covers_dense
-    return precision if covered else BF16
 
 
 def linear_parts(job: TrainingJob, linear: Linear, *, again: float = 0.0) -> Parts:

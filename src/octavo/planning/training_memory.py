@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from octavo.planning.jobs import Framework, Layout, Recompute, Sharding, TrainingJob
 from octavo.planning.model_shapes import Linear, Part
-from octavo.planning.precision import weight_copies
+from octavo.planning.precision import linear_precision, weight_copies
 
 __all__ = ["Memory", "activation_bytes", "planned_memory", "recomputed_share", "training_memory"]
 
@@ -64,10 +64,9 @@ def training_memory(job: TrainingJob, recompute: Recompute) -> Memory:
     moments = moment_bytes * (local if layout.sharding == Sharding.DDP else sharded) * trained
     if job.bf16_states:
         weights, gradients, moments = (each / 2 for each in (weights, gradients, moments))
-    codes = 0.0 if precision.is_bf16 or gathers else weight_copies(precision, job.hardware) * precision.bits / 8 * local
     return Memory(
         weights=weights,
-        codes=codes,
+        codes=0.0 if gathers else _code_bytes(job),
         gradients=gradients,
         moments=moments,
         activations=sum(activation_bytes(job, recompute).values()),
@@ -83,6 +82,15 @@ def _weight_bytes(job: TrainingJob, local: float, sharded: float) -> float:
     if job.layout.sharding == Sharding.FSDP:
         return 2.0 * sharded if job.frozen else masters
     return 2.0 * local + masters
+
+
+def _code_bytes(job: TrainingJob) -> float:
+    """Bytes of the weights' FP8 copies that a GPU keeps: of the linear layers that the precision covers."""
+    layout, precision = job.layout, job.precision
+    ranks = {Part.EXPERTS: layout.ep * layout.etp * layout.pp}
+    covered = [each for each in job.model.linears() if not linear_precision(precision, each).is_bf16]
+    local = sum(each.parameters / ranks.get(each.part, layout.tp * layout.pp) for each in covered)
+    return weight_copies(precision, job.hardware) * precision.bits / 8 * local
 
 
 def recomputed_share(job: TrainingJob) -> tuple[Recompute, float]:
