@@ -104,6 +104,7 @@ def show_sensitivity(
             budget=budget,
             choices=[one for one in choices if _fits(model.model, one, fmt)],
             tables=FORMATS[fmt].schemes is None,
+            merged=FORMATS[fmt].schemes is not None,
             true_pairs=pairs,
             seed=seed,
             on_progress=phases(display),
