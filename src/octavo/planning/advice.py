@@ -6,6 +6,7 @@ what only the user knows is a sentence, and decides nothing.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from decimal import ROUND_FLOOR, Decimal
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.planning.constants import WORK, Constants
@@ -136,14 +137,20 @@ def _gain(plan: Plan) -> Check:
     if best is None or best.speedup is None:
         return Check(name="gain", holds=False, sentence="no FP8 recipe runs there")
     gain, low, _ = best.speedup
-    words = f"{best.name} is predicted {gain:.2f} times as fast as BF16, at least {low:.2f} in 90 % of cases"
+    least = _down(low)
+    words = f"{best.name} is predicted {_down(gain)} times as fast as BF16, at least {least} in 90 % of cases"
     if gain < WORTH:
         words += f"; less than {WORTH:g} does not pay for the further steps that FP8 may take"
     elif low < 1:
         words += ", where it would be slower; measure before deciding"
     elif low < MOST_FURTHER_STEPS:
-        words += f"; {low:.2f} does not pay for {MOST_FURTHER_STEPS - 1:.0%} more steps, the most that FP8 may take"
+        words += f"; {least} does not pay for {MOST_FURTHER_STEPS - 1:.0%} more steps, the most that FP8 may take"
     return Check(name="gain", holds=gain >= WORTH and low >= 1, sentence=words)
+
+
+def _down(speedup: float) -> str:
+    """Two decimals, rounded down: 1.0999 does not pay for 10 % more steps, as 1.10 does."""
+    return str(Decimal(str(speedup)).quantize(Decimal("0.01"), rounding=ROUND_FLOOR))
 
 
 def _layers(plan: Plan) -> Check:

@@ -9,6 +9,8 @@ from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import Precision
 
 __all__ = [
+    "DIVIDED_AS",
+    "MOST",
     "SERVERS",
     "TRAINED_WITH",
     "Framework",
@@ -51,6 +53,7 @@ class Framework(StrEnum):
     VLLM = "vllm"
 
 
+MOST = 10**9  # GPUs, and tokens of a sequence, a prompt or an answer
 SERVERS = (Framework.VLLM, Framework.TRTLLM)
 
 # FP8 recipes of each program's published trainings, in octavo's names; what it is predicted to do with others is a
@@ -61,6 +64,15 @@ TRAINED_WITH: dict[Framework, tuple[str, ...]] = {
     Framework.JAX: ("tensorwise", "delayed"),
     Framework.COMPOSER: ("delayed",),
     Framework.EAGER: ("mxfp8", "delayed"),
+}
+
+# How they divide states, where their pages say so; HSDP counts as FSDP.
+DIVIDED_AS: dict[Framework, tuple[Sharding, ...]] = {
+    Framework.TITAN: (Sharding.FSDP,),
+    Framework.MEGATRON: (Sharding.ZERO1, Sharding.FSDP),
+    Framework.JAX: (Sharding.FSDP,),
+    Framework.COMPOSER: (Sharding.ZERO2, Sharding.FSDP),
+    Framework.EAGER: (Sharding.FSDP,),
 }
 
 
@@ -201,6 +213,13 @@ class ServingJob:
     divides_experts: bool = False
     release: float = 0.0
     replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.model.attention_count <= self.model.mtp_layers:
+            raise ConfigError(
+                f"{self.model.name} has no attention, and the states that its other layers keep of a request are not "
+                "modelled; plan inference of a model with attention"
+            )
 
 
 class GemmPass(StrEnum):

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.planning.model_shapes import MOST
 
 __all__ = ["layers_by_kind", "number_of"]
 
-MOST = 1 << 24  # of any number of a configuration
 WINDOWED = ("sliding_attention", "chunked_attention")
 MIXERS = ("mamba", "linear_attention")
 KINDS = ("full_attention", "attention", *WINDOWED, *MIXERS)

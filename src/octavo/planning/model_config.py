@@ -9,6 +9,7 @@ from octavo.parsing import read_object
 from octavo.planning.layer_kinds import layers_by_kind, number_of
 from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
+from octavo.planning.model_types import ENCODERS, causal_and_gated
 
 __all__ = ["load_shape", "shape_of_config"]
 
@@ -39,9 +40,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "expert_hidden": ("moe_latent_size",),
 }
 SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
-NOT_GATED = ("gpt", "mpt", "opt", "bloom", "falcon", "nemotron", "phi-", "vit", "bert", "dit", "starcoder")
 TIED = ("gemma", "gpt2", "gpt_bigcode", "mpt", "opt", "bloom", "falcon", "cohere")  # unless their configuration says
-ENCODERS = ("vit", "bert", "dit", "siglip", "clip")
 
 
 def load_shape(model: str) -> ModelShape:
@@ -74,7 +73,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """Return the shape that a configuration describes.
 
     Raises:
-        ConfigError: a number is missing or out of range.
+        ConfigError: a number is missing or out of range, or the model's type is not known.
 
     Example:
         >>> numbers = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
@@ -82,23 +81,26 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         143872
     """
     inner = config.get("text_config")
-    config = inner if isinstance(inner, Mapping) else config
+    if isinstance(inner, Mapping):
+        config = {**inner, "architectures": config.get("architectures") or inner.get("architectures")}
     for part in ("ffn_config", "attn_config"):  # of DBRX
         nested = config.get(part)
         config = {**nested, **config} if isinstance(nested, Mapping) else config
     if config.get("block_configs"):
         raise ConfigError(f"{name!r} has blocks of different shapes (block_configs), which are not modelled")
     kind = str(config.get("model_type") or config.get("_class_name") or "").lower()
-    is_encoder = kind.startswith(ENCODERS)
     numbers = {field: number_of(config, names) for field, names in NAMES.items()}
     numbers["hidden"] = numbers["hidden"] or numbers["heads"] * numbers["head_dim"]
-    if is_encoder:
-        numbers["vocab"] = numbers["vocab"] or _outputs(config)
+    if not numbers["vocab"] and kind in ENCODERS:
+        numbers["vocab"] = _outputs(config)
     missing = [field for field in ("layers", "hidden", "heads", "vocab") if not numbers[field]]
     if missing:
         names = ", ".join(NAMES[missing[0]])
         raise ConfigError(f"the configuration of {name!r} has no number of {missing[0]}; it needs one of {names}")
+    causal, gated = causal_and_gated(config, kind=kind, name=name)
     numbers["ffn"] = numbers["ffn"] or (0 if numbers["experts"] else 4 * numbers["hidden"])
+    if config.get("use_swiglu_ffn") is True:  # DINOv2: two thirds of the width without a gate
+        numbers["ffn"] = 8 * ((2 * numbers["ffn"] // 3 + 7) // 8)
     numbers |= _experts(config, numbers) | layers_by_kind(config, numbers, name=name)
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         numbers["kv_heads"] = 1
@@ -107,8 +109,8 @@ def shape_of_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     sizes: dict[str, Any] = numbers
     return ModelShape(
         name=name,
-        gated=kind == "gpt_oss" or not (kind.startswith(NOT_GATED) or kind == "phi"),
-        causal=not is_encoder,
+        gated=gated,
+        causal=causal,
         tied=config.get("tie_word_embeddings", kind.startswith(TIED)) is True,
         source="its config.json",
         **sizes,

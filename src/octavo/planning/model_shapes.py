@@ -11,7 +11,9 @@ from functools import lru_cache
 
 from octavo.errors import ConfigError
 
-__all__ = ["Linear", "ModelShape", "Part", "Split"]
+__all__ = ["MOST", "Linear", "ModelShape", "Part", "Split"]
+
+MOST = 1 << 24  # of any number of a shape
 
 
 class Part(StrEnum):
@@ -135,8 +137,8 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"a model's {name} must be 1 or more, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"a model's {name} must be 1 to {MOST:,}, not {str(getattr(self, name))[:20]}")
         if self.query_dim < 1:
             raise ConfigError(f"model {self.name!r} has {self.heads} heads, more than its width of {self.hidden}")
         if self.experts and not (self.top_k and self.expert_ffn):

@@ -9,7 +9,7 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, training_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import SERVERS, TRAINED_WITH, Framework, Layout, Recompute, Sharding, TrainingJob
+from octavo.planning.jobs import DIVIDED_AS, MOST, SERVERS, TRAINED_WITH, Framework, Layout, Recompute, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
 from octavo.planning.precision import BF16, Precision, precision_of_recipe
 from octavo.planning.search import Candidate, best_layout, layouts
@@ -20,6 +20,7 @@ __all__ = ["LayerGain", "Option", "Plan", "PlanRequest", "layer_gains", "make_pl
 
 # Recipes with another name for the same cost, or not for training, are left out.
 TRIED = tuple(name for name in recipes.names() if name not in ("static", "weight_only", "article", "delayed_te"))
+MOST_TOKENS = 10**15  # of a step
 BEST_OF_BF16 = 24  # layouts that FP8 recipes try: FP8 changes what limits them, not which ones are good
 
 
@@ -48,8 +49,8 @@ class PlanRequest:
     framework: Framework = Framework.TITAN
 
     def __post_init__(self) -> None:
-        if self.gpus < 1 or self.seq < 1 or self.global_batch < 0:
-            raise ConfigError("gpus and seq must be 1 or more, and global-batch 0 or more")
+        if not (1 <= self.gpus <= MOST and 1 <= self.seq <= MOST and 0 <= self.global_batch * self.seq <= MOST_TOKENS):
+            raise ConfigError(f"gpus and seq must be 1 to {MOST:,}, and global-batch times seq 0 to {MOST_TOKENS:,}")
         if not 0 < self.tokens < 1e18 or not 0 <= self.price < 1e6:
             raise ConfigError("tokens must be above 0 and below 1e18, and price between 0 and 1e6")
         if self.framework in SERVERS:
@@ -160,7 +161,7 @@ class Plan:
 
     @property
     def transferred(self) -> str:
-        """Parts of the fastest FP8 recipe that the program's published trainings do not have, in words; "" for none.
+        """Recipe and layouts of the gain that the program's published trainings do not have, in words; "" for none.
 
         The fastest that they have is named with it.
         """
@@ -170,12 +171,15 @@ class Plan:
         found = []
         if best.name not in TRAINED_WITH[program]:
             own = ", ".join(TRAINED_WITH[program])
-            found.append(f"no published training by {program} is with {best.name}, only with {own}")
-        if not _has_layout(program, best.candidate.job.layout):
-            found.append("ZeRO-1 is Megatron's, where torchtitan has FSDP2")
+            found.append(f"none is with {best.name}, only with {own}")
+        of_fp8, of_bf16 = (each.job.layout for each in (best.candidate, self.bf16))
+        others = dict.fromkeys(str(each.sharding) for each in (of_fp8, of_bf16) if not _has_layout(program, each))
+        if others:
+            own = ", ".join(DIVIDED_AS[program])
+            found.append(f"none divides states as {' or '.join(others)}, only as {own}")
         if not found:
             return ""
-        words = f"A transfer from other programs: {'; '.join(found)}"
+        words = f"A transfer from other programs: of the published trainings by {program} {'; '.join(found)}"
         if self.own is None or self.own.candidate is None or self.own.speedup is None:
             return f"{words}; none of the layouts that were tried is {program}'s"
         gain, low, high = self.own.speedup
@@ -317,8 +321,8 @@ def _fastest(options: Iterable[Option]) -> Option | None:
 
 
 def _has_layout(program: Framework, layout: Layout) -> bool:
-    """Whether the program's published trainings have such a layout: torchtitan's have FSDP2, and no ZeRO-1."""
-    return program != Framework.TITAN or layout.sharding != Sharding.ZERO1
+    """Whether the program's published trainings divide states as the layout does."""
+    return layout.sharding in DIVIDED_AS[program]
 
 
 def _own(

@@ -14,7 +14,7 @@ from octavo.planning.jobs import Framework, ServingJob
 from octavo.planning.model_shapes import Linear, Part, Split
 from octavo.planning.precision import BF16, Kernel, Precision
 
-__all__ = ["kv_bytes", "requests_in_flight", "serving_parts", "weight_bytes"]
+__all__ = ["kept_positions", "kv_bytes", "requests_in_flight", "serving_parts", "weight_bytes"]
 
 USABLE = 0.9  # of a GPU's memory, as servers' defaults have it
 MOST_REQUESTS = {Framework.TRTLLM: 2048, Framework.VLLM: 1024}
@@ -51,6 +51,11 @@ def kv_bytes(job: ServingJob, positions: float) -> float:
     return model.kv_width * kept * job.precision.kv_bytes * copies
 
 
+def kept_positions(job: ServingJob) -> float:
+    """Return the positions of a request by which memory is filled: not all requests are at their end at once."""
+    return job.prompt + 0.6 * job.answer
+
+
 def requests_in_flight(job: ServingJob) -> int:
     """Return how many requests are decoded together: those that were given, or as many as memory holds.
 
@@ -58,8 +63,7 @@ def requests_in_flight(job: ServingJob) -> int:
         ConfigError: the weights do not fit, or no request does.
     """
     free = job.gpus * USABLE * job.hardware.memory * 1e9 - weight_bytes(job) - 1.5e9 * job.gpus
-    positions = job.prompt + 0.6 * job.answer
-    room = int(free / kv_bytes(job, positions))
+    room = int(free / kv_bytes(job, kept_positions(job)))
     if room < 1:
         raise ConfigError(
             f"{job.model.name} in {job.precision.name} does not fit into {job.gpus} × {job.hardware.memory:g} GB with "

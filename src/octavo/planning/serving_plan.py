@@ -8,10 +8,10 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.planning.constants import Constants, prompt_seconds, serving_seconds
 from octavo.planning.hardware import Hardware
-from octavo.planning.jobs import SERVERS, Framework, ServingJob
+from octavo.planning.jobs import MOST, SERVERS, Framework, ServingJob
 from octavo.planning.model_shapes import ModelShape
 from octavo.planning.precision import BF16, Kernel, Precision, precision_of_recipe, unsupported_reason
-from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts, weight_bytes
+from octavo.planning.serving_costs import kept_positions, kv_bytes, requests_in_flight, serving_parts, weight_bytes
 
 __all__ = ["ServingPoint", "ServingRequest", "serving_answer", "serving_points"]
 
@@ -21,6 +21,7 @@ LATENCY_MS, MORE_THAN = 50.0, 8  # the article uses FP8 for less than so long a 
 FP8_CACHE, FP8_WEIGHTS = "fp8, FP8 cache", "fp8 weights"
 # Precisions in the answer's words; of equally fast ones the first is proposed. No measurement is of INT8.
 WORDS = {"fp8": "FP8", "int8": "INT8", "bf16": "BF16", FP8_WEIGHTS: "16 bits with FP8 weights"}
+WORDS |= {FP8_CACHE: "FP8 with an FP8 cache"}  # proposed where nothing else fits: what it does to answers is not FP8's
 LONGER = (4, 16)  # times the prompt that was asked for, each with as many requests as memory holds
 
 
@@ -46,15 +47,15 @@ class ServingRequest:
     framework: Framework = Framework.VLLM
 
     def __post_init__(self) -> None:
-        if min(self.gpus, self.prompt, self.answer) < 1 or not 0 <= self.load < 1e15:
-            raise ConfigError("gpus, prompt and answer must be 1 or more, and load between 0 and 1e15")
+        if not all(1 <= each <= MOST for each in (self.gpus, self.prompt, self.answer)) or not 0 <= self.load < 1e15:
+            raise ConfigError(f"gpus, prompt and answer must be 1 to {MOST:,}, and load between 0 and 1e15")
         if self.framework not in SERVERS:
             raise ConfigError(f"{self.framework} trains and does not serve; plan with {' or '.join(SERVERS)}")
         model, heads = self.model, self.model.heads
         if not model.causal:
             raise ConfigError(f"{model.name} is an encoder and generates no tokens; plan inference of a decoder")
         if model.attention_count and heads % self.gpus and not model.is_latent_mixture:
-            most = max(each for each in range(1, self.gpus) if heads % each == 0)
+            most = max(each for each in range(1, min(self.gpus, heads + 1)) if heads % each == 0)
             raise ConfigError(
                 f"the {heads} heads of {model.name} do not divide among {self.gpus} GPUs; give a replica {most}"
             )
@@ -71,7 +72,8 @@ class ServingPoint:
         token_ms: time between two tokens of one request.
         first_token_ms: time of a prompt that is computed alone.
         tokens_per_s: of the replica; ``low`` and ``high``: its 80 % interval.
-        weights_gb: of the replica; ``kv_gb``: keys and values of all requests at their longest.
+        weights_gb: of the replica; ``kv_gb``: keys and values of all requests, of the prompt and 0.6 of the answer,
+            by which memory is filled.
         gpus_needed: for the load; 0 if none was given.
     """
 
@@ -143,12 +145,18 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
     of_prompt = [point for point in points if point.prompt == asked]
     formats = {name: [point for point in of_prompt if point.precision == name] for name in WORDS}
     formats = {name: found for name, found in formats.items() if found}
+    cached = formats.pop(FP8_CACHE, []) if len(formats) > 1 else []
     shared = set.intersection(*({point.requests for point in found} for found in formats.values()))
     at = min((requests for requests in shared if requests > MORE_THAN), default=max(shared))
     now = {name: next(point for point in found if point.requests == at) for name, found in formats.items()}
     best = min(now, key=lambda name: round(now[name].token_ms, 2))
-    sentences = [f"Serve in {WORDS[best]}: with {at} requests a token takes {_listed(now, _token_ms)}; 80 % intervals."]
-    if "bf16" not in now:
+    verdict = f"Only {WORDS[best]} fits" if best == FP8_CACHE else f"Serve in {WORDS[best]}"
+    sentences = [f"{verdict}: with {_requests(at)} a token takes {_listed(now, _token_ms)}; 80 % intervals."]
+    alike = [WORDS[name] for name, point in now.items() if name != best and point.high >= now[best].low]
+    if alike:
+        does = "does" if len(alike) == 1 else "do"
+        sentences.append(f"{' and '.join(alike)} {does} not differ reliably from {WORDS[best]}: intervals overlap.")
+    if "bf16" not in now and best != FP8_CACHE:
         sentences.append("BF16 does not fit.")
     if at < FEWEST_MEASURED:
         sentences.append(
@@ -157,7 +165,7 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
         )
     within = [WORDS[name] for name, point in now.items() if point.token_ms < LATENCY_MS]
     sentences.append(f"Less than the article's {LATENCY_MS:g} ms: {', '.join(within) or 'none'}.")
-    return (*sentences, *_throughput(formats, [point for point in of_prompt if point.precision == FP8_CACHE]))
+    return (*sentences, *_throughput(formats, cached))
 
 
 def _throughput(formats: Mapping[str, list[ServingPoint]], cached: list[ServingPoint]) -> Iterator[str]:
@@ -165,7 +173,7 @@ def _throughput(formats: Mapping[str, list[ServingPoint]], cached: list[ServingP
     fullest = {name: max(found, key=lambda point: point.requests) for name, found in formats.items()}
     words = f"As many requests as memory holds: {_listed(fullest, _rate)}"
     yield words + (
-        f", {_rate(max(cached, key=lambda point: point.requests))} in FP8 with an FP8 cache." if cached else "."
+        f", {_rate(max(cached, key=lambda point: point.requests))} in {WORDS[FP8_CACHE]}." if cached else "."
     )
     needed = {name: min(found, key=lambda point: point.gpus_needed) for name, found in formats.items()}
     if any(point.gpus_needed for point in needed.values()):
@@ -182,8 +190,13 @@ def _token_ms(point: ServingPoint) -> str:
     return "{:.1f} ms ({:.1f} to {:.1f})".format(point.token_ms, *ends)
 
 
+def _requests(number: int) -> str:
+    return f"{number:,} request{'s' * (number > 1)}"
+
+
 def _rate(point: ServingPoint) -> str:
-    return f"{point.tokens_per_s:,.0f} tokens/s ({point.low:,.0f} to {point.high:,.0f}, {point.requests:,} requests)"
+    interval = f"{point.low:,.0f} to {point.high:,.0f}"
+    return f"{point.tokens_per_s:,.0f} tokens/s ({interval}, {_requests(point.requests)})"
 
 
 def _longer(job: ServingJob) -> Iterator[ServingJob]:
@@ -199,7 +212,6 @@ def _longer(job: ServingJob) -> Iterator[ServingJob]:
 def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
     seconds = {name: float(value) for name, value in serving_seconds(serving_parts(job), constants.values).items()}
     prompts = prompt_seconds(serving_parts(replace(job, requests=1)), constants.values) * job.answer
-    positions = job.prompt + job.answer
     rate = 1.0 / seconds["total"]
     factor = math.exp(constants.width("infer", job))
     return ServingPoint(
@@ -212,6 +224,6 @@ def _point(job: ServingJob, load: float, constants: Constants) -> ServingPoint:
         low=rate / factor,
         high=rate * factor,
         weights_gb=weight_bytes(job) / 1e9,
-        kv_gb=kv_bytes(job, positions) * job.requests / 1e9,
+        kv_gb=kv_bytes(job, kept_positions(job)) * job.requests / 1e9,
         gpus_needed=job.gpus * -int(-load // rate) if load else 0,
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from octavo.errors import ConfigError
 from octavo.planning import PlanRequest, find_hardware, find_model, fitted_constants, make_plan
 from octavo.planning.jobs import Layout, Recompute
 from octavo.planning.search import best_layout, head_layers, imbalance, longest_stage, predicted
@@ -102,3 +103,26 @@ def test_what_is_recomputed_in_words():
     assert 0 < share < 1
     assert large.recomputed == f"{share:.0%} full"
     assert replace(large, recompute=(Recompute.SELECTIVE, 1.0)).recomputed == "full"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gpus": 10**330}, {"gpus": 10**9 + 1}, {"seq": 10**330}, {"global_batch": 10**330}, {"global_batch": 10**12}],
+)
+def test_numbers_of_a_training_have_bounds(settings):
+    given: dict[str, Any] = {"model": find_model("llama-3-8b"), "hardware": find_hardware("h100"), "gpus": 8}
+    with pytest.raises(
+        ConfigError, match="gpus and seq must be 1 to 1,000,000,000, and global-batch times seq 0 to 1,"
+    ):
+        PlanRequest(**(given | settings))
+
+
+@pytest.mark.parametrize("settings", [{"gpus": 10**9}, {"seq": 1, "global_batch": 10**15}, {"seq": 10**9}])
+def test_the_largest_training_has_a_plan_or_a_sentence(settings):
+    given: dict[str, Any] = {"model": find_model("smollm2-135m"), "hardware": find_hardware("h100"), "gpus": 8}
+    request = PlanRequest(**(given | settings))
+    if request.seq == 10**9:
+        with pytest.raises(ConfigError, match="does not fit into"):
+            make_plan(request, CONSTANTS)
+    else:
+        assert make_plan(request, CONSTANTS).bf16.tokens_per_s_per_gpu > 0

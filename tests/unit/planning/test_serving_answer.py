@@ -77,6 +77,27 @@ def test_every_format_has_its_time_with_the_ends_of_its_interval():
 
 
 @pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"fp8": 30.0, "bf16": 31.0}, "BF16 does not differ reliably from FP8: intervals overlap."),
+        ({"fp8": 50.0, "bf16": 69.4}, "BF16 does not differ reliably from FP8: intervals overlap."),
+        ({"fp8": 50.0, "bf16": 69.5}, ""),
+        (
+            {"bf16": 30.0, "fp8": 31.0, "int8": 30.1},
+            "FP8 and INT8 do not differ reliably from BF16: intervals overlap.",
+        ),
+        ({"fp8": 30.0, "int8": 30.0, "bf16": 60.0}, "INT8 does not differ reliably from FP8: intervals overlap."),
+        ({"bf16": 30.0}, ""),
+    ],
+)
+def test_formats_whose_intervals_overlap_do_not_differ_reliably(times, words):
+    """From 0.8 to 1.11 times as long: 50 ms end at 55.56, where 69.44 begin."""
+    found = answer(**{name: {16: token_ms} for name, token_ms in times.items()})
+    assert ("reliably" in found) == bool(words)
+    assert words in found
+
+
+@pytest.mark.parametrize(
     ("bf16", "fp8", "words"),
     [
         (60.0, 50.0, "50 ms: none."),
@@ -147,9 +168,50 @@ def test_formats_are_tried_where_there_are_units_for_them(name):
         assert "in 16 bits with FP8 weights" in serving_answer(points)[0]
 
 
+def test_a_cache_in_fp8_is_the_answer_where_nothing_else_fits():
+    """600,000 tokens of llama-3-8b: 79 GB of keys and values in 16 bits and 39 in 8, beside 9 GB of weights in FP8."""
+    points, refused = serving_points(request_of(prompt=600_000, answer=128), CONSTANTS)
+    assert {each.precision for each in points} == {FP8_CACHE}
+    assert set(refused) == {"bf16", "int8", "fp8"}
+    only = points[0]
+    low, high = (1e3 * only.requests / rate for rate in (only.high, only.low))
+    found = serving_answer(points)
+    assert found[0] == (
+        f"Only FP8 with an FP8 cache fits: with 1 request a token takes {only.token_ms:.1f} ms ({low:.1f} to "
+        f"{high:.1f}) in FP8 with an FP8 cache; 80 % intervals."
+    )
+    assert "Serve in" not in " ".join(found)
+    assert found[-1].startswith("As many requests as memory holds: ")
+    assert found[-1].endswith(", 1 request) in FP8 with an FP8 cache.")
+
+
 def test_encoders_generate_nothing():
     encoders = [name for name in model_names() if not find_model(name).causal]
     assert encoders
     for name in encoders:
         with pytest.raises(ConfigError, match=f"{name} is an encoder and generates no tokens; plan inference of a dec"):
             request_of(model=find_model(name))
+
+
+def test_a_model_without_attention_is_refused():
+    """It keeps states instead of keys and values, which have no size here; and no number of requests follows."""
+    model = replace(find_model("nemotron-h-8b"), name="mamba", attention_layers=0)
+    with pytest.raises(ConfigError, match="mamba has no attention, and the states that its other layers keep of a re"):
+        serving_points(request_of(model=model), CONSTANTS)
+
+
+HUGE = 10**330
+
+
+@pytest.mark.parametrize("field", ["gpus", "prompt", "answer"])
+@pytest.mark.parametrize("number", [-1, 0, 10**9 + 1, HUGE])
+def test_numbers_of_a_service_have_bounds(field, number):
+    with pytest.raises(ConfigError, match="gpus, prompt and answer must be 1 to 1,000,000,000, and load between 0 an"):
+        request_of(**{field: number})
+
+
+def test_the_largest_service_is_answered_in_a_sentence():
+    with pytest.raises(ConfigError, match="do not divide among 1000000000 GPUs; give a replica 32"):
+        request_of(gpus=10**9)
+    with pytest.raises(ConfigError, match="does not fit into 1 × 80 GB with a request of 2,000,000,000 tokens"):
+        serving_points(request_of(prompt=10**9, answer=10**9), CONSTANTS)

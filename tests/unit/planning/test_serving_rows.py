@@ -160,19 +160,25 @@ def test_ranks_beyond_the_links_exchange_over_the_network():
 
 
 def test_points_of_a_plan_add_up():
-    """Tokens a second are requests over the time between tokens; keys and values grow with requests and length."""
+    """Tokens a second are requests over the time between tokens; keys and values are of the prompt and 0.6 answers.
+
+    Where memory limits the requests, the weights, these and 1.5 GB fill nine tenths of 80 GB.
+    """
     model = find_model("llama-3-8b")
     request = ServingRequest(model=model, hardware=find_hardware("h100"), gpus=1, prompt=512, answer=512)
     points, _ = serving_points(request, CONSTANTS)
     for point in points:
         assert point.tokens_per_s == pytest.approx(1e3 * point.requests / point.token_ms)
         element = 1 if "cache" in point.precision else 2
-        kept = 2 * 32 * 8 * 128 * element * (point.prompt + 512) * point.requests
+        kept = 2 * 32 * 8 * 128 * element * (point.prompt + 0.6 * 512) * point.requests
         assert point.kv_gb == pytest.approx(kept / 1e9)
         assert point.low < point.tokens_per_s < point.high
     assert {point.prompt for point in points} == {512, 2048, 8192}
     longest = [point for point in points if point.prompt == 8192]
-    assert all(point.kv_gb + point.weights_gb < 80 for point in longest)
+    full = {each.precision: max(longest, key=lambda point: point.requests) for each in longest}
+    assert full
+    for point in full.values():
+        assert 72 - point.kv_gb / point.requests < point.kv_gb + point.weights_gb + 1.5 <= 72
 
 
 def test_a_guessed_model_has_a_wider_interval_in_a_plan():
