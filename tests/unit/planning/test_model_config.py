@@ -148,7 +148,7 @@ def test_a_name_has_the_windows_of_its_configuration(name, kind, settings):
 
 LLAMA: dict[str, Any] = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32000}
 LLAMA |= {"intermediate_size": 11008, "model_type": "llama"}
-MOE: dict[str, Any] = LLAMA | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+MOE = LLAMA | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
 
 
 @pytest.mark.parametrize(
