@@ -142,7 +142,7 @@ def _choices_of(fmt: str) -> list[str]:
 
 
 def _held(model: nn.Module, choices: list[str], fmt: str) -> dict[str, Any]:
-    """What a format and its readers allow."""
+    """Settings of the search that a format and its readers allow."""
     is_own = FORMATS[fmt].schemes is None
     return {"choices": [one for one in choices if _fits(model, one, fmt)], "tables": is_own, "merged": not is_own}
 
