@@ -88,20 +88,8 @@ class LanguageModel:
         return logits_of(self.model, tokens, kv_transform)
 
 
-class _TransformingCache:
-    """A decoder cache that stores nothing: attention reads transformed keys and values of the tokens themselves."""
-
-    length = 0
-
-    def __init__(self, transform: KVTransform) -> None:
-        self._transform = transform
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return causal_attention(queries, *self._transform(layer, keys, values))
-
-
-class _GrowingCache:
-    """A decoder cache of transformed keys and values, for one token of each text at a time."""
+class _TransformedCache:
+    """A decoder cache of transformed keys and values: of a whole text, or of one token of each text at a time."""
 
     def __init__(self, transform: KVTransform) -> None:
         self._transform = transform
@@ -123,9 +111,9 @@ class _GrowingCache:
 def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
     """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
     if isinstance(model, Llama):
-        llama_logits: Tensor = model(tokens, None if kv_transform is None else _TransformingCache(kv_transform))
+        llama_logits: Tensor = model(tokens, None if kv_transform is None else _TransformedCache(kv_transform))
         return llama_logits
-    cache = {} if kv_transform is None else {"past_key_values": _cache_of_transformers(kv_transform, stores=False)}
+    cache = {} if kv_transform is None else {"past_key_values": _cache_of_transformers(kv_transform)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
     logits: Tensor = output.logits
     return logits
@@ -136,9 +124,9 @@ def stepwise_logits(model: nn.Module, tokens: Tensor, kv_transform: KVTransform 
     transform = kv_transform or (lambda _, keys, values: (keys, values))
     positions = tokens.split(1, dim=1)
     if isinstance(model, Llama):
-        ours = _GrowingCache(transform)
+        ours = _TransformedCache(transform)
         return torch.cat([model(position, ours) for position in positions], dim=1)
-    cache = _cache_of_transformers(transform, stores=True)
+    cache = _cache_of_transformers(transform)
     passes: list[Any] = [model(input_ids=each, use_cache=True, past_key_values=cache) for each in positions]
     return torch.cat([each.logits for each in passes], dim=1)
 
@@ -263,14 +251,14 @@ def _check_report(source: str, report: Mapping[str, Any]) -> None:
             )
 
 
-def _cache_of_transformers(kv_transform: KVTransform, *, stores: bool) -> Any:
-    """A cache of transformers of what ``kv_transform`` returns; one that stores nothing serves a single pass."""
+def _cache_of_transformers(kv_transform: KVTransform) -> Any:
+    """A cache of transformers of what ``kv_transform`` returns."""
     from transformers import DynamicCache
 
     class TransformedCache(DynamicCache):
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **named: Any) -> Any:
             new = kv_transform(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
             keys, values = (each.transpose(1, 2) for each in new)
-            return super().update(keys, values, layer_idx, *rest, **named) if stores else (keys, values)
+            return super().update(keys, values, layer_idx, *rest, **named)
 
     return TransformedCache()

@@ -121,12 +121,8 @@ def show_agreement(
         check_folder(out, is_own=_is_own_folder)
         check_report_extra(PAGE)
         check_room(out, BYTES)
-    if hub:
-        located(model, hub=True)
     with open_display() as display:
-        loaded = load_language_model(model, device=request.device)
-        unfuse_experts(loaded.model)
-        tokens, text = _text(loaded, request)
+        loaded, tokens, text = _loaded(request, hub=hub)
         sums = None if accumulate is None else Accumulate(accumulate)
         show = phases(display)
         agreement = agree(
@@ -183,12 +179,8 @@ def _show_itself(
     as_json: bool,
 ) -> None:
     """Compare one engine with itself, and print it."""
-    if hub:
-        located(request.model, hub=True)
     with open_display() as display:
-        loaded = load_language_model(request.model, device=request.device)
-        unfuse_experts(loaded.model)
-        tokens, text = _text(loaded, request)
+        loaded, tokens, text = _loaded(request, hub=hub)
         sums = None if accumulate is None else Accumulate(accumulate)
         found = agree_with_itself(
             loaded, engine, tokens, max_kl=max_kl, accumulate=sums, seed=seed, on_progress=phases(display)
@@ -210,9 +202,14 @@ def _sums_facts(sums: Accumulate | None) -> dict[str, str]:
     return {} if sums is None else {"accumulate": f"{sums}, not the engines' own"}
 
 
-def _text(model: LanguageModel, request: EvaluationRequest) -> tuple[Tensor, dict[str, Any]]:
+def _loaded(request: EvaluationRequest, *, hub: bool) -> tuple[LanguageModel, Tensor, dict[str, Any]]:
+    """The model, the windows of text, and what is said of the text."""
+    if hub:
+        located(request.model, hub=True)
+    model = load_language_model(request.model, device=request.device)
+    unfuse_experts(model.model)
     length = min(LENGTH, model.context) if request.length is None else request.length
-    return evaluated_windows(model, replace(request, length=length), readers_of(request.model))
+    return model, *evaluated_windows(model, replace(request, length=length), readers_of(request.model))
 
 
 def _suspects(

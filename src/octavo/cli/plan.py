@@ -199,7 +199,8 @@ def _show_answer(advice: Advice) -> None:
     print_lines(advice.sentence, "")
     cells = [(each.name, HOLDS[each.holds], each.sentence) for each in advice.checks]
     print_table("Checks", ("check", "holds", ""), cells, left=3)
-    print_lines(f"The article: {ARTICLE}.")
+    if any("article" in each.sentence for each in advice.checks):
+        print_lines(f"The article: {ARTICLE}.")
 
 
 def _constants(calibration: Path | None, hardware: Hardware) -> Constants:

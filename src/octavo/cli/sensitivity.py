@@ -102,8 +102,7 @@ def show_sensitivity(
             chosen_on,
             verified_on,
             budget=budget,
-            choices=[one for one in choices if _fits(model.model, one, fmt)],
-            tables=FORMATS[fmt].schemes is None,
+            **_held(model.model, choices, fmt),
             true_pairs=pairs,
             seed=seed,
             on_progress=phases(display),
@@ -140,6 +139,12 @@ def _choices_of(fmt: str) -> list[str]:
         able = [name for name in FORMATS if name != fmt]
         raise ConfigError(f"{fmt} holds static scales alone, of octavo calibrate; a mix is for {', '.join(able)}")
     return held
+
+
+def _held(model: nn.Module, choices: list[str], fmt: str) -> dict[str, Any]:
+    """Settings of the search that a format and its readers allow."""
+    is_own = FORMATS[fmt].schemes is None
+    return {"choices": [one for one in choices if _fits(model, one, fmt)], "tables": is_own, "merged": not is_own}
 
 
 def _fits(model: nn.Module, choice: str, fmt: str) -> bool:

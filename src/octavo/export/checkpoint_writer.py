@@ -28,6 +28,7 @@ from octavo.checkpoints import (
     contents_of,
     written_configuration,
 )
+from octavo.checkpoints.merged_layers import of_several_schemes
 from octavo.checkpoints.schemes import scheme_of
 from octavo.checkpoints.tensor_files import write_json, write_tensors
 from octavo.checksums import write_sums
@@ -37,7 +38,6 @@ from octavo.export.emulation import emulated, layers_in_high_precision
 from octavo.export.lockstep import LockstepAgreement, make_probe
 from octavo.export.model_files import Companions, companions_of
 from octavo.export.reload import OCTAVO
-from octavo.export.servers import of_several_schemes
 from octavo.export.verification import decoded_layers, reader_note, reader_of, verify
 from octavo.files import claimed_folder, hidden_path, replacing_folder
 from octavo.language_model import LanguageModel

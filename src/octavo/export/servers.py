@@ -1,9 +1,8 @@
 """Support for each checkpoint format in programs that load language models, with sources."""
 
-from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["DOES", "SOURCES", "of_several_schemes"]
+__all__ = ["DOES", "SOURCES"]
 
 VLLM, SGLANG, TENSORRT_LLM, TRANSFORMERS = "vLLM", "SGLang", "TensorRT-LLM", "transformers"
 NOTHING = "refuses: unknown model_type"
@@ -46,25 +45,3 @@ SOURCES = MappingProxyType(
         TRANSFORMERS: "octavo's tests, with transformers 5.23 and compressed-tensors 0.20",
     }
 )
-
-# Layers that vLLM and SGLang merge into one, which has one scheme: vLLM, quantization/compressed_tensors/utils.py,
-# should_ignore_layer (read, not run).
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def of_several_schemes(schemes: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the modules whose layers servers would merge and refuse, since they have several schemes.
-
-    Args:
-        schemes: of the linear layers, by path.
-
-    Example:
-        >>> of_several_schemes({"layers.0.mlp.gate_proj": "FP8", "layers.0.mlp.up_proj": "BF16"})
-        ('layers.0.mlp',)
-    """
-    modules = dict.fromkeys(path.rpartition(".")[0] for path in schemes)
-    return tuple(
-        module
-        for module in modules
-        if any(len({schemes.get(f"{module}.{name}") for name in names} - {None}) > 1 for names in MERGED)
-    )

@@ -160,8 +160,8 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
         sentences.append("BF16 does not fit.")
     if at < FEWEST_MEASURED:
         sentences.append(
-            f"No measurement names fewer than {FEWEST_MEASURED} requests: {at} are extrapolated, and these intervals "
-            "too narrow."
+            f"No measurement names fewer than {FEWEST_MEASURED} requests: times of {_requests(at)} are extrapolated, "
+            "and these intervals too narrow."
         )
     within = [WORDS[name] for name, point in now.items() if point.token_ms < LATENCY_MS]
     sentences.append(f"Less than the article's {LATENCY_MS:g} ms: {', '.join(within) or 'none'}.")

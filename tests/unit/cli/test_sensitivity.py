@@ -9,6 +9,7 @@ from types import SimpleNamespace as Usage
 import pytest
 from plotly.offline import get_plotlyjs_version
 
+from octavo.checkpoints.merged_layers import of_several_schemes
 from octavo.cli import sensitivity
 from octavo.cli.sensitivity import _share
 from octavo.language_model import load_language_model
@@ -91,6 +92,9 @@ def test_a_mix_for_a_format_is_exported_in_it(octavo, studied, finished_run, tmp
     assert kept["best"]["bytes_share"] < 1
     exported = octavo(*export, tmp_path / "mix" / "mix.toml")
     assert exported.exit_code == 0, exported.output
+    assert "vLLM and SGLang refuse" not in exported.output
+    chosen = {layer["path"]: layer["chosen"] for layer in kept["layers"]}
+    assert not of_several_schemes(chosen)
 
 
 def test_a_format_that_holds_no_mix_is_refused(on_run, tmp_path):

@@ -114,7 +114,8 @@ def test_formats_below_the_articles_latency_are_named(bf16, fp8, words):
 @pytest.mark.parametrize("requests", [9, 16, 31, 32, 64])
 def test_fewer_requests_than_any_measurement_names_are_extrapolated(requests):
     found = answer(bf16={requests: 40.0}, fp8={requests: 30.0})
-    assert (f"{requests} are extrapolated" in found) == (requests < 32)
+    number = "1 request" if requests == 1 else f"{requests} requests"
+    assert (f"times of {number} are extrapolated" in found) == (requests < 32)
 
 
 def test_no_row_names_fewer_requests():

@@ -8,6 +8,8 @@
 |                       | GEMMs in place of ``weight_only`` as the perplexity allows; of equal mixes, the one   |
 |                       | with the least loss                                                                   |
 
+Units of one group have one choice, whose bytes and losses add up.
+
 A budget of bytes never selects FP8 GEMMs: a code takes one byte in either case, and ``weight_only``, which does not
 cast the input, loses less. FP8 GEMMs only gain speed. With both budgets, tables and BF16 layers keep the precision that
 the bytes require: the remaining perplexity is not spent on saving more bytes.
@@ -65,12 +67,25 @@ Weighing = Callable[[Unit, str], float]
 def _solved(units: Sequence[Unit], limit: float | None, limited: Weighing, cost: Weighing) -> dict[str, str] | None:
     if limit is None:
         limit = sum(max(limited(unit, choice) for choice in unit.choices) for unit in units)
+    groups: dict[str, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(unit.group, []).append(unit)
     options = [
-        [Option(choice=choice, limited=limited(unit, choice), cost=cost(unit, choice)) for choice in unit.choices]
-        for unit in units
+        [
+            Option(choice=choice, limited=_sum(limited, members, choice), cost=_sum(cost, members, choice))
+            for choice in members[0].choices
+            if all(choice in unit.choices for unit in members)
+        ]
+        for members in groups.values()
     ]
     choices = cheapest(options, limit)
-    return None if choices is None else dict(zip((unit.path for unit in units), choices, strict=True))
+    if choices is None:
+        return None
+    return {unit.path: choice for members, choice in zip(groups.values(), choices, strict=True) for unit in members}
+
+
+def _sum(weighing: Weighing, units: Sequence[Unit], choice: str) -> float:
+    return sum(weighing(unit, choice) for unit in units)
 
 
 def _loss(costs: Costs) -> Weighing:

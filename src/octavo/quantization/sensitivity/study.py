@@ -146,6 +146,7 @@ def measure_sensitivity(
     budget: Budget,
     choices: Sequence[str] = CHOICES,
     tables: bool = True,
+    merged: bool = False,
     true_pairs: int = 24,
     seed: int = 0,
     on_progress: Progress = lambda *_: None,
@@ -159,6 +160,7 @@ def measure_sensitivity(
         budget: limits of the mix.
         choices: allowed precisions in addition to BF16.
         tables: whether embeddings may store rows as FP8 codes, which only octavo's own format holds.
+        merged: whether q, k, v and gate, up have one choice, as the servers that merge them need.
         true_pairs: number of (layer, choice) pairs to measure; 0 uses estimates only.
         seed: of the labels sampled for the estimates.
         on_progress: called with a phase's name, the number of steps done and their total.
@@ -176,7 +178,7 @@ def measure_sensitivity(
         raise ConfigError("a window to verify on is also one to choose on; verify on other text")
     if true_pairs < 0:
         raise ConfigError(f"true_pairs must be 0 or more, not {true_pairs}")
-    units = units_of(model, choices, tables=tables)
+    units = units_of(model, choices, tables=tables, merged=merged)
     with in_bf16(model):
         return _SensitivityStudy(model, units, chosen_on, verified_on, budget, on_progress).run(
             true_pairs=true_pairs, seed=seed

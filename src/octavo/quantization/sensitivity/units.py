@@ -19,12 +19,13 @@ table takes four more bytes for its index.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo.checkpoints.merged_layers import merged_layer
 from octavo.checkpoints.tables import CodedTable
 from octavo.convert import heads_of
 from octavo.functional import WeightCache
@@ -68,6 +69,7 @@ class Unit:
         is_head: True if it computes the logits.
         products: multiplications per token; 0 for a table used only in look-ups.
         row_order: row indices of a table, by increasing cost; None before the estimate.
+        group: units of one group have one choice; by default the path, a group of its own.
     """
 
     path: str
@@ -78,6 +80,7 @@ class Unit:
     is_head: bool = False
     products: int = 0
     row_order: Tensor | None = field(default=None, compare=False, repr=False)
+    group: str = ""
     role: str = field(init=False)
     depth: int | None = field(init=False)
 
@@ -86,6 +89,7 @@ class Unit:
         numbers = [int(word) for word in words if word.isdecimal()]
         object.__setattr__(self, "role", next((word for word in reversed(words) if not word.isdecimal()), self.path))
         object.__setattr__(self, "depth", numbers[0] if numbers else None)
+        object.__setattr__(self, "group", self.group or self.path)
 
     def bytes_as(self, choice: str) -> int:
         """Bytes of the weight and its scales under a choice."""
@@ -122,13 +126,16 @@ def recipe_of(choice: str) -> str:
     return choice.partition(":")[0]
 
 
-def units_of(model: nn.Module, choices: Sequence[str] = CHOICES, *, tables: bool = True) -> tuple[Unit, ...]:
+def units_of(
+    model: nn.Module, choices: Sequence[str] = CHOICES, *, tables: bool = True, merged: bool = False
+) -> tuple[Unit, ...]:
     """Units of a model: every weight of a linear layer or an embedding, in the model's order.
 
     Args:
         model: with plain linear layers, or octavo's.
         choices: allowed precisions in addition to BF16; each unit keeps those that it supports.
         tables: whether embeddings may store rows as codes.
+        merged: whether layers that servers merge (:mod:`octavo.checkpoints.merged_layers`) have one choice.
 
     Raises:
         ConfigError: an unknown choice, or a model without linear layers besides its head.
@@ -153,7 +160,7 @@ def units_of(model: nn.Module, choices: Sequence[str] = CHOICES, *, tables: bool
         _unit(read, choices, is_head=any(path in heads for path, _ in read), tables=tables) for read in readers.values()
     )
     check_has_layers(model, [unit.path for unit in found if not (unit.is_table or unit.is_head)])
-    return found
+    return tuple(replace(unit, group=merged_layer(unit.path)) for unit in found) if merged else found
 
 
 def _unit(read: Sequence[tuple[str, nn.Module]], choices: Sequence[str], *, is_head: bool, tables: bool) -> Unit:

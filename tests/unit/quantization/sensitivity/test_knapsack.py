@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,19 @@ def test_both_budgets_spend_what_is_left_on_fp8_products():
     assert fp8_products_share(UNITS, least) == 0, "bytes alone never ask for them"
     assert fp8_products_share(UNITS, found) > 0
     assert found["layers.1.down"] in ("weight_only", "bf16"), "the sensitive layer"
+
+
+@pytest.mark.parametrize("nats", [0.0, 0.01, 0.05, 0.2])
+def test_units_of_a_group_have_one_choice(nats):
+    """The best of all mixes in which they have; the last unit lacks a choice of the first."""
+    first, second, third, last = UNITS
+    together = (replace(first, group="a"), second, third, replace(last, group="a", choices=CHOICES[1:]))
+    found = best_mix(together, COSTS, nats=nats)
+    assert found is not None
+    allowed = [mix for mix in every_mix() if mix[first.path] == mix[last.path] != CHOICES[0]]
+    assert found in allowed
+    assert predicted(COSTS, found) <= nats
+    assert size(found) == min(size(mix) for mix in allowed if predicted(COSTS, mix) <= nats)
 
 
 TABLE = Unit(
