@@ -50,6 +50,6 @@ def test_fp8_trains_no_larger_models_on_fewer_gpus(name, least, fewer):
 def test_the_gain_does_not_compound_with_more_gpus():
     """With a sequence a GPU at least it stays; with a batch that is fixed it falls."""
     growing = [plan("llama-3-70b", gpus).best_fp8.speedup[0] for gpus in (32, 256, 512, 1024, 4096, 16384)]
-    assert growing == pytest.approx([1.43, 1.40, 1.45, 1.45, 1.45, 1.45], abs=0.006)
+    assert growing == pytest.approx([1.43, 1.39, 1.44, 1.45, 1.45, 1.45], abs=0.006)
     fixed = [plan("llama-3-70b", gpus, global_batch=512).best_fp8.speedup[0] for gpus in (512, 1024, 2048, 4096)]
-    assert fixed == pytest.approx([1.45, 1.38, 1.22, 1.24], abs=0.006)
+    assert fixed == pytest.approx([1.44, 1.38, 1.22, 1.24], abs=0.006)
