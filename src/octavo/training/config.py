@@ -462,6 +462,13 @@ def _check_weights(model: ModelConfig, training: TrainingConfig, parallel: Paral
         raise ConfigError(
             "training.smooth_swiglu scales whole weights; set parallel.shard and parallel.tensor to 1, or turn it off"
         )
+    settings = {"training.moments": training.moments != Moments.FP32, "training.cast_norms": training.cast_norms}
+    of_whole = [name for name, given in (settings | {"model.qk_norm": model.qk_norm}).items() if given]
+    if of_whole and parallel.tensor > 1:
+        raise ConfigError(
+            f"{' and '.join(of_whole)} cannot be divided among ranks that share each layer; set parallel.tensor to 1, "
+            "or leave it out"
+        )
     if training.mu_base_width and model.tie_embeddings:
         raise ConfigError("training.mu_base_width needs a head of its own; set model.tie_embeddings to false")
     if training.aligned_channels > model.intermediate_size:

@@ -94,6 +94,21 @@ def test_what_has_no_effect_is_refused(training, sentence):
         tiny_config(**training)
 
 
+@pytest.mark.parametrize("training", [{"moments": "fp8"}, {"cast_norms": True}, {}])
+def test_what_ranks_cannot_divide_is_refused(training):
+    config = tiny_config(recipe="rowwise", **training)
+    names = [f"training.{name}" for name in training]
+    if not training:
+        config, names = (
+            dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True)),
+            ["model.qk_norm"],
+        )
+    for parallel in (ParallelConfig(tensor=2), ParallelConfig(tensor=2, shard=2)):
+        with pytest.raises(ConfigError, match=f"{names[0]} cannot be divided among ranks"):
+            dataclasses.replace(config, parallel=parallel)
+    assert dataclasses.replace(config, parallel=ParallelConfig(shard=2)).parallel.shard == 2
+
+
 def test_divided_weights_are_not_smoothed():
     config = tiny_config(recipe="rowwise", smooth_swiglu=True)
     with pytest.raises(ConfigError, match="scales whole weights"):
