@@ -27,7 +27,7 @@ from octavo.inference.model_runner import ModelRunner
 from octavo.inference.recipes import ServingRecipe, has_static_scales
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
-from octavo.models.sources import SourceKind, kind_of, located
+from octavo.models.sources import HF_CONFIG, SourceKind, kind_of, located
 from octavo.nn.arguments import check_choice
 from octavo.quantization import load_calibration
 
@@ -80,10 +80,10 @@ def load_served_model(
     check_choice("recipe", recipe, tuple(ServingRecipe))
     if calibration is not None and recipe != ServingRecipe.FP8_STATIC:
         raise ConfigError(f"a calibration is for the recipe {ServingRecipe.FP8_STATIC}, not for {recipe}; leave it out")
-    path = located(source, hub=hub)
+    path = located(source, hub=hub, files=(HF_CONFIG,))
     if kind_of(path) is SourceKind.HUGGING_FACE:
         check_configuration(path)
-    loaded = load_language_model(path)
+    loaded = load_language_model(located(source, hub=hub))
     return ServedModel(
         runner=_runner(loaded.model, loaded.source, recipe, calibration),
         tokenizer=loaded.tokenizer,

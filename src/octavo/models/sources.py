@@ -11,6 +11,7 @@ An existing path takes precedence over a name on the Hugging Face Hub. The netwo
 """
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -47,12 +48,13 @@ class SourceKind(StrEnum):
     GGUF = "gguf"
 
 
-def located(source: str | Path, *, hub: bool = False) -> Path:
+def located(source: str | Path, *, hub: bool = False, files: Sequence[str] = FROM_HUB) -> Path:
     """Return the path of a model, which may be in the Hub's cache.
 
     Args:
         source: a path, or a name on the Hub.
         hub: download the model's files into the cache; otherwise only cached files are used.
+        files: patterns of the files to download; the configuration alone tells a model that cannot be read.
 
     Raises:
         ConfigError: there is no such path, and no model of that name in the cache or on the Hub.
@@ -69,7 +71,7 @@ def located(source: str | Path, *, hub: bool = False) -> Path:
         raise ConfigError(f"{message}; a name on the Hugging Face Hub needs transformers, {INSTALL}") from error
     try:
         folder: str = huggingface_hub.snapshot_download(
-            str(source), local_files_only=not hub, allow_patterns=[*FROM_HUB], ignore_patterns=[*NOT_FROM_HUB]
+            str(source), local_files_only=not hub, allow_patterns=[*files], ignore_patterns=[*NOT_FROM_HUB]
         )
     except Exception as error:  # errors of the Hub, the network or the disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -216,3 +216,17 @@ def test_what_is_missing_is_named_before_weights_are_read(tmp_path, name, settin
     assert str(refusal.value) == (
         f"{str(tmp_path)!r} cannot be served: {why}; octavo serves only models of the Llama layout"
     )
+
+
+def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):
+    import transformers
+
+    (tmp_path / "config.json").write_text(json.dumps(transformers.GptOssConfig().to_dict()))
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, *, allow_patterns, **_: asked.append((name, allow_patterns)) or str(tmp_path),
+    )
+    with pytest.raises(CheckpointError, match="its attention has sinks"):
+        load_served_model("some/model", hub=True)
+    assert asked == [("some/model", ["config.json"])]
