@@ -2,8 +2,8 @@
 
     python -m scripts.check_pages build/site [runs/demo/report.html …] [--only PART]
 
-Pages of a folder are served over HTTP on this machine, as the search of the site needs. Prints a row for each page with
-the worst value of its four views, and exits with 1 if one misses a limit:
+Pages are opened from disk. Prints a row for each with the worst value of its four views, and exits with 1 if one misses
+a limit:
 
 | check        | limit                                                                  |
 | ------------ | ---------------------------------------------------------------------- |
@@ -15,10 +15,8 @@ the worst value of its four views, and exits with 1 if one misses a limit:
 """
 
 import argparse
-import functools
-import http.server
+import itertools
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from tests.chromium import CHROMIUM, FLAGS
 VIEWS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
 LARGEST_MB = 1.5
 LONGEST_PAINT_S = 1.0
-SHARED = ("/plotly-", "/assets/", "search_index.json")
+SHARED = ("/plotly-", "/assets/", "search_index.js")
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 0"
 CONTRAST = """async (within) => {
   const options = { runOnly: ["color-contrast"], resultTypes: ["violations"], preload: false };
@@ -58,23 +56,6 @@ class PageCheck:
         faults += [f"{self.name}: {self.size_mb:.2f} MB"] * (self.size_mb > LARGEST_MB)
         faults += [f"{self.name}: contrast: {text}" for text in self.contrast]
         return faults + [f"{self.name}: console: {text}" for text in self.console]
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Address of an HTTP server over ``folder``, for the duration of the block."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def check_page(
@@ -135,11 +116,9 @@ def _contrast(page: Any, within: str) -> list[str]:
     ]
 
 
-def pages_of(path: Path) -> tuple[Path, list[str]]:
-    """Folder to serve and the pages in it, relative, for a folder or one file."""
-    if path.is_dir():
-        return path, sorted(str(page.relative_to(path)) for page in path.rglob("*.html") if page.name != "404.html")
-    return path.parent, [path.name]
+def pages_of(path: Path) -> list[Path]:
+    """The pages in a folder, or the one page."""
+    return sorted(page for page in path.rglob("*.html") if page.name != "404.html") if path.is_dir() else [path]
 
 
 @contextmanager
@@ -164,16 +143,16 @@ def main() -> None:
     faults: list[str] = []
     print(f"{'page':60} {'overflow':>8} {'contrast':>8} {'console':>8} {'paint, s':>8} {'size, MB':>8}")
     with chromium() as browser:
-        for path in arguments.paths:
-            folder, names = pages_of(path)
-            with served(folder) as address:
-                for name in (name for name in names if arguments.only in name):
-                    page = browser.new_page()  # with a cold cache
-                    check = check_page(page, f"{address}/{name}", name)
-                    page.close()
-                    counts = f"{check.overflow_px:8} {len(check.contrast):8} {len(check.console):8}"
-                    print(f"{name[:60]:60} {counts} {check.paint_s:8.2f} {check.size_mb:8.2f}", flush=True)
-                    faults += check.faults()
+        for place in itertools.chain.from_iterable(map(pages_of, arguments.paths)):
+            name = str(place)
+            if arguments.only not in name:
+                continue
+            page = browser.new_page()  # with a cold cache
+            check = check_page(page, place.absolute().as_uri(), name)
+            page.close()
+            counts = f"{check.overflow_px:8} {len(check.contrast):8} {len(check.console):8}"
+            print(f"{name[-60:]:60} {counts} {check.paint_s:8.2f} {check.size_mb:8.2f}", flush=True)
+            faults += check.faults()
     print(*faults, sep="\n")
     sys.exit(bool(faults))
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "octavo"
 RESULTS = ROOT / "benchmarks" / "results"
 HIDDEN = ("show_root_heading: false", "show_root_toc_entry: false")  # the page has a heading of its own
-IMPORTED = re.compile(r"^from (octavo\.[\w.]+) import", re.MULTILINE)
+IMPORTED = re.compile(r"^from (octavo[\w.]*) import ([\w, ]+)", re.MULTILINE)
 PAGE_OF_SOURCE = {  # a generated page is not in the repository, so links there lead to its source
     "src/octavo/doctor/findings.py": "reference/findings.md",
     "src/octavo/doctor/statistics.py": "reference/statistics.md",
@@ -97,8 +97,10 @@ def result_files() -> list[Path]:
 def public_modules() -> dict[str, list[str]]:
     """Public names by module: packages, top-level modules and those that examples in docs/ import from; no commands."""
     examples = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
-    imported = {PACKAGE.parent / f"{name.replace('.', '/')}.py" for name in IMPORTED.findall(examples)}
-    paths = [*PACKAGE.glob("[a-z]*.py"), *PACKAGE.rglob("__init__.py"), *filter(Path.exists, imported)]
+    found = IMPORTED.findall(examples)
+    names = {module for module, _ in found} | {f"{module}.{name}" for module, x in found for name in x.split(", ")}
+    imported = {PACKAGE.parent / f"{name.replace('.', '/')}.py" for name in names}
+    paths = [*PACKAGE.glob("[a-z]*.py"), *PACKAGE.rglob("__init__.py"), *filter(Path.is_file, imported)]
     modules = {module_name(path): exported(path) for path in paths}
     return {name: names for name, names in sorted(modules.items()) if names and not name.startswith("octavo.cli")}
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 from filelock import FileLock
 
-from scripts.check_pages import VIEWS, check_page, served
+from scripts.check_pages import VIEWS, check_page
 from tests.policy.source_tree import ROOT
 
 pytestmark = pytest.mark.long
@@ -57,8 +57,7 @@ def page(browser):
 
 
 def faults(site, page, names, **settings):
-    with served(site) as address:
-        checks = [check_page(page, f"{address}/{name}", name, **settings) for name in names]
+    checks = [check_page(page, (site / name).as_uri(), name, **settings) for name in names]
     return [fault for check in checks for fault in check.faults(timed=False)]
 
 
@@ -105,6 +104,17 @@ def test_every_page_fits_is_legible_and_silent_on_a_dark_phone(site, page, part)
     assert faults(site, page, WRITTEN[part::PARTS], views=VIEWS[-1:], within=".md-content") == []
 
 
+def test_search_finds_words_from_disk(site, browser):
+    page = browser.new_page()
+    page.goto((site / "how-to/install.html").as_uri())
+    page.click("input.md-search__input")
+    page.keyboard.type("stop_id")
+    page.wait_for_selector(".md-search-result__item")
+    found = page.eval_on_selector_all(".md-search-result__link", "links => links.map(link => link.href)")
+    page.close()
+    assert any("reference/api/octavo.rl.html" in link for link in found), found
+
+
 SCHEME = """<!doctype html><html lang="en"><title>t</title><link rel="icon" href="data:,"><p>text</p><script>
 localStorage.scheme ||= matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 console.log(localStorage.scheme);
@@ -113,6 +123,5 @@ console.log(localStorage.scheme);
 
 def test_a_dark_view_is_dark_where_a_page_remembers_its_scheme(page, tmp_path):
     (tmp_path / "page.html").write_text(SCHEME)
-    with served(tmp_path) as address:
-        check = check_page(page, f"{address}/page.html", "page")
+    check = check_page(page, (tmp_path / "page.html").as_uri(), "page")
     assert check.console == [scheme for _, scheme in VIEWS]

@@ -1,4 +1,7 @@
-"""Pages of the documentation are short: words a page, a paragraph and a table cell, code not counted."""
+"""Pages of the documentation are short: words a page, a paragraph and a table cell, code not counted.
+
+Pages that scripts/site_pages.py generates have no limit: a reader looks something up there.
+"""
 
 import re
 

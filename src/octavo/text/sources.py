@@ -98,7 +98,7 @@ def load_documents(source: str | Path) -> list[Document]:
 
     Raises:
         DataError: a path or data set that does not exist, is empty or is not text; a path that is not a regular file.
-        ConfigError: the files are larger than this machine's memory.
+        ConfigError: the files are larger than this machine's memory, or settings that the source does not have.
     """
     included = {BUILTIN: builtin_documents, TOPICS: topic_documents, LIBRARY_SOURCES: library_documents}
     if str(source) in included:
@@ -106,6 +106,8 @@ def load_documents(source: str | Path) -> list[Document]:
     if not str(source):
         raise DataError("the source is empty; give a file, a folder or a data set, or 'builtin'")
     name, settings = parse_source(str(source))
+    if name in included:
+        raise ConfigError(f"{name!r} is text of octavo's own and has no columns or other settings; leave them out")
     path = Path(name).expanduser()
     if path.exists():
         documents = _from_path(path, settings)

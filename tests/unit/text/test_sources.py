@@ -175,6 +175,11 @@ def test_an_empty_source_is_not_the_current_folder():
         load_documents("")
 
 
+def test_builtin_text_has_no_columns():
+    with pytest.raises(ConfigError, match=r"'builtin' is text of octavo's own and has no columns"):
+        load_documents("builtin?column=content")
+
+
 def test_unseen_split_of_known_sources(tmp_path, monkeypatch):
     (tmp_path / "own.txt").write_text("x")
     (tmp_path / "other.txt").write_text("y")
