@@ -1,0 +1,148 @@
+"""The study of docs/study.md: what FP8 costs in accuracy, and published claims rerun.
+
+    python -m benchmarks.study [--parts recipes,phases] [--seeds 5] [--jobs 2] [--out runs/study] [--known FILE]
+
+The part "recipes" trains BF16, FP32 and five FP8 recipes, BF16 and tensorwise with three seeds more; every other part
+is a preset of ``octavo study``. Each is ``octavo study --config benchmarks/study.toml`` in a folder of its own below
+``--out``: about two minutes a run on two cores, and what was interrupted goes on. A run that has been finished in
+another part, with the same configuration, is not trained again. ``--known`` is a file of finished runs: read if it
+exists, and written with all that are finished.
+"""
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.measure import hardware, markdown_table, publish
+from octavo.experiments import grid_tables
+from octavo.experiments.bars import read_bars
+from octavo.experiments.cells import CellResult, Variant
+from octavo.experiments.grid import CELLS, Grid, finished_cells
+from octavo.experiments.grid_comparison import GridComparison
+from octavo.experiments.presets import PRESETS, outcome
+from octavo.experiments.run_measures import MEASURES
+from octavo.files import write_atomically
+from octavo.text.corpus import Split
+from octavo.text.tokens import open_data
+from octavo.training.config import RunConfig, load_config
+from octavo.training.evaluate import unigram_entropy
+
+CONFIG = Path(__file__).with_name("study.toml")
+RECIPES = ("bf16", "tensorwise", "fp32", "rowwise", "blockwise", "delayed", "mxfp8")
+MORE_SEEDS = 3  # of the first two
+
+
+def grids_of(part: str, seeds: int) -> list[Grid]:
+    """The grids of a part, all in one folder."""
+    if part != "recipes":
+        return [PRESETS[part].grid(tuple(range(seeds)))]
+    variants = tuple(Variant(name=name, recipe=name) for name in RECIPES)
+    return [
+        Grid(variants=variants, seeds=tuple(range(seeds))),
+        Grid(variants=variants[:2], seeds=tuple(range(seeds + MORE_SEEDS))),
+    ]
+
+
+class FinishedRuns:
+    """Measures of finished runs by their configuration, as text of their measures.json.
+
+    Args:
+        file: JSON Lines of them, compressed; None keeps none.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        lines = gzip.decompress(file.read_bytes()).decode().splitlines() if file is not None and file.exists() else []
+        self._by_config: dict[str, str] = {json.loads(line)["config"]: line for line in lines}
+
+    def add(self, folder: Path) -> None:
+        """Add the runs of a folder."""
+        for path in sorted(folder.glob(f"{CELLS}/*/{MEASURES}")):
+            text = path.read_text().strip()
+            self._by_config[json.loads(text)["config"]] = text
+        if self.file is not None:
+            lines = "".join(f"{line}\n" for line in self._by_config.values())
+            write_atomically(self.file, gzip.compress(lines.encode(), mtime=0))
+
+    def give(self, grid: Grid, base: RunConfig, folder: Path) -> None:
+        """Write the measures of a grid's runs that are known into its folder."""
+        for cell in grid.cells:
+            path, known = folder / CELLS / cell.name / MEASURES, self._by_config.get(cell.config(base).config_hash())
+            if known is not None and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, f"{known}\n")
+
+
+def run(part: str, grid: Grid, folder: Path, jobs: int) -> None:
+    """Run a grid by the command."""
+    what = ["--preset", part]
+    if part == "recipes":
+        what = ["--recipes", ",".join(variant.name for variant in grid.variants)]
+    options = ["--config", str(CONFIG), "--seeds", str(len(grid.seeds)), "--jobs", str(jobs), "--out", str(folder)]
+    subprocess.run([sys.executable, "-m", "octavo", "study", *what, *options], check=True)
+
+
+def comparison_of(grids: Sequence[Grid], base: RunConfig, folder: Path) -> GridComparison:
+    """Compare the finished runs of a part."""
+    data = open_data(folder / "data")
+    results: dict[str, CellResult] = {}
+    for grid in grids:
+        results |= {result.cell.name: result for result in finished_cells(grid, base, folder, data)}
+    return GridComparison(
+        results.values(),
+        baseline=grids[0].variants[0].name,
+        bars=read_bars(folder / "bars.toml"),
+        unigram_nats=unigram_entropy(data, Split.VALIDATION),
+    )
+
+
+def tables(part: str, comparison: GridComparison) -> Iterator[str]:
+    """Lines of a part's tables."""
+    measures = [comparison.measures(group) for group in comparison.groups]
+    yield from ("", f"## {part}", "")
+    if part in PRESETS:
+        outcomes = [outcome(claim, comparison) for claim in PRESETS[part].claims]
+        yield from (*markdown_table(grid_tables.CLAIM_COLUMNS, grid_tables.claim_rows(outcomes)), "")
+    yield from markdown_table(grid_tables.GAP_COLUMNS, grid_tables.gap_rows(comparison, measures))
+    if part in PRESETS:
+        return
+    if measures[0].spread is not None:
+        yield from ("", f"Standard deviation of the baseline over its seeds: {measures[0].spread:.4f} nats.")
+    yield ""
+    yield from markdown_table(grid_tables.RANKING_COLUMNS, grid_tables.ranking_rows(comparison.ranking(1.0, 1.0)))
+    columns = grid_tables.cost_columns(comparison.bars.targets)
+    yield from ("", *markdown_table(columns, grid_tables.cost_rows(measures)))
+    if note := grid_tables.seeds_note(measures):
+        yield from ("", note)
+
+
+def main() -> None:
+    """Train, compare, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="recipes", help=f"recipes, {', '.join(PRESETS)}")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/study"))
+    parser.add_argument("--known", type=Path)
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    machine, base, finished = hardware(), load_config(CONFIG), FinishedRuns(arguments.known)
+    lines = ["1.3 million parameters, 450 steps of 1,024 tokens; a row's gap is to the part's first row."]
+    for part in arguments.parts.split(","):
+        folder = arguments.out / part
+        grids = grids_of(part, arguments.seeds)
+        for grid in grids:
+            finished.give(grid, base, folder)
+            run(part, grid, folder, arguments.jobs)
+            finished.add(folder)
+        lines += tables(part, comparison_of(grids, base, folder))
+    title = "What FP8 costs in accuracy, and published claims rerun"
+    publish("study", lines, title=title, machine=machine, write=not arguments.no_write)
+
+
+if __name__ == "__main__":
+    main()

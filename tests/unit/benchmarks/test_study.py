@@ -1,0 +1,70 @@
+"""The benchmark of docs/study.md, with a tiny configuration."""
+
+import json
+
+import pytest
+
+from benchmarks import study
+from octavo.experiments.presets import PRESETS
+
+pytestmark = pytest.mark.long
+
+TINY = """
+[model]
+hidden_size = 32
+intermediate_size = 64
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+
+[data]
+source = "{text}"
+vocab_size = 300
+
+[training]
+threads = 1
+steps = 40
+lr = 0.01
+batch_size = 2
+context = 16
+warmup = 1
+eval_interval = 10
+eval_tokens = 64
+statistics_interval = 0
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("study")
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 1500)
+    config = folder / "study.toml"
+    config.write_text(TINY.format(text=text))
+    monkeypatch.setattr(study, "CONFIG", config)
+    monkeypatch.setattr(study, "RECIPES", ("bf16", "tensorwise"))
+    monkeypatch.setattr(study, "MORE_SEEDS", 1)
+    return folder
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["study", "--jobs", "1", "--seeds", "2", *map(str, arguments)])
+    study.main()
+
+
+def test_parts_share_their_runs(tiny, monkeypatch, written, capfd):
+    known, out = tiny / "known.gz", tiny / "runs"
+    call(monkeypatch, "--parts", "recipes,head", "--out", out, "--known", known)
+    lines = written()
+    assert "## recipes" in lines
+    assert "## head" in lines
+    assert any(line.startswith("Standard deviation of the baseline over its seeds: 0.") for line in lines)
+    assert any(line.startswith(f"| {PRESETS['head'].claims[0].text} |") for line in lines)
+    trained = {path.parent.name for path in out.glob("head/cells/*/metrics.jsonl")}
+    assert trained == {f"head-in-fp8-lr1-warmup1-seed{seed}" for seed in (0, 1)}
+    before = [json.loads(line) for line in (out / "head/results.jsonl").read_text().splitlines()]
+    assert [row["variant"] for row in before] == ["bf16", "tensorwise", "head-in-fp8"] * 2
+
+    call(monkeypatch, "--parts", "head", "--out", tiny / "elsewhere", "--known", known, "--no-write")
+    assert not list((tiny / "elsewhere").glob("head/cells/*/metrics.jsonl"))  # none is trained again
+    assert [json.loads(line) for line in (tiny / "elsewhere/head/results.jsonl").read_text().splitlines()] == before
