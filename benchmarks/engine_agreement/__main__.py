@@ -10,7 +10,8 @@ matrix    KL and mean |Δ log p| of every pair of profiles, and of UE8M0 and flo
 why       attribution of the five pairs that differ most
 faults    the profiles one property away from vllm-block: which can be told from each other on 128 tokens
 trials    faulty servers, five for each of four profiles: whether ``--server-logprobs`` names the property
-served    runs of ``octavo train --as-served-by``: the trainer's log-probabilities of 10,000 tokens and the engine's
+served    runs of ``octavo train --as-served-by``: the trainer's log-probabilities of 10,000 tokens, the engine's and
+          those of ``octavo serve --as``
 """
 
 import argparse

@@ -1,7 +1,9 @@
 """Runs that were trained as an engine serves: the trainer's log-probabilities against the engine's, over 10,000 tokens.
 
 A run of ``octavo train --as-served-by`` on the built-in text is read back as evaluation reads it, and its weights are
-run by :func:`octavo.engines.model_as`. For engines that serve, the run is exported as with ``--for`` and verified.
+run by :func:`octavo.engines.model_as`. ``octavo serve --as`` scores all windows at once; the trainer is compared with
+it in one pass a window, as it trains, and row by row. For engines that serve, the run is exported as with ``--for`` and
+verified.
 """
 
 import tempfile
@@ -10,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from octavo.engines import get, model_as
+from octavo.engines import RowByRow, get, model_as
 from octavo.engines.token_scores import text_log_probabilities
+from octavo.errors import ConfigError
 from octavo.export.checkpoint_writer import save_quantized
 from octavo.export.engine_format import format_of_engine
 from octavo.export.sources import ConversionOptions, load_source
+from octavo.inference import Engine, EngineConfig, Event, SamplingParams, load_served_model_as
 from octavo.language_model import load_language_model
 from octavo.quantization import text_windows
 from octavo.text.corpus import Split
@@ -28,13 +32,26 @@ from octavo.training.run_folder import load_run
 
 __all__ = ["COLUMNS", "served_rows"]
 
-ENGINES = {"vllm-token": "rowwise", "sglang-block": "blockwise", "te-current": "tensorwise"}  # and the gradients
+ENGINES = {  # and the gradients
+    "vllm-token": "rowwise",
+    "sglang-block": "blockwise",
+    "te-block": "blockwise",
+    "te-current": "tensorwise",
+}
 STEPS, CONTEXT, TOKENS = 20, 128, 10_000
-COLUMNS = ["engine", "gradients", "tokens", "equal log-probabilities", "largest difference", "the folder, read back"]
+COLUMNS = [
+    "engine",
+    "gradients",
+    "tokens",
+    "the engine's pass",
+    "octavo's server, row by row",
+    "octavo's server, in one pass",
+    "the folder, read back",
+]
 
 
 def served_rows() -> Iterator[tuple[str, ...]]:
-    """Engine, gradients, tokens, equal ones, the largest difference, and the export's verification."""
+    """Engine, gradients, tokens, log-probabilities of the trainer that equal others, and the export's verification."""
     config = RunConfig(data=DataConfig(vocab_size=512))
     for engine, recipe in ENGINES.items():
         training = TrainingConfig(
@@ -44,23 +61,49 @@ def served_rows() -> Iterator[tuple[str, ...]]:
             folder = Path(place) / "run"
             data = prepare(BUILTIN, Path(place) / "data", vocab_size=config.data.vocab_size)
             train(replace(config, training=training), folder, data=data)
-            ours, theirs = log_probabilities_of(folder, engine)
-            equal, largest = int((ours == theirs).sum()), float((ours - theirs).abs().max())
-            yield engine, recipe, f"{len(ours):,}", f"{equal:,}", f"{largest:g}", exported(folder, engine)
+            yield engine, recipe, *compared(folder, engine), exported(folder, engine)
 
 
 @torch.no_grad()
-def log_probabilities_of(folder: Path, engine: str) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the text's tokens, of the trainer and of octavo under the profile."""
+def compared(folder: Path, engine: str) -> tuple[str, ...]:
+    """Tokens, and how many log-probabilities of the trainer equal the engine's, and the server's in two ways."""
     trained, plain = load_run(folder), load_language_model(folder)
     windows = text_windows(plain, BUILTIN, Split.TEST, count=-(-TOKENS // (CONTEXT - 1)), length=CONTEXT, seed=0)
-    served, both = model_as(plain.model, get(engine)), []
-    for window in windows:
-        with trained.surroundings:
-            logits = trained.model(window[None, :-1])[0]
-        both.append([text_log_probabilities(each, window[1:]) for each in (logits, served(window[None, :-1])[0])])
-    ours, theirs = (torch.cat(list(each)) for each in zip(*both, strict=True))
-    return ours, theirs
+    with trained.surroundings:
+        trainer = log_probabilities(trained.model, windows)
+    found = [f"{trainer.numel():,}", equality(trainer, log_probabilities(model_as(plain.model, get(engine)), windows))]
+    try:
+        server = server_log_probabilities(folder, engine, windows)
+    except ConfigError:  # tokens share a scale
+        return (*found, "–", "–")
+    with trained.surroundings, RowByRow():
+        by_row = log_probabilities(trained.model, windows)
+    return (*found, equality(by_row, server), equality(trainer, server))
+
+
+def log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
+    """Of the windows' tokens but the first, float64 [windows, CONTEXT - 1], a pass a window."""
+    return torch.stack([text_log_probabilities(model(each[None, :-1])[0], each[1:]) for each in windows])
+
+
+def server_log_probabilities(folder: Path, engine: str, windows: Tensor) -> Tensor:
+    """The same of octavo's server, which reads all windows at once."""
+    served = load_served_model_as(folder, engine)
+    config = EngineConfig(cache_format=served.runner.cache_format, max_waiting=len(windows))
+    server = Engine(served.runner, served.tokenizer, config=config)
+    params = SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=True)
+    told: list[list[Event]] = [[] for _ in windows]
+    for window, events in zip(windows.tolist(), told, strict=True):
+        server.submit(window, params, events.append)
+    while server.step():
+        pass
+    return torch.tensor([[token.logprob for token in events[0].prompt] for events in told], dtype=torch.float64)
+
+
+def equality(ours: Tensor, theirs: Tensor) -> str:
+    """Number of equal ones, and the largest difference if there is one."""
+    equal, largest = int((ours == theirs).sum()), float((ours - theirs).abs().max())
+    return f"{equal:,} equal" + (f", others to {largest:.1e}" if largest else "")
 
 
 def exported(folder: Path, engine: str) -> str:

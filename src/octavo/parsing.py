@@ -17,8 +17,9 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "did_you_mean",
     "library_errors",
     "parse_json",
     "parse_tensors",
@@ -296,3 +298,14 @@ def _too_deep() -> DataError:
 
 def _shortened(digits: str) -> str:
     return digits if len(digits) <= 20 else f"{digits[:12]}… of {len(digits)} digits"
+
+
+def did_you_mean(given: str, allowed: Sequence[str]) -> str:
+    """Return a suggestion of a similar allowed word for the end of a message, or "".
+
+    Example:
+        >>> did_you_mean("rowwize", ["rowwise", "delayed"])
+        " (did you mean 'rowwise'?)"
+    """
+    close = get_close_matches(given, allowed, n=1)
+    return f" (did you mean {str(close[0])!r}?)" if close else ""

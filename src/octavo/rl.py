@@ -28,6 +28,7 @@ from octavo.engines.model import EngineModel
 from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
+from octavo.kernels.row_by_row import RowByRow
 from octavo.language_model import logits_of
 from octavo.nn.arguments import check_whole
 from octavo.recipes.engines import EngineProfile
@@ -171,7 +172,8 @@ def log_probs(
             turned off.
         tokens: int64 [B, T], at least two each.
         profile: engine under which the model is read, or its name; None reads it as it is. Scales that an engine takes
-            from a calibration are those of these tokens.
+            from a calibration are those of these tokens. Rows are computed alone (``octavo.engines.RowByRow``): in any
+            batch the result has the bits of ``octavo serve --as``.
         temperature: divides the logits, as it did when the tokens were drawn.
 
     Raises:
@@ -261,7 +263,10 @@ def _under(model: nn.Module, profile: str | EngineProfile | None, tokens: Tensor
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits: Tensor = model(tokens) if isinstance(model, EngineModel) else logits_of(model, tokens)
+    if not isinstance(model, EngineModel):
+        return logits_of(model, tokens)
+    with RowByRow():
+        logits: Tensor = model(tokens)
     return logits
 
 

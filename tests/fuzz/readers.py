@@ -29,7 +29,7 @@ from octavo.engines import read_server_logprobs
 from octavo.errors import DataError
 from octavo.experiments.bars import Bars, read_bars, save_bars
 from octavo.export.lockstep import load_probe, make_probe, save_probe
-from octavo.inference import load_served_model
+from octavo.inference import load_served_model, load_served_model_as
 from octavo.language_model import load_language_model
 from octavo.models import Llama, load_gguf
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
@@ -365,6 +365,13 @@ READERS: dict[str, Reader] = {
         functions=(load_served_model,),
         write=_served,
         read=lambda folder: load_served_model(folder / "model", recipe="fp8"),
+        damage="model/*[na]",
+        cost=20,
+    ),
+    "folder served as an engine": Reader(
+        functions=(load_served_model_as,),
+        write=_served,
+        read=lambda folder: load_served_model_as(folder / "model", "vllm-token"),
         damage="model/*[na]",
         cost=20,
     ),

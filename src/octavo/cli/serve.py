@@ -5,6 +5,7 @@ With ``--engine triton``, Triton's server runs on a repository of ``octavo expor
 
 import gc
 import math
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,18 @@ from octavo.cli.serve_triton import (
     serve_repository,
 )
 from octavo.errors import ConfigError
-from octavo.formats import BF16, E4M3, FP32
-from octavo.inference import EngineConfig, ServingRecipe, load_served_model
+from octavo.formats import BF16, E4M3, FP32, Format
+from octavo.inference import (
+    EngineConfig,
+    Runner,
+    ServedModel,
+    ServingRecipe,
+    load_served_model,
+    load_served_model_as,
+)
+from octavo.inference.profile_runner import cache_format_of
 from octavo.nn.arguments import check_choice
+from octavo.recipes.engines import get
 
 if TYPE_CHECKING:
     from octavo.server import Service
@@ -58,7 +68,15 @@ def serve(
     context: typer.Context,
     model: Model,
     engine: Annotated[str, typer.Option(help="octavo, or triton; MODEL is then a repository.")] = OCTAVO,
-    recipe: Annotated[str, typer.Option(help=f"Formats of weights and activations: {RECIPES}.")] = ServingRecipe.FP8,
+    recipe: Annotated[
+        str | None, typer.Option(help=f"Formats of weights and activations: {RECIPES}. [default: fp8]")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--as", metavar="ENGINE", help="Compute as another engine does, such as vllm-token; see octavo agree."
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder of octavo calibrate, for fp8-static.")
     ] = None,
@@ -76,7 +94,9 @@ def serve(
         typer.Option(help="Tokens per step: more reads prompts faster, fewer answers more evenly. [default: 256]"),
     ] = None,
     cache_positions: Annotated[int, typer.Option(help="Tokens in the cache of keys and values.")] = 16384,
-    cache_format: Annotated[str, typer.Option(help="Format of keys and values: e4m3, bf16 or fp32.")] = "e4m3",
+    cache_format: Annotated[
+        str | None, typer.Option(help="Format of keys and values: e4m3, bf16 or fp32. [default: e4m3]")
+    ] = None,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a prompt. [default: the model's context]")
     ] = None,
@@ -107,13 +127,13 @@ def serve(
             Path(model), ports=ports, host=host, insecure=insecure, environment=environment, ready_seconds=ready_seconds
         )
         return
-    check_choice("cache_format", cache_format, CACHE_FORMATS)
+    load, cache = _loader(model, profile, recipe, calibration, cache_format, hub=hub)
     config = EngineConfig(
         max_running=max_running,
         max_waiting=max_waiting,
         cache_positions=cache_positions,
         step_rows=max(256, max_running) if step_rows is None else step_rows,
-        cache_format=CACHE_FORMATS[cache_format],
+        cache_format=cache,
     )
     from octavo.server import Address, Limits, Server, Service, answer_not_ready
 
@@ -135,9 +155,8 @@ def serve(
         callbacks: Any = {"on_prompt": _print_prompt} if log_prompts else {}  # prompts may be private
         with open_display() as display, answer_not_ready(listening_socket, limits=limits):
             display.phase("loading", None)
-            served = load_served_model(model, recipe=recipe, calibration=calibration, hub=hub)
             service = Service.of(
-                served, name or _name_of(model), config=config, limits=limits, on_warning=_warn, **callbacks
+                load(), name or _name_of(model), config=config, limits=limits, on_warning=_warn, **callbacks
             )
         gc.freeze()  # keep the collector from traversing the model and all modules after every large request
         with closing(service):
@@ -161,14 +180,37 @@ def check_server_packages() -> None:
 def _check_options(context: typer.Context, engine: str) -> None:
     """Raise ConfigError for an unknown engine, or for options of the other engine."""
     check_choice("engine", engine, (OCTAVO, TRITON))
-    for name in context.params:
+    for parameter in context.command.params:
+        name = parameter.name or ""
         source = context.get_parameter_source(name)
         is_given = source is not None and source.name == "COMMANDLINE"
         engine_of_option = TRITON if name in TRITON_OPTIONS else OCTAVO
         if is_given and name not in BOTH_ENGINES and engine_of_option != engine:
             raise ConfigError(
-                f"--{name.replace('_', '-')} belongs to --engine {engine_of_option}, not to {engine}; leave it out"
+                f"{parameter.opts[0]} belongs to --engine {engine_of_option}, not to {engine}; leave it out"
             )
+
+
+def _loader(
+    model: str,
+    profile: str | None,
+    recipe: str | None,
+    calibration: Path | None,
+    cache_format: str | None,
+    *,
+    hub: bool,
+) -> tuple[Callable[[], ServedModel[Runner]], Format]:
+    """Function that loads the model, and the format of its keys and values; checks options before reading it."""
+    if profile is None:
+        cache = "e4m3" if cache_format is None else cache_format
+        check_choice("cache_format", cache, CACHE_FORMATS)
+        formats = ServingRecipe.FP8 if recipe is None else recipe
+        return partial(load_served_model, model, recipe=formats, calibration=calibration, hub=hub), CACHE_FORMATS[cache]
+    engine = get(profile)
+    for option, value in {"recipe": recipe, "calibration": calibration, "cache-format": cache_format}.items():
+        if value is not None:
+            raise ConfigError(f"--as {profile} defines every cast and the cache; leave --{option} out")
+    return partial(load_served_model_as, model, engine, hub=hub), cache_format_of(engine)
 
 
 def _name_of(model: str) -> str:

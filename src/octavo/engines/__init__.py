@@ -8,6 +8,7 @@ from octavo.engines.properties import differences, neighbours, with_property
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement, agree_with_itself
 from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs
 from octavo.engines.training import convert_as_served
+from octavo.kernels.row_by_row import RowByRow
 from octavo.numerics import EngineCast, quantize_as
 from octavo.numerics.engine_cast import AmaxOf, Application, Division, PowerOfTwo, Saturation
 from octavo.recipes.engines import profile_of_recipe, served_recipe
@@ -31,6 +32,7 @@ __all__ = [
     "PowerOfTwo",
     "Products",
     "PropertyEffect",
+    "RowByRow",
     "Saturation",
     "SelfAgreement",
     "Source",

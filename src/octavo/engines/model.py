@@ -89,15 +89,16 @@ class EngineModel(nn.Module):
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]."""
-        return logits_of(self.model, tokens, self._kv_transform)
+        return logits_of(self.model, tokens, self.kv_transform)
 
     @torch.no_grad()
     def stepwise(self, tokens: Tensor) -> Tensor:
         """The same, a pass for each position, which reads earlier keys and values from the engine's cache."""
-        return stepwise_logits(self.model, tokens, self._kv_transform)
+        return stepwise_logits(self.model, tokens, self.kv_transform)
 
     @property
-    def _kv_transform(self) -> KVTransform | None:
+    def kv_transform(self) -> KVTransform | None:
+        """Cast of a layer's keys and values in the cache, with decoded results; None casts none."""
         cast = self.profile.kv_cache
         return None if cast is None else _cached_as(cast)
 

@@ -7,13 +7,12 @@ An engine casts what a rank has: a scale of a row of x or of W, or of a tensor, 
 a slice's edge, scales from a calibration and those of a folder's weights are the whole layer's.
 
 Each rank's product is rounded to the output's dtype; products are added in the ranks' order, in that dtype. The first
-rank adds the bias. Kernels that sum in FP32 choose their order by the shape of a call: each row is a call of its own;
-a model of tensor cores sums in one order.
+rank adds the bias.
 
 Reference: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,8 +21,7 @@ from torch import Tensor, nn
 from octavo.engines.linear import gemm_as, input_as, weight_as
 from octavo.engines.model import EngineLinear
 from octavo.errors import ConfigError
-from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
-from octavo.recipes.engines.profile import EngineProfile, Products
+from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 
 __all__ = ["INPUTS", "OUTPUTS", "SlicedLinear", "divided_dimension"]
 
@@ -33,7 +31,7 @@ BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 
 
 class SlicedLinear(nn.Module):
-    """An :class:`EngineLinear` on one rank or several, whose rows have the bits that they have alone.
+    """An :class:`EngineLinear` on one rank or several.
 
     Args:
         layer: the whole layer.
@@ -81,7 +79,7 @@ class SlicedLinear(nn.Module):
         operand, bias = self._input(x), self.layer.bias
         biases = [None] * self.ranks if bias is None else bias.chunk(self.ranks)
         slices = zip(self.codes, biases, strict=True)
-        return torch.cat([_gemm(operand, codes, self.profile, bias) for codes, bias in slices], dim=-1)
+        return torch.cat([gemm_as(operand, codes, self.profile, bias=bias) for codes, bias in slices], dim=-1)
 
     def _sum(self, x: Tensor) -> Tensor:
         whole = self._input(x)
@@ -93,9 +91,9 @@ class SlicedLinear(nn.Module):
         if isinstance(whole, QuantizedTensor):
             codes = [each for each in operands if isinstance(each, QuantizedTensor)]
             self.input_scales.append(_other_scales(whole, codes, INPUTS))
-        total = _gemm(operands[0], self.codes[0], self.profile, self.layer.bias)
+        total = gemm_as(operands[0], self.codes[0], self.profile, bias=self.layer.bias)
         for operand, slice_codes in zip(operands[1:], self.codes[1:], strict=True):
-            total = total + _gemm(operand, slice_codes, self.profile)
+            total = total + gemm_as(operand, slice_codes, self.profile)
         return total
 
     def _input(self, x: Tensor) -> QuantizedTensor | Tensor:
@@ -135,24 +133,6 @@ def _slices(x: QuantizedTensor | Tensor, dimension: int, ranks: int) -> Sequence
         scales = list(x.scale.chunk(ranks, dimension))
     parts = zip(x.data.chunk(ranks, dimension), scales, strict=True)
     return [QuantizedTensor(data.contiguous(), scale.contiguous(), each, x.hp_dtype) for data, scale in parts]
-
-
-def _gemm(
-    operand: QuantizedTensor | Tensor, codes: QuantizedTensor, profile: EngineProfile, bias: Tensor | None = None
-) -> Tensor:
-    """The GEMM, a row a call where its order of sums is a kernel's; RowByRow divides products of decoded operands."""
-    in_one_order = profile.accumulate != Accumulate.FP32 or profile.products == Products.DECODED
-    if in_one_order or isinstance(operand, Tensor) or operand.shape[0] < 2:
-        return gemm_as(operand, codes, profile, bias=bias)
-    return torch.cat([gemm_as(row, codes, profile, bias=bias) for row in _rows(operand)])
-
-
-def _rows(x: QuantizedTensor) -> Iterator[QuantizedTensor]:
-    each, scale = x.granularity, x.scale
-    height = each.rows if isinstance(each, PerBlock) else 1
-    for index, row in enumerate(x.data.split(1)):
-        own = scale if scale.ndim == 0 else scale[index // height][None]
-        yield QuantizedTensor(row, own, each, x.hp_dtype)
 
 
 def _other_scales(whole: QuantizedTensor, parts: Sequence[QuantizedTensor], dimension: int) -> float:

@@ -9,7 +9,7 @@ A window alone, in one pass on one rank, is compared with the same tokens
 and with each cause of the last alone: outputs divided; inputs divided with the slices' own scales; with the whole
 layer's scales and each rank's product rounded; and with neither, where only the order of sums is another.
 
-Everything but casts is computed row by row (octavo.engines.row_by_row), so a difference is the engine's casts, scales,
+Everything but casts is computed row by row (octavo.kernels.row_by_row), so a difference is the engine's casts, scales,
 cache and sums of ranks, and none of torch's kernels. How an engine's own kernels order their sums is not modelled.
 """
 
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from octavo.engines.agreement import Progress, check_windows, copies_for, mean_of, resolved
 from octavo.engines.model import EngineCopies, EngineModel
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
-from octavo.engines.row_by_row import RowByRow
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import BackendError, ConfigError
 from octavo.experiments.intervals import Interval
+from octavo.kernels.row_by_row import RowByRow
 from octavo.language_model import LanguageModel
 from octavo.numerics import Accumulate
 from octavo.recipes.engines.profile import EngineProfile

@@ -16,7 +16,7 @@ from octavo.experiments.cells import Variant
 from octavo.experiments.grid import Grid
 from octavo.experiments.grid_comparison import GridComparison, Group
 from octavo.experiments.intervals import Interval
-from octavo.training.config_values import did_you_mean
+from octavo.parsing import did_you_mean
 
 __all__ = ["PRESETS", "Claim", "Outcome", "Preset", "outcome", "preset_named"]
 

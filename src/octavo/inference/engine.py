@@ -4,7 +4,7 @@ A step reads one token of every request that is generating, and as many prompt t
 then every request whose tokens are all read samples its next. Requests start and end between steps.
 
 - **The tokens of a request do not depend on other requests**, bit for bit: the logits of a row depend only on its own
-  sequence (``ModelRunner.read_rows``), and every request has its own random generator.
+  sequence (``Runner.read_rows``), and every request has its own random generator.
 - **Pages are allocated when a request starts**, enough for its longest answer, so that no request is ever preempted.
   Requests start in order of arrival; one that does not fit waits, and so do those after it.
 - **Prompts with the same beginning share pages** (block_pool.py).
@@ -19,28 +19,56 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from octavo.errors import ClosedError, ConfigError, ContextLengthError, QueueFullError
 from octavo.formats import E4M3, Format
 from octavo.inference.block_pool import BlockPool
+from octavo.inference.decoder_weights import Saturation
 from octavo.inference.events import Event, FinishReason
+from octavo.inference.kv_cache import KVCacheBatch
 from octavo.inference.metrics import EngineMetrics, Load
-from octavo.inference.model_runner import ModelRunner
-from octavo.inference.native_decoder import PAGE
+from octavo.inference.native_decoder import PAGE, CacheTensors
 from octavo.inference.sampling import SamplingParams
 from octavo.inference.sequence import EngineRequest
 from octavo.inference.text_stream import TextStream
+from octavo.models import LlamaConfig
 from octavo.nn.arguments import check_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Engine", "EngineConfig"]
+__all__ = ["Engine", "EngineConfig", "Runner"]
 
 MOST_RUNNING = 1 << 16
+
+
+class Runner(Protocol):
+    """Interface of a model as an engine runs it: ``ModelRunner`` or ``ProfileRunner``."""
+
+    @property
+    def config(self) -> LlamaConfig:
+        """Sizes of the model."""
+
+    @property
+    def saturation(self) -> Saturation:
+        """Counts of input elements cast with static scales."""
+
+    def new_batch(self, sequences: int, max_positions: int | None = None, *, fmt: Format) -> KVCacheBatch:
+        """Create empty caches for several sequences."""
+
+    def read_rows(
+        self,
+        tokens: torch.Tensor,
+        tensors: CacheTensors,
+        *,
+        sequence: torch.Tensor,
+        position: torch.Tensor,
+        num_logits: int,
+    ) -> torch.Tensor:
+        """Read tokens of several sequences; a row's logits depend only on its own, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +81,7 @@ class EngineConfig:
         cache_positions: positions in the cache of all running requests; rounded up to pages.
         step_rows: most tokens per step, at least ``max_running``. More process prompts faster and delay running
             answers longer.
-        cache_format: format of keys and values: E4M3, BF16 or FP32.
+        cache_format: format of keys and values: E4M3, BF16 or FP32; of a ``ProfileRunner``, its ``cache_format``.
 
     Raises:
         ConfigError: a number out of range, or fewer rows than running requests.
@@ -93,6 +121,7 @@ class Engine:
 
     Example:
         >>> from tokenizers import Tokenizer, models
+        >>> from octavo.inference import ModelRunner
         >>> from octavo.models import Llama, LlamaConfig
         >>> config = LlamaConfig(
         ...     vocab_size=3,
@@ -114,7 +143,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         tokenizer: "Tokenizer",
         *,
         end_ids: Iterable[int] = (),

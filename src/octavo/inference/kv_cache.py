@@ -133,9 +133,10 @@ class PagedKVCache:
         page = t.table[0, : -(-length // PAGE)].long()
         keys_and_values = []
         for data, scales in ((t.keys.transpose(-1, -2), t.key_scale), (t.values, t.value_scale)):
-            vectors = data[layer].float()[page]
-            if scales is not None:
-                vectors = vectors * scales[layer, page].float()[..., None]
+            if scales is None:
+                vectors = data[layer][page].float()
+            else:
+                vectors = data[layer].float()[page] * scales[layer, page].float()[..., None]
             keys_and_values.append(vectors.transpose(1, 2).flatten(0, 1)[:length])
         return keys_and_values[0], keys_and_values[1]
 

@@ -30,7 +30,7 @@ from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig, llama
 from octavo.nn.arguments import check_choice
 
-__all__ = ["ON_A_GPU", "ModelRunner"]
+__all__ = ["ON_A_GPU", "ModelRunner", "check_on_cpu"]
 
 ON_A_GPU = "serve on a GPU with vLLM, TensorRT-LLM or Triton, from files that octavo export writes"
 
@@ -84,7 +84,7 @@ class ModelRunner:
     ) -> None:
         config = model.config
         check_choice("recipe", recipe, tuple(ServingRecipe))
-        _check_on_cpu(model)
+        check_on_cpu(model)
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"heads may be at most {MAX_HEAD_DIM} wide, not {config.head_dim}")
         self.config = config
@@ -301,7 +301,8 @@ def _check_integers(tokens: object) -> None:
         raise TypeError(f"tokens must be a tensor of integers, not {dtype}")
 
 
-def _check_on_cpu(model: Llama) -> None:
+def check_on_cpu(model: Llama) -> None:
+    """Raise ConfigError unless all parameters are on a CPU."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if devices != {"cpu"}:
         raise ConfigError(

@@ -15,41 +15,48 @@ computed without their features.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import nn
 
 from octavo.checkpoints.tensor_files import read_json
 from octavo.convert import unfuse_experts
+from octavo.engines.agreement import resolved
 from octavo.errors import CheckpointError, ConfigError
+from octavo.inference.engine import Runner
 from octavo.inference.llama_layout import as_llama, check_configuration
 from octavo.inference.model_runner import ModelRunner
+from octavo.inference.profile_runner import ProfileRunner
 from octavo.inference.recipes import ServingRecipe, has_static_scales
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.models.sources import HF_CONFIG, SourceKind, kind_of, located
 from octavo.nn.arguments import check_choice
 from octavo.quantization import load_calibration
+from octavo.recipes.engines import EngineProfile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["ServedModel", "load_served_model"]
+__all__ = ["ServedModel", "load_served_model", "load_served_model_as"]
+
+R = TypeVar("R", bound=Runner)
+R_co = TypeVar("R_co", bound=Runner, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class ServedModel(Generic[R_co]):
     """Model with everything that an engine and a server need.
 
     Attributes:
-        runner: model with its weights in the recipe's format.
+        runner: model with its weights in the recipe's format, or under a profile.
         tokenizer: converts text to token ids and back.
         end_ids: tokens that end an answer; may be empty.
         chat_template: Jinja template that renders messages as text, or None.
         template_tokens: text of the tokens that a template may use: bos_token, eos_token.
     """
 
-    runner: ModelRunner
+    runner: R_co
     tokenizer: "Tokenizer"
     end_ids: tuple[int, ...]
     chat_template: str | None
@@ -62,7 +69,7 @@ def load_served_model(
     recipe: str = ServingRecipe.FP8,
     calibration: str | Path | None = None,
     hub: bool = False,
-) -> ServedModel:
+) -> ServedModel[ModelRunner]:
     """Load a model and convert its weights to a recipe.
 
     Args:
@@ -80,12 +87,43 @@ def load_served_model(
     check_choice("recipe", recipe, tuple(ServingRecipe))
     if calibration is not None and recipe != ServingRecipe.FP8_STATIC:
         raise ConfigError(f"a calibration is for the recipe {ServingRecipe.FP8_STATIC}, not for {recipe}; leave it out")
+    loaded = _loaded(source, hub=hub)
+    return _served(loaded, _runner(loaded.model, loaded.source, recipe, calibration))
+
+
+def load_served_model_as(
+    source: str | Path, profile: str | EngineProfile, *, hub: bool = False
+) -> ServedModel[ProfileRunner]:
+    """Load a model to serve it as another engine computes; ``EngineConfig`` takes the runner's ``cache_format``.
+
+    Args:
+        source: see the table above; codes of a folder in FP8 are kept.
+        profile: the engine or its name.
+        hub: download a model with a Hugging Face hub name first.
+
+    Raises:
+        ConfigError: as for :func:`load_served_model`, or as for :class:`octavo.inference.ProfileRunner`.
+        CheckpointError: the model is damaged or not of the Llama layout.
+    """
+    engine = resolved(profile)
+    loaded = _loaded(source, hub=hub)
+    return _served(loaded, ProfileRunner(_llama(loaded.model, loaded.source), engine))
+
+
+def _loaded(source: str | Path, *, hub: bool) -> LanguageModel:
     path = located(source, hub=hub, files=(HF_CONFIG,))
     if kind_of(path) is SourceKind.HUGGING_FACE:
         check_configuration(path)
-    loaded = load_language_model(located(source, hub=hub))
+    return load_language_model(located(source, hub=hub))
+
+
+def _llama(model: nn.Module, source: str) -> Llama:
+    return model if isinstance(model, Llama) else as_llama(model, source)
+
+
+def _served(loaded: LanguageModel, runner: R) -> ServedModel[R]:
     return ServedModel(
-        runner=_runner(loaded.model, loaded.source, recipe, calibration),
+        runner=runner,
         tokenizer=loaded.tokenizer,
         end_ids=_end_ids(loaded),
         chat_template=loaded.chat_template or _chat_template(Path(loaded.source)),
@@ -101,7 +139,7 @@ def _runner(model: nn.Module, source: str, recipe: str, calibration: str | Path 
         unfuse_experts(model)  # as for calibrating it
         loaded.apply(model, hold_weights=True)
         key_means = loaded.key_means or None
-    llama = model if isinstance(model, Llama) else as_llama(model, source)
+    llama = _llama(model, source)
     if recipe == ServingRecipe.FP8_STATIC and not has_static_scales(llama):
         raise ConfigError(
             f"{recipe} needs input scales, and this model has none; give the folder that octavo calibrate wrote for it "

@@ -8,6 +8,7 @@ Whether a product is computed in FP8 at all is not decided here but by the recip
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar, Unpack
 
 import torch
@@ -30,6 +31,7 @@ from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.backends.torch_cuda import CudaBackend
 from octavo.kernels.backends.triton import TritonBackend, TritonCast
 from octavo.kernels.hopper_model import HopperModelBackend
+from octavo.kernels.row_by_row import is_row_by_row, rows_of
 from octavo.kernels.tracing import is_distributed, is_plain, is_tracing
 from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor
 from octavo.numerics import dequantize as dequantize_tensor
@@ -248,6 +250,10 @@ def scaled_mm(
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         selected = _first_able(problem, BACKENDS)[0] if backend == "auto" else _named(backend, problem)
         return selected.scaled_mm(a, b, bias, problem)
+    if is_row_by_row() and accumulate == Accumulate.FP32 and len(a.data) > 1:
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 (a context that sees each access to a shape is slow)
+            multiply = partial(scaled_mm, out_dtype=out_dtype, bias=bias, fast_accumulation=fast_accumulation)
+            return torch.cat([multiply(row, b) for row in rows_of(a)])
     selected, problem = _select_product(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
     return selected.scaled_mm(a, b, bias, problem)
 

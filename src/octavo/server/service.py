@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.errors import CheckpointError, ConfigError
-from octavo.inference import Engine, EngineConfig, EngineThread, ServedModel
+from octavo.inference import Engine, EngineConfig, EngineThread, Runner, ServedModel
 from octavo.server.chat_template import ChatTemplate
 from octavo.server.error_responses import CONTEXT, ResponseError
 from octavo.server.limits import Limits
@@ -69,7 +69,7 @@ class Service:
     @classmethod
     def of(
         cls,
-        served: ServedModel,
+        served: ServedModel[Runner],
         name: str,
         *,
         config: EngineConfig,
@@ -208,7 +208,7 @@ class Service:
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
 
-def _template_of(served: ServedModel, on_warning: Callable[[str], None]) -> ChatTemplate | None:
+def _template_of(served: ServedModel[Runner], on_warning: Callable[[str], None]) -> ChatTemplate | None:
     if served.chat_template is None:
         return None
     try:

@@ -31,11 +31,11 @@ from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.models import LlamaConfig
 from octavo.models.llama import LARGEST
-from octavo.parsing import parse_json, read_toml
+from octavo.parsing import did_you_mean, parse_json, read_toml
 from octavo.recipes.engines import get
 from octavo.text.sources import BUILTIN
 from octavo.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
-from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
+from octavo.training.config_values import check_at_least, check_member, section
 from octavo.training.gradient_jump import Jump, check_jumps, jump_at
 from octavo.training.metric_writers import LOGGERS, TENSORBOARD
 from octavo.training.moments import Moments

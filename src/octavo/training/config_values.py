@@ -1,6 +1,5 @@
 """Conversion of plain dicts from TOML and JSON to validated dataclasses."""
 
-import difflib
 import math
 import typing
 from collections.abc import Collection, Mapping
@@ -10,8 +9,9 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from octavo.errors import ConfigError
+from octavo.parsing import did_you_mean
 
-__all__ = ["check_at_least", "check_member", "did_you_mean", "section"]
+__all__ = ["check_at_least", "check_member", "section"]
 
 Section = TypeVar("Section")
 
@@ -87,17 +87,6 @@ _TYPE_WORDS: dict[Any, str] = {
     dict: "a table",
     Mapping: "a table",
 }
-
-
-def did_you_mean(given: str, allowed: list[str]) -> str:
-    """Return a suggestion of a similar allowed word for the end of a message, or "".
-
-    Example:
-        >>> did_you_mean("rowwize", ["rowwise", "delayed"])
-        " (did you mean 'rowwise'?)"
-    """
-    close = difflib.get_close_matches(given, allowed, n=1)
-    return f" (did you mean {str(close[0])!r}?)" if close else ""
 
 
 def check_member(name: str, value: object, kind: Collection[str] | type[StrEnum]) -> None:

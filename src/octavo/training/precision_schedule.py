@@ -11,7 +11,7 @@ history while its recipe stays; a layer that becomes delayed again starts with a
 from collections.abc import Sequence
 
 from octavo.errors import ConfigError
-from octavo.training.config_values import did_you_mean
+from octavo.parsing import did_you_mean
 from octavo.training.recipe_choice import BF16, PLAIN_RECIPES, trainable_recipes
 
 __all__ = ["FP8", "Phase", "check_schedule", "parse_schedule", "recipe_name_at"]

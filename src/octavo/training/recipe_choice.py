@@ -6,8 +6,8 @@ from typing import Any
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.numerics import Scaling
+from octavo.parsing import did_you_mean
 from octavo.recipes.engines import get, served_recipe
-from octavo.training.config_values import did_you_mean
 
 __all__ = [
     "BF16",

@@ -20,6 +20,12 @@ from tests.policy.source_tree import SOURCE
         (["--recipe", "int4"], "recipe must be one of bf16, int8, fp8, fp8-dynamic, fp8-static, not 'int4'"),
         (["--calibration", "scales"], "a calibration is for the recipe fp8-static, not for fp8"),
         (["--cache-format", "fp4"], "cache_format must be one of e4m3, bf16, fp32"),
+        (["--as", "vllm-tokn"], "there is no engine 'vllm-tokn' (did you mean 'vllm-token'?); use one of te-current"),
+        (["--as", "te-current"], "octavo cannot serve as te-current: tokens share a scale of its inputs"),
+        (["--as", "vllm-token", "--recipe", "fp8"], "--as vllm-token defines every cast and the cache; leave --recipe"),
+        (["--as", "vllm-tensor", "--calibration", "scales"], "leave --calibration out"),
+        (["--as", "vllm-token", "--cache-format", "bf16"], "leave --cache-format out"),
+        (["--engine", "triton", "--as", "vllm-token"], "--as belongs to --engine octavo, not to triton"),
         (["--max-running", "0"], "max_running must be a whole number of at least 1"),
         (["--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),
         (["--drain-seconds", "0"], "--drain-seconds takes a positive number of seconds, not 0"),
@@ -81,10 +87,11 @@ def test_a_model_that_is_not_there_is_refused(octavo):
 
 
 @pytest.mark.long
-def test_run_is_served_until_sigterm(finished_run, tmp_path):
+@pytest.mark.parametrize("arguments", [[], ["--as", "vllm-token"]], ids=" ".join)
+def test_run_is_served_until_sigterm(finished_run, tmp_path, arguments):
     (tmp_path / "key").write_text("a key\n")
     command = [sys.executable, "-m", "octavo", "serve", str(finished_run), "--port", "0", "--name", "mine"]
-    command += ["--log-prompts", "--api-key-file", str(tmp_path / "key")]
+    command += ["--log-prompts", "--api-key-file", str(tmp_path / "key"), *arguments]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stderr is not None

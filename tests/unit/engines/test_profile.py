@@ -56,7 +56,7 @@ def test_the_longest_name_counts():
 def test_names():
     assert names() == tuple(PROFILES)
     assert all(profile.name == name for name, profile in PROFILES.items())
-    with pytest.raises(ConfigError, match="there is no engine 'vllm'; use one of te-current, "):
+    with pytest.raises(ConfigError, match=r"there is no engine 'vllm' \(did you mean 'vllm-fnuz'\?\); use one of te-"):
         get("vllm")
 
 

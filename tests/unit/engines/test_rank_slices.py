@@ -8,8 +8,8 @@ import torch
 from octavo.engines import get, linear_as, weight_as
 from octavo.engines.model import EngineLinear
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
-from octavo.engines.row_by_row import RowByRow
 from octavo.errors import ConfigError
+from octavo.kernels.row_by_row import RowByRow
 from octavo.numerics import Accumulate, PerTensor, quantize_as
 from tests.oracle.engines.adversarial import input_cast
 

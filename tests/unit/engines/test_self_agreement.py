@@ -7,9 +7,9 @@ import torch
 
 from octavo.engines import agree_with_itself, get, model_as
 from octavo.engines.rank_slices import SlicedLinear
-from octavo.engines.row_by_row import RowByRow
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import ConfigError
+from octavo.kernels.row_by_row import RowByRow
 from octavo.models import Llama
 from octavo.numerics import Accumulate
 from tests.tiny_llama import tiny_llama_config

@@ -18,8 +18,8 @@ def new_service(byte_runner, byte_tokenizer):
     """Makes services, whose engines have nothing left at the end."""
     made = []
 
-    def make(*, template=TEMPLATE, limits=None, **settings):
-        thread = EngineThread(Engine(byte_runner, byte_tokenizer, config=EngineConfig(**settings)))
+    def make(*, runner=byte_runner, template=TEMPLATE, limits=None, **settings):
+        thread = EngineThread(Engine(runner, byte_tokenizer, config=EngineConfig(**settings)))
         service = Service(
             name="tiny",
             thread=thread,

@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.testclient import TestClient
 
-from octavo.inference import Engine, SamplingParams
+from octavo.engines import RowByRow, convert_as_served, get, model_as
+from octavo.inference import Engine, ProfileRunner, SamplingParams
+from octavo.models import Llama
+from octavo.rl import log_probs
+from octavo.server import create_app
+from tests.tiny_llama import tiny_llama_config
+from tests.unit.server.conftest import PLACE
 
 PATH = "/v1/completions"
 
@@ -116,6 +123,26 @@ def test_echo_with_logprobs_scores_the_prompt(client, byte_runner, byte_tokenize
     likeliest = [max(top.values()) for top in told["top_logprobs"][1:]]
     assert likeliest == logits.max(-1).values.tolist()
     assert found["choices"][0]["text"].startswith(prompt)
+
+
+@pytest.mark.parametrize("profile", ["vllm-token", "sglang-block", "te-block"])
+def test_log_probabilities_under_a_profile_are_the_trainers(new_service, byte_tokenizer, profile):
+    """Of prompts and answers of two requests at once, through JSON, to the last bit."""
+    model = Llama(tiny_llama_config(vocab_size=256, hidden_size=48), seed=3)
+    runner, engine = ProfileRunner(model, profile), model_as(model, get(profile))
+    service = new_service(runner=runner, cache_format=runner.cache_format)
+    prompts = [byte_tokenizer.encode(text).ids for text in ("Sing, goddess, the anger", "of Peleus' son")]
+    with TestClient(create_app(service), base_url=PLACE) as client:
+        found = ask(client, prompt=prompts, echo=True, logprobs=0, max_tokens=5, temperature=0)
+    context = convert_as_served(model, get(profile))
+    for choice, prompt in zip(found["choices"], prompts, strict=True):
+        ids = torch.tensor([prompt])
+        with RowByRow():
+            for _ in range(5):
+                ids = torch.cat([ids, engine(ids)[:, -1:].argmax(-1)], dim=1)
+            with context:
+                wanted = log_probs(model.train(), ids)[0].tolist()
+        assert choice["logprobs"]["token_logprobs"] == [None, *wanted]
 
 
 @pytest.mark.parametrize("prompt", ["a€b", "ö😀😀 x", "plain"])

@@ -3,6 +3,7 @@
 from types import MappingProxyType
 
 from octavo.errors import ConfigError
+from octavo.parsing import did_you_mean
 from octavo.recipes.engines.huggingface import HUGGINGFACE
 from octavo.recipes.engines.modelopt import MODELOPT
 from octavo.recipes.engines.own import OWN
@@ -33,7 +34,7 @@ def get(name: str) -> EngineProfile:
         'SGLang, DeepGEMM with float scales'
     """
     if name not in PROFILES:
-        raise ConfigError(f"there is no engine {name!r}; use one of {', '.join(PROFILES)}")
+        raise ConfigError(f"there is no engine {name!r}{did_you_mean(name, names())}; use one of {', '.join(PROFILES)}")
     return PROFILES[name]
 
 

@@ -1,14 +1,17 @@
-"""Operations outside an engine's casts and GEMMs, one row a call, so that a row's bits do not depend on its company.
+"""Sums of one row a call, so that a row's bits do not depend on its company.
 
-torch chooses the order of a sum by the shape of a call: the last bits of a matrix product, of attention and of a
-vectorized function's tail change with the number of rows. Inside :class:`RowByRow` each row is a call of its own:
+Kernels choose the order of a sum by the shape of a call: the last bits of a matrix product, of attention and of a
+vectorized function's tail change with the number of rows, and of a matrix product also with a row's address. Inside
+:class:`RowByRow` each row is a call of its own, on a copy:
 
     matrix products                 a row of the first matrix
+    octavo.scaled_mm                a row of codes, if sums are FP32; those of Hopper's tensor cores have one order
     attention                       a query of one text and the keys that it sees, as one token is decoded
     SiLU, GELU, sigmoid, sin, cos   a row
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["RowByRow"]
+from octavo.numerics import PerBlock, QuantizedTensor
+
+__all__ = ["RowByRow", "is_row_by_row", "rows_of"]
+
+_contexts = threading.local()
 
 
 class RowByRow(TorchFunctionMode):
-    """Context in which those operations compute one row at a time.
+    """Context in which those operations compute one row at a time, in this thread.
 
     Example:
         >>> rows, weight = torch.randn(5, 96), torch.randn(96, 32)
@@ -29,6 +36,15 @@ class RowByRow(TorchFunctionMode):
         >>> torch.equal(together[3:4], alone)
         True
     """
+
+    def __enter__(self) -> "RowByRow":
+        _contexts.open = getattr(_contexts, "open", 0) + 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _contexts.open -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,12 +65,34 @@ OPTIONS = ("attn_mask", "dropout_p", "is_causal")  # of scaled_dot_product_atten
 ROWS = frozenset({*PRODUCTS, *FUNCTIONS})
 
 
+def is_row_by_row() -> bool:
+    """Return whether this thread is inside :class:`RowByRow`."""
+    return getattr(_contexts, "open", 0) > 0
+
+
+def rows_of(x: QuantizedTensor) -> Iterator[QuantizedTensor]:
+    """Each row [1, K] of a matrix of codes, with its scales.
+
+    Example:
+        >>> codes = QuantizedTensor(
+        ...     torch.ones(2, 3).to(torch.float8_e4m3fn), torch.ones(1, 2), PerBlock(2, 2), torch.float32
+        ... )
+        >>> [row.scale.tolist() for row in rows_of(codes)]
+        [[[1.0, 1.0]], [[1.0, 1.0]]]
+    """
+    each, scale = x.granularity, x.scale
+    height = each.rows if isinstance(each, PerBlock) else 1
+    for index, row in enumerate(x.data.split(1)):
+        own = scale if scale.ndim == 0 else scale[index // height][None]
+        yield QuantizedTensor(row, own, each, x.hp_dtype)
+
+
 def _by_row(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``compute`` of each [1, K] of [..., K], joined."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) < 2:
+    if not len(rows):
         return compute(x)
-    y = torch.cat([compute(row) for row in rows.split(1)])
+    y = torch.cat([compute(row.clone()) for row in rows.split(1)])
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -1,11 +1,16 @@
 """Inside the context a row's bits are those that it has alone; torch's own depend on its company."""
 
+from threading import Thread
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.engines.row_by_row import RowByRow
+from octavo.formats import E4M3
+from octavo.kernels import quantize, scaled_mm
+from octavo.kernels.row_by_row import RowByRow, is_row_by_row, rows_of
 from octavo.nn.attention import attend
+from octavo.numerics import PerBlock, PerRow, PerTensor
 
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT, BIAS = torch.randn(40, 75, generator=GENERATOR), torch.randn(40, generator=GENERATOR)
@@ -27,6 +32,36 @@ def test_a_row_has_the_bits_that_it_has_alone(name):
         together = compute(x)
     assert torch.equal(together, torch.cat([compute(row) for row in x.split(1)]))
     torch.testing.assert_close(together, compute(x))
+
+
+def test_a_rows_address_changes_no_bit():
+    """Of odd widths, rows begin at any multiple of four bytes."""
+    weight, x = torch.randn(3001, 769, generator=GENERATOR), torch.randn(9, 769, generator=GENERATOR)
+    with RowByRow():
+        together = F.linear(x, weight)
+    assert torch.equal(together, torch.cat([F.linear(row.clone(), weight) for row in x.split(1)]))
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(16, 64)], ids=str)
+def test_sums_of_codes_have_the_bits_of_a_row_alone(granularity):
+    weight = quantize(torch.randn(40, 384, generator=GENERATOR), E4M3, granularity=PerRow())
+    codes = quantize(torch.randn(33, 384, generator=GENERATOR), E4M3, granularity=granularity)
+    bias = torch.randn(40, generator=GENERATOR)
+    expected = torch.cat([scaled_mm(row, weight, bias=bias) for row in rows_of(codes)])
+    with RowByRow():
+        assert torch.equal(scaled_mm(codes, weight, bias=bias), expected)
+        assert is_row_by_row()
+    assert not is_row_by_row()
+    torch.testing.assert_close(scaled_mm(codes, weight, bias=bias), expected)
+
+
+def test_the_context_is_of_one_thread():
+    inside = []
+    with RowByRow():
+        thread = Thread(target=lambda: inside.append(is_row_by_row()))
+        thread.start()
+        thread.join()
+    assert inside == [False]
 
 
 def test_a_linear_layer_keeps_leading_dimensions():
