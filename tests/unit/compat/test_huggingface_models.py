@@ -106,3 +106,17 @@ def test_callback_that_converts_nothing_is_refused_with_the_reason(tmp_path):
         trainer_of(tmp_path, callback, model=llama())
     assert callback.report is not None
     assert callback.report.skipped["model.layers.0.mlp.up_proj"] == "skip pattern '*'"
+
+
+
+def test_nonfinite_elements_in_training_are_in_the_logs(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 5] = float("inf")  # the norm after it makes NaN of the whole row
+    changes = {"max_steps": 1, "save_strategy": "no"}
+    trainer = trainer_of(tmp_path, FP8Callback(interval=0, tensors=1), model=model, changes=changes)
+    trainer.train()
+    counts, line = octavo.nonfinite_counts(trainer.model), trainer.state.log_history[0]
+    assert line["fp8/nonfinite"] == sum(counts.values()) > 0
+    first = next(iter(counts))
+    assert line[f"fp8/nonfinite/{first}"] == counts[first]
