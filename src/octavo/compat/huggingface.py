@@ -16,6 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
+from octavo import recipes
 from octavo.compat.huggingface_folders import codes_config, register
 from octavo.compat.huggingface_numbers import FP8Numbers
 from octavo.convert import ConversionReport, convert
@@ -111,7 +112,8 @@ class FP8Callback(_StateInCheckpoints):
         conversion: further arguments of ``octavo.convert``, such as ``skip``.
 
     Raises:
-        ConfigError: when the Trainer is built, a model of which nothing is converted.
+        ConfigError: an unknown recipe, ``interval`` or ``tensors`` that is no whole number of at least 0; when the
+            Trainer is built, a model of which nothing is converted.
 
     Example:
         >>> FP8Callback("delayed", skip=["lm_head"]).state()["args"]
@@ -122,6 +124,12 @@ class FP8Callback(_StateInCheckpoints):
         self, recipe: str | Recipe | None = "tensorwise", *, interval: int = 10, tensors: int = 0, **conversion: Any
     ) -> None:
         super().__init__(recipe)
+        if recipe is not None:
+            recipes.get(recipe)
+        integers: dict[str, object] = {"interval": interval, "tensors": tensors}
+        for name, value in integers.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"FP8Callback's {name} must be a whole number of at least 0, not {value!r}")
         self.interval, self.tensors, self.conversion, self.report = interval, tensors, conversion, None
         self._start_anew()
 

@@ -108,6 +108,21 @@ def test_callback_that_converts_nothing_is_refused_with_the_reason(tmp_path):
     assert callback.report.skipped["model.layers.0.mlp.up_proj"] == "skip pattern '*'"
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recipe": "nosuch"}, "there is no recipe 'nosuch'; use one of"),
+        ({"tensors": -1}, "FP8Callback's tensors must be a whole number of at least 0, not -1"),
+        ({"tensors": 1.5}, "FP8Callback's tensors must be a whole number of at least 0, not 1.5"),
+        ({"interval": -1}, "FP8Callback's interval must be a whole number of at least 0, not -1"),
+        ({"interval": True}, "FP8Callback's interval must be a whole number of at least 0, not True"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused_at_construction(options, words):
+    with pytest.raises(ConfigError, match=words):
+        FP8Callback(**options)
+
 
 def test_nonfinite_elements_in_training_are_in_the_logs(tmp_path):
     model = llama()
