@@ -114,8 +114,6 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     _, record, _ = read_configuration(path)
     files = TensorFiles(path)
     model = _empty_model(path, record, files)
-    if any(EXPERT.search(name) for name in files.names):
-        unfuse_experts(model)
     fmt, layout, files = read_layout(path, model)
     dtype = _dtype(files, {name for name in model.state_dict() if name in files} - _code_names(layout))
     tables = _tables(path, model, files, layout)
@@ -143,12 +141,12 @@ def read_layout(folder: Path, model: nn.Module) -> tuple[FileFormat, Layout, Ten
     Args:
         folder: of the checkpoint.
         model: of the folder's architecture; its weights are not read and may be on the meta device. Experts that the
-            folder has one by one must be so in the model.
+            folder has one by one get linear layers of their own.
     """
     fmt, _, config = read_configuration(folder)
+    _unfuse_experts(folder, model)
     names = file_names(model)
     files = TensorFiles(folder, names.reversed().tensor)
-    _check_experts(folder, files, model)
     linears = {names.path(path): path for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     layout = fmt.layout(config, list(linears), folder)
     layout = replace(layout, recipes={linears[path]: recipe for path, recipe in layout.recipes.items()})
@@ -182,13 +180,15 @@ def _empty_model(folder: Path, record: dict[str, Any], files: TensorFiles) -> nn
     return built
 
 
-def _check_experts(folder: Path, files: TensorFiles, model: nn.Module) -> None:
-    """Raise for a folder that has experts one by one where the model has them in one weight, or has none."""
-    names = [name for name in files.names if EXPERT.search(name)]
+def _unfuse_experts(folder: Path, model: nn.Module) -> None:
+    """Give experts linear layers of their own if the folder has them one by one; raise if the model cannot."""
+    names = [name for name in TensorFiles(folder).names if EXPERT.search(name)]
+    if names:
+        unfuse_experts(model)
     if names and not any(isinstance(module, UnfusedExperts) for module in model.modules()):
         raise CheckpointError(
             f"{str(folder)!r} has experts one by one, {names[0]} and {len(names) - 1} more tensors, which this "
-            f"{type(model).__name__} has not; octavo.load_quantized reads what transformers names so"
+            f"{type(model).__name__} has not; octavo reads those that transformers names so"
         )
 
 

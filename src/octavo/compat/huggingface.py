@@ -13,16 +13,17 @@ from typing import Any
 
 import safetensors.torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
+from octavo import recipes
 from octavo.compat.huggingface_folders import codes_config, register
 from octavo.compat.huggingface_numbers import FP8Numbers
 from octavo.convert import ConversionReport, convert
 from octavo.doctor.huggingface import DoctorCallback
 from octavo.doctor.trainer_losses import calling_object
 from octavo.errors import ConfigError
-from octavo.nn import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 from octavo.nn.scaling_state import accept_new_histories, load_scaling_state, scaling_state
 from octavo.parsing import parse_tensors
 from octavo.recipes import Recipe
@@ -49,7 +50,7 @@ class _StateInCheckpoints(TrainerCallback, ExportableState):
         exported: Any = state.stateful_callbacks or {}  # a dictionary once training begins
         entry = exported.get(name) or exported.get(ScalingStateCallback.__name__) or self.state()
         self._compare_recipe(entry["args"].get("recipe"), state.global_step)
-        saved = entry["attributes"]["saved"]
+        saved = entry["attributes"]["saved"] if state.global_step else ""  # a fresh model has no state
         if saved:
             load_scaling_state(model, parse_tensors(base64.b64decode(saved)), recipe=self.recipe)
         elif state.global_step and scaling_state(model):
@@ -99,16 +100,20 @@ class ScalingStateCallback(_StateInCheckpoints):
 class FP8Callback(_StateInCheckpoints):
     """Trains the model of a ``transformers.Trainer`` in FP8.
 
-    Converts the model when the Trainer is built; saves and loads the scaling state with each checkpoint; adds numbers
-    to the Trainer's logs (:class:`octavo.compat.huggingface_numbers.FP8Numbers`), and so to the loggers of
-    ``report_to``; and watches the model as :class:`octavo.doctor.huggingface.DoctorCallback` does. Delayed scaling
-    closes its steps by itself.
+    Converts the model when the Trainer is built, and each one that its ``model_init`` makes; saves and loads the
+    scaling state with each checkpoint; adds numbers to the Trainer's logs
+    (:class:`octavo.compat.huggingface_numbers.FP8Numbers`), and so to the loggers of ``report_to``; and watches the
+    model as :class:`octavo.doctor.huggingface.DoctorCallback` does. Delayed scaling closes its steps by itself.
 
     Args:
         recipe: of the conversion; None for a model that is converted already.
         interval: optimizer steps between the doctor's samples; 0 runs no doctor.
         tensors: number of tensors of each role that are logged by name.
         conversion: further arguments of ``octavo.convert``, such as ``skip``.
+
+    Raises:
+        ConfigError: an unknown recipe, ``interval`` or ``tensors`` that is no whole number of at least 0; when the
+            Trainer is built, a model of which nothing is converted.
 
     Example:
         >>> FP8Callback("delayed", skip=["lm_head"]).state()["args"]
@@ -119,6 +124,12 @@ class FP8Callback(_StateInCheckpoints):
         self, recipe: str | Recipe | None = "tensorwise", *, interval: int = 10, tensors: int = 0, **conversion: Any
     ) -> None:
         super().__init__(recipe)
+        if recipe is not None:
+            recipes.get(recipe)
+        integers: dict[str, object] = {"interval": interval, "tensors": tensors}
+        for name, value in integers.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"FP8Callback's {name} must be a whole number of at least 0, not {value!r}")
         self.interval, self.tensors, self.conversion, self.report = interval, tensors, conversion, None
         self._start_anew()
 
@@ -131,19 +142,36 @@ class FP8Callback(_StateInCheckpoints):
         self.numbers = FP8Numbers(self.tensors)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Convert the model."""
+        """Convert the model, and let the Trainer convert each one that it makes with ``model_init``."""
         del args, state, control
         self._start_anew()
-        if self.recipe is not None:
-            self.report = convert(kwargs["model"], self.recipe, **self.conversion)
+        if self.recipe is None:
+            return
+        self._convert(kwargs["model"])
+        trainer = calling_object(Trainer)
+        if trainer is not None and trainer.model_init is not None:
+            make = trainer.call_model_init
+            vars(trainer)["call_model_init"] = lambda trial=None: self._convert(make(trial))
+
+    def _convert(self, model: nn.Module) -> nn.Module:
+        assert self.recipe is not None
+        self.report = report = convert(model, self.recipe, **self.conversion)
+        if not (report.converted or report.weights or report.attention):
+            raise ConfigError(
+                "FP8Callback converts no layer of this model; its report says why each of them stays, and other "
+                "arguments may convert some"
+            )
+        return model
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Load the state of the checkpoint that training resumes from, and start to watch."""
-        if self.recipe is not None and not any(isinstance(module, Linear) for module in kwargs["model"].modules()):
+        is_converted = any(isinstance(module, ScaledLayer) for module in kwargs["model"].modules())
+        if self.recipe is not None and self.report is None and not is_converted:
             raise ConfigError("FP8Callback came after the Trainer was built; pass it as Trainer(callbacks=[...])")
         super().on_train_begin(args, state, control, **kwargs)
+        self.numbers = FP8Numbers(self.tensors)
         _call_first(self)
         if self.doctor is not None:
             self.doctor.on_train_begin(args, state, control, **kwargs)

@@ -6,7 +6,9 @@ transformers has quantizers of its own for the other methods that octavo writes,
 
 transformers loads the tensors in high precision. The FP8 layers have no weight while it does; the quantizer then
 converts them to ``octavo.nn.Linear`` and stores the file's codes and scales, as ``octavo.load_quantized`` does. No
-weight is decoded on the way. transformers has no entry point for quantizers, so the import is required.
+weight is decoded on the way. Experts that the folder has one by one have a linear layer each
+(:mod:`octavo.convert.unfused_experts`), since octavo stores codes in linear layers. transformers has no entry point for
+quantizers, so the import is required.
 """
 
 import re
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.core_model_loading import MergeModulelist
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -30,6 +33,7 @@ from octavo.checkpoints.loading import load_layers, read_layout
 from octavo.checkpoints.tables import CodedTable, table_names
 from octavo.checkpoints.tensor_files import TensorFiles
 from octavo.checksums import check_sums
+from octavo.convert import UnfusedExperts
 from octavo.errors import CheckpointError, ConfigError
 
 __all__ = ["FolderConfig", "FolderQuantizationConfig", "FolderQuantizer", "codes_config", "register"]
@@ -92,7 +96,12 @@ class FolderQuantizer(HfQuantizer):
         self.layout: Layout
         self.format: FileFormat
         self.files: TensorFiles
-        self.format, self.layout, self.files = read_layout(self.folder, model)
+        with torch.device("cpu"):  # transformers builds the model in a context of the meta device
+            self.format, self.layout, self.files = read_layout(self.folder, model)
+        unfused = [module for module in model.modules() if isinstance(module, UnfusedExperts)]
+        self.has_unfused_experts = bool(unfused)
+        for experts in unfused:
+            experts.activation._is_hf_initialized = True  # type: ignore[assignment]  # noqa: SLF001 (has no weights)
         for path in self.layout.recipes:
             layer = model.get_submodule(path)
             layer.register_parameter("weight", None)
@@ -100,6 +109,10 @@ class FolderQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected |= {*map(_exactly, self._expected()), SHARED_SCALES}  # noqa: SLF001
         model._keys_to_ignore_on_load_missing |= {_exactly(f"{path}.weight") for path in self.layout.tables}  # noqa: SLF001
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
+        """Leave out the conversions that stack experts' weights, where each expert has layers of its own."""
+        return [each for each in weight_conversions if not (self.has_unfused_experts and _is_stacking(each))]
 
     def _expected(self) -> set[str]:
         names = {
@@ -158,6 +171,10 @@ def codes_config(folder: str | Path) -> PreTrainedConfig:
     entries = stored if isinstance(stored, dict) else stored.to_dict()
     config.quantization_config = {**entries, "quant_method": OCTAVO}
     return config
+
+
+def _is_stacking(conversion: Any) -> bool:
+    return any(isinstance(operation, MergeModulelist) for operation in getattr(conversion, "operations", ()))
 
 
 def _exactly(name: str) -> str:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from octavo.convert import owner_name
 from octavo.doctor.series import Sample
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.nn.scaling_state import nonfinite_counts, scaling_state
@@ -44,7 +45,8 @@ class FP8Numbers:
 
     def of(self, model: nn.Module, sample: Sample | None) -> dict[str, float]:
         """Numbers of a model and of the doctor's newest sample."""
-        amaxes, counts = _amaxes(model, sample), nonfinite_counts(model)
+        amaxes = _amaxes(model, sample)
+        counts = {owner_name(name): count for name, count in nonfinite_counts(model).items()}
         numbers = {"fp8/nonfinite": float(sum(counts.values()))}
         for role, by_key in amaxes.items():
             numbers |= {f"fp8/{role}_amax_min": min(by_key.values()), f"fp8/{role}_amax_max": max(by_key.values())}
@@ -62,7 +64,7 @@ def _amaxes(model: nn.Module, sample: Sample | None) -> dict[str, dict[_Key, flo
     for cast, values in (sample.casts if sample is not None else {}).items():
         amaxes[cast.role][_Key(cast.path, cast.role)] = float(values[AMAX])
     for name, tensor in scaling_state(model).items():
-        path, role, kind = f".{name}".rsplit(".", 2)
+        path, role, kind = f".{owner_name(name)}".rsplit(".", 2)
         if kind == "amax_history" and (tensor > EMPTY).any():  # a weight of FP8 codes records none
             amaxes[role][_Key(path.removeprefix("."), role)] = float(tensor.max())
     return amaxes

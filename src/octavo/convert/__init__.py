@@ -4,6 +4,7 @@ from octavo.convert.choice import HEAD_NAMES, choose_layers, heads_of
 from octavo.convert.conversion import convert, restore
 from octavo.convert.experts import left_as_they_are, other_modules
 from octavo.convert.fp8_storage import read_by_others, store_weights_as_codes
+from octavo.convert.other_modules import linear_layers, owner_name
 from octavo.convert.plain_checkpoint import guard_save_pretrained
 from octavo.convert.report import ConversionReport
 from octavo.convert.routers import routers
@@ -29,7 +30,9 @@ __all__ = [
     "heads_of",
     "layers_not_run",
     "left_as_they_are",
+    "linear_layers",
     "other_modules",
+    "owner_name",
     "read_by_others",
     "restore",
     "routers",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.functional import fp8_linear
+from octavo.nn import Linear
 from octavo.nn.scaled_layer import ScaledLayer, in_autocast_dtype
 from octavo.numerics.cast import check_float
 from octavo.recipes import Recipe
@@ -27,6 +28,8 @@ __all__ = [
     "ConvertedModule",
     "OwnersProjection",
     "convert_module",
+    "linear_layers",
+    "owner_name",
     "restore_module",
 ]
 
@@ -148,6 +151,33 @@ class OwnersProjection(ScaledLayer):
         scaling = super()._layer_scaling(recipe)
         scaling.weight_is_parameter = True  # the matrix is a view
         return scaling
+
+
+def linear_layers(model: torch.nn.Module) -> dict[str, ScaledLayer]:
+    """Converted layers of one matrix, by the path of the module that has the weight: linear layers, Conv1D and others.
+
+    Example:
+        >>> import octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Conv2d(4, 4, 1))
+        >>> _ = octavo.convert(model, convolutions=True)
+        >>> list(linear_layers(model))
+        ['0', '1']
+    """
+    return {
+        owner_name(path): module
+        for path, module in model.named_modules()
+        if isinstance(module, (Linear, OwnersProjection))
+    }
+
+
+def owner_name(name: str) -> str:
+    """Name of a layer, or of something of it, by the module that has the layer's weight.
+
+    Example:
+        >>> owner_name("h.0.c_fc.fp8_weight.input")
+        'h.0.c_fc.input'
+    """
+    return ".".join(part for part in name.split(".") if part != f"{_PREFIX}weight")
 
 
 class ConvertedConv1D(ConvertedModule):

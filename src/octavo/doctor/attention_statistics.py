@@ -95,6 +95,11 @@ class AttentionStatistics:
         self.modules = {path: each for path, each in model.named_modules() if isinstance(each, DotProductAttention)}
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
 
+    @property
+    def has_recipe(self) -> bool:
+        """Whether some attention runs in FP8."""
+        return any(module.recipe is not None for module in self.modules.values())
+
     @contextmanager
     def recording(self, measured: dict[str, Tensor]) -> Iterator[None]:
         """Measure a step; ``measured`` is filled with the numbers of each module at its end."""

@@ -1,6 +1,6 @@
 """Schedule of layer captures while a model trains."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.doctor.capture import Capture, Captures
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.statistics import spread_indices
-from octavo.nn import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 from octavo.recipes import Recipe
 from octavo.scaling import LayerWatch, Operand, Operands
 
@@ -36,7 +36,7 @@ class CaptureScheduler:
         interval: steps between sampled steps.
     """
 
-    def __init__(self, captures: Captures, layers: dict[str, Linear], *, interval: int = 1) -> None:
+    def __init__(self, captures: Captures, layers: Mapping[str, ScaledLayer], *, interval: int = 1) -> None:
         self.captures, self.layers = captures, layers
         self._min_distance = SAMPLES_BETWEEN_CAPTURES * interval
         self.selected: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class CapturingWatch:
         captures: the folder that captures are written to.
     """
 
-    def __init__(self, watch: LayerWatch | None, layer: Linear, path: str, step: int, captures: Captures) -> None:
+    def __init__(self, watch: LayerWatch | None, layer: ScaledLayer, path: str, step: int, captures: Captures) -> None:
         self.watch, self.layer, self.path, self.step, self.captures = watch, layer, path, step, captures
         self.is_done = False
         self._forward: tuple[Tensor, Tensor] | None = None
@@ -150,7 +150,7 @@ class CapturingWatch:
 
 @torch.no_grad()
 def capture_layer(
-    path: str, step: int, recipe: Recipe, tensors: tuple[Tensor, Tensor, Tensor], layer: Linear
+    path: str, step: int, recipe: Recipe, tensors: tuple[Tensor, Tensor, Tensor], layer: ScaledLayer
 ) -> Capture:
     """Copy (input, weight, grad_output) and the layer's history to the CPU; large M and N are sampled."""
     x, weight, grad_output = tensors

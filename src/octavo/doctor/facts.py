@@ -6,15 +6,16 @@ from typing import Any
 
 from octavo.doctor.findings import Finding
 from octavo.doctor.series import OPERANDS, Period
-from octavo.nn import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 from octavo.recipes import GemmSpec, Recipe
 
 __all__ = ["facts_during", "layer_facts", "recipe_facts"]
 
 
-def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
+def layer_facts(layer: ScaledLayer, recipe: Recipe) -> dict[str, Any]:
     """Facts about a layer that runs ``recipe``: recipe, shape, device and weight cache."""
-    shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
+    device = layer.stored_weight.device.type
+    shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": device}
     cached = {} if layer.weight_cache is None else {"caches_weight": True}
     return {**recipe_facts(recipe), **shape, **cached}
 

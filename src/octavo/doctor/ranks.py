@@ -24,7 +24,7 @@ from torch import distributed
 from octavo.doctor.series import OPERANDS, CastKey, ProductKey
 from octavo.doctor.statistics import CAST_SUMS, PRODUCT_SUMS
 from octavo.errors import ConfigError
-from octavo.nn import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,13 +72,13 @@ class RankComparison:
         ConfigError: ``group`` is a string other than "alone".
     """
 
-    def __init__(self, layers: Mapping[str, Linear], group: "ProcessGroup | str | None") -> None:
+    def __init__(self, layers: Mapping[str, ScaledLayer], group: "ProcessGroup | str | None") -> None:
         if isinstance(group, str) and group != ALONE:
             raise ConfigError(
                 f"watch's group must be a process group, None for the default one or {ALONE!r}, not {group!r}"
             )
         self.shapes = {path: (layer.out_features, layer.in_features) for path, layer in layers.items()}
-        self.device = next(iter(layers.values())).weight.device
+        self.device = next((layer.stored_weight.device for layer in layers.values()), torch.device("cpu"))
         self.group = group
         self._layer_index: dict[str, int] | None = None
 
@@ -96,6 +96,8 @@ class RankComparison:
             return casts, products, {}
         if self._layer_index is None:
             self._layer_index = self._index_common_layers()
+        if not self._layer_index:  # of no rank
+            return casts, products, {}
         shared_casts = {key: sums for key, sums in casts.items() if key.path in self._layer_index}
         shared_products = {key: sums for key, sums in products.items() if key.path in self._layer_index}
         extremes = self._extremes(shared_casts)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo.convert import linear_layers
 from octavo.doctor.attention_statistics import AttentionStatistics
 from octavo.doctor.capture import Captures
 from octavo.doctor.capture_scheduler import CaptureScheduler
@@ -37,7 +38,7 @@ from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.tables import Floats, Key
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
-from octavo.nn import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 from octavo.scaling import ROLES
 
 if TYPE_CHECKING:
@@ -134,13 +135,13 @@ class Watcher:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"watch's {name} must be a whole number of at least {least}, not {value!r}")
         self.model, self.interval, self.on_sample = model, interval, on_sample
-        self.layers = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
-        if not self.layers:
+        self.layers = linear_layers(model)
+        self.experts, self.attention = ExpertStatistics(model), AttentionStatistics(model)
+        if not (self.layers or self.experts.layers or self.attention.has_recipe):
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
         _check_device(self.layers)
         self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
-        self.experts, self.attention = ExpertStatistics(model), AttentionStatistics(model)
         self.overflows = Overflows(optimizer)
         capture_folder = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = (
@@ -298,9 +299,9 @@ class Watcher:
         self.overflows.note(self.number, values)
 
 
-def _check_device(layers: dict[str, Linear]) -> None:
+def _check_device(layers: dict[str, ScaledLayer]) -> None:
     """Raise if a layer is on the meta device."""
-    meta_layers = [path for path, layer in layers.items() if layer.weight.is_meta]
+    meta_layers = [path for path, layer in layers.items() if layer.stored_weight.is_meta]
     if meta_layers:
         raise ConfigError(
             f"layer {meta_layers[0]!r} is on the meta device and has no numbers to measure; "

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from octavo import recipes
 from octavo.autocast import active_recipe
 from octavo.errors import BackendError, ConfigError
-from octavo.functional import InputOperands, OperandSource, WeightCache, WeightOperands, fp8_linear
+from octavo.functional import InputOperands, OperandSource, WeightOperands, fp8_linear
 from octavo.kernels import needs_widening
 from octavo.kernels.tracing import is_distributed
 from octavo.nn.scaled_layer import ScaledLayer, in_autocast_dtype
 from octavo.nn.shared_input import SharedInput
 from octavo.nn.sliced_weight import SlicedWeight
 from octavo.nn.tensor_parallel import DistributedTensors, LocalTensors, check_slices, local_tensors, weight_slice
-from octavo.numerics import Granularity, QuantizedTensor
+from octavo.numerics import Granularity
 from octavo.numerics.cast import check_float
 from octavo.numerics.quantized import FP8_DTYPES
 from octavo.recipes import Recipe
@@ -62,7 +62,6 @@ class Linear(ScaledLayer, torch.nn.Linear):
     """
 
     restored_class: type[torch.nn.Module] = torch.nn.Linear  # by octavo.restore
-    weight_cache: WeightCache | None
     codes_layout: CodesLayout | None  # of an octavo.nn.fp8_weight.FP8WeightLinear, as are the next two
     weight_codes: torch.nn.Parameter
     weight_scale: Tensor
@@ -216,10 +215,6 @@ class Linear(ScaledLayer, torch.nn.Linear):
     def stored_weight(self) -> Tensor:
         """The parameter that stores the weight [N, K]: its values, or their FP8 codes."""
         return self.weight
-
-    def stored_codes(self) -> QuantizedTensor | None:
-        """The weight's codes and scale where it is stored as FP8 codes; else None."""
-        return None
 
     def _operands(
         self, recipe: Recipe, scaling: LayerScaling, local: LocalTensors | None = None

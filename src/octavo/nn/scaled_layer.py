@@ -10,8 +10,10 @@ from torch import Tensor
 
 from octavo.autocast import active_recipe, autocast_region
 from octavo.errors import ConfigError
+from octavo.functional import WeightCache
 from octavo.kernels import probe_cpu
 from octavo.kernels.tracing import is_distributed
+from octavo.numerics import QuantizedTensor
 from octavo.numerics.cast import is_eager_cpu
 from octavo.recipes import Close, History, Recipe
 from octavo.scaling import ROLES, AmaxHistory, LayerScaling, LayerWatch, ScaleUpdates, StatefulModule, inside_backward
@@ -41,12 +43,17 @@ class ScaledLayer(StatefulModule):
     last_recipe: Recipe | None  # of the last call in training
     trained_recipe: Recipe | None  # of the last differentiable call; None: a switch is not logged
     watch: LayerWatch | None = None  # set for the steps that the doctor inspects
+    weight_cache: WeightCache | None = None
     records_weight: bool = True  # False for a step's later micro-batches, where the model marks them
 
     @property
     def stored_weight(self) -> Tensor:
         """The parameter that stores the weight: its values, or their FP8 codes."""
         raise NotImplementedError
+
+    def stored_codes(self) -> QuantizedTensor | None:
+        """The weight's codes and scale where it is stored as FP8 codes; else None."""
+        return None
 
     def set_recipe(self, recipe: Recipe, scale_updates: ScaleUpdates | None = None, *, path: str = "") -> None:
         """Use another recipe from now on; a delayed one starts with an empty history unless its history is the same.

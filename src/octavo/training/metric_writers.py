@@ -40,9 +40,10 @@ class _ProjectWriter:
     """Writer to wandb or trackio, whose functions have the same names."""
 
     def __init__(self, module: str) -> None:
-        self._library: Any = importlib.import_module(module)
+        self._module = module
 
     def open(self, name: str, config: Mapping[str, Any]) -> None:
+        self._library: Any = importlib.import_module(self._module)
         self._library.init(project=PROJECT, name=name, config=dict(config))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -53,10 +54,8 @@ class _ProjectWriter:
 
 
 class _MLflowWriter:
-    def __init__(self) -> None:
-        self._mlflow: Any = importlib.import_module("mlflow")
-
     def open(self, name: str, config: Mapping[str, Any]) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
         self._mlflow.set_experiment(PROJECT)
         self._mlflow.start_run(run_name=name)
         self._mlflow.log_params(dict(config))
@@ -102,7 +101,7 @@ class MetricWriters:
             try:
                 with redirect_stdout(sys.stderr):  # messages of the library; stdout has the command's result
                     action(writer)
-            except Exception as error:  # noqa: BLE001 (errors of the library, the network or a server)
+            except Exception as error:  # noqa: BLE001 (errors of the library, its import, the network or a server)
                 del self._writers[name]
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 self._on_notice(f"{name} receives no more numbers ({reason}); metrics.jsonl has every number")

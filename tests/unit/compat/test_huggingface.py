@@ -143,6 +143,7 @@ def test_tensors_with_nonfinite_elements_are_named_up_to_a_bound():
     model = torch.nn.Sequential(*(octavo.nn.Linear(16, 16) for _ in range(4)))
     numbers = FP8Numbers(2)
     model(torch.full((1, 16), float("nan"))).sum().backward()
+    assert numbers.of(model, None)["fp8/nonfinite"] == 4 * 16  # each layer's input
     assert [name for name in numbers.of(model, None) if "/nonfinite/" in name] == [
         "fp8/nonfinite/0.input", "fp8/nonfinite/1.input",
     ]  # fmt: skip

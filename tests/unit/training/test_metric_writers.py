@@ -52,6 +52,20 @@ def test_logger_that_fails_is_reported_once_and_lines_continue(tmp_path, monkeyp
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
+def test_library_that_cannot_be_imported_is_reported_once_and_lines_continue(tmp_path, monkeypatch):
+    (tmp_path / "site/wandb").mkdir(parents=True)
+    (tmp_path / "site/wandb/__init__.py").write_text("raise ImportError('built for another numpy\\nand more')")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    notices: list[str] = []
+    check_loggers(("wandb",))
+    log = MetricsLog(tmp_path, after_step=None, loggers=("wandb",), on_notice=notices.append)
+    log.write("step", 1, loss=2.0, lr=0.1, grad_norm=3.0)
+    log.close()
+    assert notices == ["wandb receives no more numbers (built for another numpy); metrics.jsonl has every number"]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+
+
 def test_missing_library_is_one_sentence(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^logging to mlflow needs its package; pip install mlflow, or leave"):

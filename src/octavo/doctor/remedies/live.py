@@ -5,12 +5,13 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from octavo.convert import linear_layers
 from octavo.doctor.findings import Remedy
 from octavo.doctor.recipe_changes import changed_recipe
 from octavo.doctor.remedies.context import fineness
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
-from octavo.nn import Linear
+from octavo.nn.scaled_layer import ScaledLayer
 from octavo.recipes import Recipe
 
 __all__ = ["Undo", "apply_to_model", "take_back"]
@@ -55,7 +56,7 @@ def apply_to_model(model: nn.Module, remedy: Remedy) -> Undo:
         >>> model[1].recipe.name
         'tensorwise'
     """
-    layers = _layers(model)
+    layers = linear_layers(model)
     _check_patterns(remedy, layers)
     new_recipes = {path: changed_recipe(layer.recipe, path, remedy.changes) for path, layer in layers.items()}
     changed = {path: recipe for path, recipe in new_recipes.items() if _is_finer_change(layers[path].recipe, recipe)}
@@ -75,7 +76,7 @@ def take_back(model: nn.Module, undo: Undo) -> None:
     Raises:
         ConfigError: the model lacks a layer.
     """
-    layers = _layers(model)
+    layers = linear_layers(model)
     missing = sorted({*undo.recipes, *undo.cached} - layers.keys())
     if missing:
         raise ConfigError(f"this model has no layer {missing[0]!r}; take a remedy back where it was applied")
@@ -84,11 +85,7 @@ def take_back(model: nn.Module, undo: Undo) -> None:
         layers[path].weight_cache = WeightCache()
 
 
-def _layers(model: nn.Module) -> dict[str, Linear]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
-
-
-def _set_recipes(layers: dict[str, Linear], recipes: dict[str, Recipe]) -> None:
+def _set_recipes(layers: dict[str, ScaledLayer], recipes: dict[str, Recipe]) -> None:
     for path, recipe in recipes.items():
         layer = layers[path]
         layer.set_recipe(recipe, layer.scale_updates, path=layer.path)
@@ -98,7 +95,7 @@ def _is_finer_change(current: Recipe, new: Recipe) -> bool:
     return new != current and fineness(new.name) >= fineness(current.name)
 
 
-def _check_patterns(remedy: Remedy, layers: dict[str, Linear]) -> None:
+def _check_patterns(remedy: Remedy, layers: dict[str, ScaledLayer]) -> None:
     patterns = [*remedy.changes.get("overrides", {}), *remedy.changes.get("skip", ())]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in layers):
