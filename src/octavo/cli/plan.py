@@ -191,7 +191,7 @@ def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
             f"With a tolerance of {TOLERANCE:g} % FP8 would not be advised either; with {tolerance:g} %, it never is."
         )
     same = " with the same batch" if request.global_batch else ""
-    return f"Nothing that was tried changes it: GPUs{same}, context, model, hardware, tolerance."
+    return f"Nothing that was tried, and fits into memory, changes it: GPUs{same}, context, model, hardware, tolerance."
 
 
 def _show_answer(advice: Advice) -> None:

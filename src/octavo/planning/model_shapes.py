@@ -197,6 +197,21 @@ class ModelShape:
             return self.kv_rank + self.rope_dim
         return 2 * self.key_heads * self.query_dim
 
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the states that Mamba-2 mixers and linear attention keep of a request, of any length.
+
+        A channel has ``mamba_state`` numbers in FP32, and three earlier positions of a convolution of width 4, in BF16,
+        over the channels and the groups' two inputs.
+
+        Example:
+            >>> from octavo.planning import find_model
+            >>> find_model("llama-3-8b").state_bytes, find_model("nemotron-h-8b").state_bytes
+            (0.0, 102137856.0)
+        """
+        convolved = self.mamba_width + 2 * self.mamba_groups * self.mamba_state
+        return self.mamba_layers * (4.0 * self.mamba_width * self.mamba_state + 3 * 2.0 * convolved)
+
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix product with a weight."""
         return _linears(self)

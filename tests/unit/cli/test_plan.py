@@ -232,7 +232,7 @@ def test_a_plan_has_the_answer_of_advise(octavo, monkeypatch, measured):
     [
         ("a100", 3, "With h100 or b200 in its place, FP8 would not be advised either."),
         ("h100", 0.1, "With a tolerance of 0.5 % FP8 would not be advised either; with 0.1 %, it never is."),
-        ("h100", 3, "Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."),
+        ("h100", 3, "Nothing that was tried, and fits into memory, changes it: GPUs, context, model, hardware, tol"),
     ],
 )
 def test_advice_that_nothing_changes_says_what_was_tried(octavo, monkeypatch, hardware, tolerance, words):
