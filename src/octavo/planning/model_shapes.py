@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 __all__ = ["MOST", "Linear", "ModelShape", "Part", "Split"]
 
 MOST = 1 << 24  # of any number of a shape
+MOST_LAYERS = 10_000
 
 
 class Part(StrEnum):
@@ -136,9 +137,9 @@ class ModelShape:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"a model's {name} must be 1 to {MOST:,}, not {str(getattr(self, name))[:20]}")
+        for name, most in (("layers", MOST_LAYERS), ("hidden", MOST), ("heads", MOST), ("vocab", MOST)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"a model's {name} must be 1 to {most:,}, not {str(getattr(self, name))[:20]}")
         if self.query_dim < 1:
             raise ConfigError(f"model {self.name!r} has {self.heads} heads, more than its width of {self.hidden}")
         if self.experts and not (self.top_k and self.expert_ffn):

@@ -155,6 +155,16 @@ def test_help_says_of_which_peak_mfu_is_a_share(octavo):
     assert "share of the GPU's dense BF16 peak, in FP8 recipes too" in shown
 
 
+def test_advice_offers_what_it_takes(octavo):
+    """It is of trainings: no service, and no program that serves."""
+    shown = " ".join(octavo("advise", "--help").stdout.split())
+    assert "--answer" not in shown
+    assert "megatron" in shown
+    assert "vllm" not in shown
+    assert "tensorrt" not in shown
+    assert octavo("advise", "llama-3-8b", "--framework", "vllm").exit_code == 2
+
+
 @pytest.mark.long
 def test_the_program_that_trains_can_be_chosen(octavo):
     records = [json.loads(octavo(*PLAN, "--framework", name, "--json").stdout) for name in ("torchtitan", "jax")]
