@@ -172,7 +172,7 @@ def training_job(row: Row) -> TrainingJob:
     _refuse_what_does_not_divide(job, row.noted(EXPERT_RANKS))
     if not _names_sharding(row) and training_memory(job, Recompute.FULL).total > 1e9 * hardware.memory:
         job = replace(job, layout=replace(layout, sharding=Sharding.FSDP))  # what ran must have fitted
-    return job if micro else _with_micro_batch(job, has_global=bool(row["global_batch"]))
+    return job if micro else _with_micro_batch(job, has_global=row.integer("global_batch") > 0)
 
 
 EXPERT_RANKS = "ep|expert[ -]parallel(?:ism)?"
@@ -212,16 +212,18 @@ def _usual_micro_batches(layout: Layout) -> int:
 def _with_micro_batch(job: TrainingJob, *, has_global: bool) -> TrainingJob:
     """The job with the least recomputation that lets it fit, and the largest micro-batch that fits with it, in BF16.
 
-    That is a power of two that divides a rank's share of a stated batch, up to 32,768 tokens a rank.
+    That is a power of two up to 32,768 tokens a rank. It divides a rank's share of a stated batch, into as many
+    micro-batches as are usual.
     """
-    room, sizes = 0.95 * job.hardware.memory * 1e9, [1]
+    room, dp, sizes = 0.95 * job.hardware.memory * 1e9, job.layout.dp, [1]
+    usual = dp * _usual_micro_batches(job.layout)
     while sizes[-1] * 2 * job.seq // job.layout.cp <= 32768:
         sizes.append(2 * sizes[-1])
     if has_global:
-        sizes = [size for size in sizes if size == 1 or job.global_batch % (size * job.layout.dp) == 0]
-    steps = job.layout.dp * _usual_micro_batches(job.layout)
+        batch = job.global_batch
+        sizes = [size for size in sizes if size == 1 or (batch % (size * dp) == 0 and size * usual <= batch)]
     jobs = [
-        replace(job, micro_batch=size, global_batch=job.global_batch if has_global else size * steps) for size in sizes
+        replace(job, micro_batch=size, global_batch=job.global_batch if has_global else size * usual) for size in sizes
     ]
     policies = [job.recompute] if job.recompute else list(Recompute)
     for policy in policies:

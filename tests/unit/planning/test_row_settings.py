@@ -264,6 +264,10 @@ def test_what_is_left_out_is_the_least_recomputation_and_then_the_largest_micro_
 def test_no_micro_batch_is_larger_than_a_ranks_share_of_the_batch_that_is_stated():
     assert job(gpus=64, global_batch=64, micro_batch="").micro_batch == 1
     assert job(gpus=8, global_batch=48, seq=1024, micro_batch="").micro_batch == 2, "of 6 sequences a rank"
+    pipeline = {"gpus": 32, "tp": 2, "pp": 2, "seq": 1024, "micro_batch": ""}
+    found = [job(global_batch=batch, **pipeline) for batch in (8 * 16, 8 * 32)]
+    assert [(each.micro_batch, each.micro_batches) for each in found] == [(1, 16), (2, 16)], "eight a stage"
+    assert job(gpus=8, global_batch="n/a", micro_batch="") == job(gpus=8, micro_batch="")
 
 
 @pytest.mark.parametrize("cell", ["-", "n/a", "unknown", "dp", "not stated"])
