@@ -26,10 +26,10 @@ from octavo.planning import (
     predict_row,
     read_rows,
 )
-from octavo.planning.advice import HOLDS, TOLERANCE
+from octavo.planning.advice import HOLDS, TOLERANCE, speedup_text
 from octavo.planning.calibration import calibrated, read_calibration
 from octavo.planning.constants import WORK
-from octavo.planning.jobs import Framework
+from octavo.planning.jobs import TRAINED_WITH, Framework
 from octavo.planning.plan_comparison import compare_plans, read_plan
 from octavo.planning.serving_plan import ServingRequest, serving_answer, serving_points
 from octavo.planning.this_cpu import measure_cpu
@@ -59,7 +59,8 @@ Model = Annotated[str | None, typer.Option("--model", help="A model's name, its 
 Accelerator = Annotated[
     str, typer.Option("--hardware", help="a100, h100, h200, b200, gb200, b300, mi300x, l40s, …; cpu measures this one")
 ]
-Gpus = Annotated[int, typer.Option("--gpus", help="Number of GPUs; of one replica with --answer.")]
+GPUS = "Number of GPUs"
+Gpus = Annotated[int, typer.Option("--gpus", help=f"{GPUS}; of one replica with --answer.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")]
 GlobalBatch = Annotated[
     int, typer.Option("--global-batch", help="Sequences a step; 0: 4 M tokens, one a GPU at least.")
@@ -152,10 +153,12 @@ def advise_on_model(
     model: Annotated[str, typer.Argument(help="A model's name, its config.json, or a folder with one.")],
     *,
     hardware: Accelerator = "h100",
-    gpus: Gpus = 8,
+    gpus: Annotated[int, typer.Option("--gpus", help=f"{GPUS}.")] = 8,
     seq: Seq = 8192,
     global_batch: GlobalBatch = 0,
-    framework: Annotated[Framework, typer.Option("--framework", help="Program that trains.")] = Framework.TITAN,
+    framework: Annotated[
+        Framework, typer.Option("--framework", help="Program that trains.", metavar=f"[{'|'.join(TRAINED_WITH)}]")
+    ] = Framework.TITAN,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="Per cent of perplexity that may be lost.")
     ] = None,
@@ -191,7 +194,7 @@ def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
             f"With a tolerance of {TOLERANCE:g} % FP8 would not be advised either; with {tolerance:g} %, it never is."
         )
     same = " with the same batch" if request.global_batch else ""
-    return f"Nothing that was tried changes it: GPUs{same}, context, model, hardware, tolerance."
+    return f"Nothing that was tried, and fits into memory, changes it: GPUs{same}, context, model, hardware, tolerance."
 
 
 def _show_answer(advice: Advice) -> None:
@@ -288,7 +291,7 @@ def _cells(option: Option, record: dict[str, Any]) -> dict[str, str]:
     if option.candidate is None:
         return {"recipe": option.name}
     step, low, high = (_short(record[name]) for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
-    gain = "1" if option.speedup is None else "{:.2f} ({:.2f}–{:.2f})".format(*option.speedup)
+    gain = "1" if option.speedup is None else "{} ({}–{})".format(*map(speedup_text, option.speedup))
     return {
         "recipe": option.name,
         "layout": f"{record['layout']} mb{record['micro_batch']}",

@@ -6,7 +6,6 @@ what only the user knows is a sentence, and decides nothing.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from decimal import ROUND_FLOOR, Decimal
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.planning.constants import WORK, Constants
@@ -14,7 +13,7 @@ from octavo.planning.hardware import Hardware, find_hardware
 from octavo.planning.model_names import find_model
 from octavo.planning.plan import Plan, PlanRequest, make_plan
 
-__all__ = ["HOLDS", "Advice", "Check", "advise"]
+__all__ = ["HOLDS", "Advice", "Check", "advise", "speedup_text"]
 
 WORTH = 1.05  # FP8 takes 5 to 10 % more steps, the article says, which a smaller speed-up does not pay for
 MOST_FURTHER_STEPS = 1.10
@@ -84,13 +83,13 @@ def _verdict(plan: Plan, tolerance: float | None) -> Advice:
         recipe, sentence = "bf16", f"Stay in BF16: {failed.sentence if failed else 'no FP8 recipe runs there'}."
         sentence += f" {plan.layouts_differ}." if plan.layouts_differ else ""
     else:
-        gain, low, high = best.speedup
+        gain, low, high = map(speedup_text, best.speedup)
         recipe = best.name
         program = plan.request.framework
         who = f"a program with {program}'s costs" if plan.transferred else program
         sentence = (
-            f"Use FP8 with recipe {recipe}: {who} is predicted to train {gain:.2f} times as fast as "
-            f"in BF16 ({low:.2f} to {high:.2f}, 80 %)."
+            f"Use FP8 with recipe {recipe}: {who} is predicted to train {gain} times as fast as "
+            f"in BF16 ({low} to {high}, 80 %)."
         )
         sentence += "".join(f" {words}." for words in (plan.layouts_differ, plan.transferred) if words)
     return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks)
@@ -137,8 +136,8 @@ def _gain(plan: Plan) -> Check:
     if best is None or best.speedup is None:
         return Check(name="gain", holds=False, sentence="no FP8 recipe runs there")
     gain, low, _ = best.speedup
-    least = _down(low)
-    words = f"{best.name} is predicted {_down(gain)} times as fast as BF16, at least {least} in 90 % of cases"
+    least = speedup_text(low)
+    words = f"{best.name} is predicted {speedup_text(gain)} times as fast as BF16, at least {least} in 90 % of cases"
     if gain < WORTH:
         words += f"; less than {WORTH:g} does not pay for the further steps that FP8 may take"
     elif low < 1:
@@ -148,9 +147,16 @@ def _gain(plan: Plan) -> Check:
     return Check(name="gain", holds=gain >= WORTH and low >= 1, sentence=words)
 
 
-def _down(speedup: float) -> str:
-    """Two decimals, rounded down: 1.0999 does not pay for 10 % more steps, as 1.10 does."""
-    return str(Decimal(str(speedup)).quantize(Decimal("0.01"), rounding=ROUND_FLOOR))
+def speedup_text(speedup: float) -> str:
+    """Return a speed-up with two decimals, never those of a threshold that it does not reach.
+
+    Example:
+        >>> speedup_text(1.4478), speedup_text(1.0999)  # which does not pay for 10 % more steps, as 1.10 does
+        ('1.45', '1.09')
+    """
+    nearest = round(speedup, 2)
+    is_too_high = nearest > speedup and nearest in (1.0, WORTH, MOST_FURTHER_STEPS)
+    return f"{nearest - 0.01 if is_too_high else nearest:.2f}"
 
 
 def _layers(plan: Plan) -> Check:
@@ -221,7 +227,7 @@ def _in_short(verdict: Advice, plan: Plan) -> str:
     if not verdict.use_fp8 or best is None or best.speedup is None:
         first = verdict.sentence.split(". ")[0].removesuffix(".")
         return first[0].lower() + first[1:]
-    return f"use FP8 with recipe {verdict.recipe}, {best.speedup[0]:.2f} times as fast"
+    return f"use FP8 with recipe {verdict.recipe}, {speedup_text(best.speedup[0])} times as fast"
 
 
 def _directions(request: PlanRequest, *, use_fp8: bool) -> Iterator[list[tuple[str, PlanRequest]]]:

@@ -55,7 +55,7 @@ WORK = {
 # Logarithm of the factor that 80 % of models.toml are within when their shape is guessed from the size in their name.
 GUESSED = {
     "dense": {"train": 0.14, "infer": 0.75},
-    "mixture": {"train": 0.26, "infer": 0.57},
+    "mixture": {"train": 0.26, "infer": 0.44},
 }
 # Student's t of two degrees of freedom: 80 % of a fourth value are within it, times the deviation of three others.
 OF_THREE = 1.886 * (4 / 3) ** 0.5

@@ -41,6 +41,9 @@ def gemm_job(row: Row) -> GemmJob:
     if not shapes or any(min(shape) < 1 for shape in shapes):
         raise ConfigError(f"the sizes M, N and K of {text!r} are not known")
     ranks = row.integer("tp", 1) or 1
+    narrowest = min(n for _, n, _ in shapes)
+    if ranks > narrowest:
+        raise ConfigError(f"{ranks:,} tensor-parallel ranks are more than the {narrowest:,} output features")
     copies = max(1, row.integer("gpus", 1) // ranks)
     shapes = tuple((max(1, m // copies), n, k) for m, n, k in shapes)
     return GemmJob(
@@ -66,6 +69,8 @@ def _size(text: str, name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+MLP = re.compile(r"mlp|feed[ -]?forward|ffn (?:block|layer)", re.IGNORECASE)
+GATED = re.compile(r"swiglu|geglu|\bgated", re.IGNORECASE)
 ORDER = r"\(?\b([MNK])[ ,x×]*([MNK])[ ,x×]*([MNK])\b\)?[ =:]*\(?(\d+)[ ,x×]+(\d+)[ ,x×]+(\d+)"
 
 
@@ -75,7 +80,9 @@ def _shapes(text: str, groups: int) -> tuple[tuple[int, int, int], ...]:
     text = re.sub(ORDER, r"\1=\4 \2=\5 \3=\6", text)
     if match := re.search(r"h=(\d+) ffn=(\d+) M=(\d+)", text):
         hidden, ffn, m = map(int, match.groups())
-        return tuple((m, n, k) for n, k in ((3 * hidden, hidden), (hidden, hidden), (ffn, hidden), (hidden, ffn)))
+        mlp = ((2 * ffn if GATED.search(text) else ffn, hidden), (hidden, ffn))
+        attention = () if MLP.search(text) else ((3 * hidden, hidden), (hidden, hidden))
+        return tuple((m, n, k) for n, k in (*attention, *mlp))
     if match := re.search(r"(\d+) ?-> ?(\d+), batch (\d+) x (\d+)", text):
         k, n, batch, seq = map(int, match.groups())
         return ((batch * seq, n, k),)

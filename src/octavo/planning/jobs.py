@@ -28,8 +28,8 @@ class Sharding(StrEnum):
     """Division of weights, gradients and optimizer states among data-parallel ranks."""
 
     DDP = "ddp"  # every rank has all
-    ZERO1 = "zero1"  # optimizer states divided: Megatron's distributed optimizer
-    ZERO2 = "zero2"  # gradients too, weights gathered once a step
+    ZERO1 = "zero1"  # optimizer states divided, whole gradients reduced once a step: Megatron's distributed optimizer
+    ZERO2 = "zero2"  # gradients too, so reduced every micro-batch; weights gathered once a step
     FSDP = "fsdp"  # weights too, gathered for every use
 
 
@@ -215,10 +215,10 @@ class ServingJob:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        if self.model.attention_count <= self.model.mtp_layers:
+        if self.model.attention_count <= self.model.mtp_layers and not self.model.state_bytes:
             raise ConfigError(
-                f"{self.model.name} has no attention, and the states that its other layers keep of a request are not "
-                "modelled; plan inference of a model with attention"
+                f"{self.model.name} has neither attention nor a mixer with states; plan inference of a model that "
+                "generates tokens"
             )
 
 

@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 __all__ = ["MOST", "Linear", "ModelShape", "Part", "Split"]
 
 MOST = 1 << 24  # of any number of a shape
+MOST_LAYERS = 10_000
 
 
 class Part(StrEnum):
@@ -136,9 +137,9 @@ class ModelShape:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"a model's {name} must be 1 to {MOST:,}, not {str(getattr(self, name))[:20]}")
+        for name, most in (("layers", MOST_LAYERS), ("hidden", MOST), ("heads", MOST), ("vocab", MOST)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"a model's {name} must be 1 to {most:,}, not {str(getattr(self, name))[:20]}")
         if self.query_dim < 1:
             raise ConfigError(f"model {self.name!r} has {self.heads} heads, more than its width of {self.hidden}")
         if self.experts and not (self.top_k and self.expert_ffn):
@@ -196,6 +197,21 @@ class ModelShape:
         if self.kv_rank:
             return self.kv_rank + self.rope_dim
         return 2 * self.key_heads * self.query_dim
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the states that Mamba-2 mixers and linear attention keep of a request, of any length.
+
+        A channel has ``mamba_state`` numbers in FP32, and three earlier positions of a convolution of width 4, in BF16,
+        over the channels and the groups' two inputs.
+
+        Example:
+            >>> from octavo.planning import find_model
+            >>> find_model("llama-3-8b").state_bytes, find_model("nemotron-h-8b").state_bytes
+            (0.0, 102137856.0)
+        """
+        convolved = self.mamba_width + 2 * self.mamba_groups * self.mamba_state
+        return self.mamba_layers * (4.0 * self.mamba_width * self.mamba_state + 3 * 2.0 * convolved)
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix product with a weight."""

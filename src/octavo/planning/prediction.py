@@ -167,8 +167,8 @@ def _refuse_unsupported(job: TrainingJob | ServingJob | GemmJob) -> None:
 
 
 def _on_enough_gpus(row: Row) -> Row:
-    """The row, or if it leaves out its GPUs and gives a figure of one of them, the row on the fewest that would do."""
-    if row.integer("gpus") or not words_of(row) & (GPUS | {"tflops", "mfu"}):
+    """The row, or if it leaves out its GPUs and its figure hardly depends on them, the row on the fewest that do."""
+    if row.integer("gpus") or not (words_of(row) & (GPUS | {"tflops", "mfu"}) or is_speedup(row)):
         return row
     ranks = math.prod(max(1, row.integer(name, 1)) for name in ("tp", "pp", "cp"))
     tried = (Row(row.cells | {"gpus": str(ranks << doublings)}) for doublings in range(11))

@@ -3,7 +3,8 @@
 Columns, of which any but ``id``, ``kind``, ``model`` and ``hardware`` may be empty: ``gpus``, ``tp``, ``pp``, ``cp``,
 ``dp_or_fsdp`` ("fsdp32", "dp4 (ep2)"), ``seq`` ("8192"; "128/2048" is a prompt and an answer), ``global_batch``,
 ``micro_batch``, ``precision``, ``metric``, ``value``, ``bf16_value`` and ``notes`` ("VP 5; EP 8; full AC"). A setting
-that a row leaves out gets its usual value: the least recomputation and the largest micro-batch that fit into memory.
+that a row leaves out gets its usual value. Without a micro-batch that is the least recomputation with which a sequence
+fits into memory, then the largest micro-batch, both of BF16: published comparisons change the precision alone.
 """
 
 import csv
@@ -13,10 +14,10 @@ from pathlib import Path
 
 from octavo.errors import ConfigError, DataError
 from octavo.planning.hardware import find_hardware
-from octavo.planning.jobs import Framework, Layout, Recompute, ServingJob, Sharding, TrainingJob
+from octavo.planning.jobs import DIVIDED_AS, Framework, Layout, Recompute, ServingJob, Sharding, TrainingJob
 from octavo.planning.model_names import find_model
 from octavo.planning.model_shapes import ModelShape
-from octavo.planning.precision import find_precision
+from octavo.planning.precision import BF16, find_precision
 from octavo.planning.row_words import numbers_of, says, setting
 from octavo.planning.training_memory import training_memory
 
@@ -171,7 +172,7 @@ def training_job(row: Row) -> TrainingJob:
     _refuse_what_does_not_divide(job, row.noted(EXPERT_RANKS))
     if not _names_sharding(row) and training_memory(job, Recompute.FULL).total > 1e9 * hardware.memory:
         job = replace(job, layout=replace(layout, sharding=Sharding.FSDP))  # what ran must have fitted
-    return job if micro else _with_micro_batch(job, has_global=bool(row["global_batch"]))
+    return job if micro else _with_micro_batch(job, has_global=row.integer("global_batch") > 0)
 
 
 EXPERT_RANKS = "ep|expert[ -]parallel(?:ism)?"
@@ -209,18 +210,27 @@ def _usual_micro_batches(layout: Layout) -> int:
 
 
 def _with_micro_batch(job: TrainingJob, *, has_global: bool) -> TrainingJob:
-    """The job with the largest power of two as its micro-batch that fits into memory, up to 32,768 tokens a rank."""
-    room, best = 0.95 * job.hardware.memory * 1e9, job
-    size = 1
-    while size * job.seq // job.layout.cp <= 32768:
-        batch = job.global_batch if has_global else size * job.layout.dp * _usual_micro_batches(job.layout)
-        bigger = replace(job, micro_batch=size, global_batch=batch)
-        policy = job.recompute or Recompute.FULL
-        if training_memory(bigger, policy).total > room:
-            break
-        best = bigger
-        size *= 2
-    return best
+    """The job with the least recomputation that lets it fit, and the largest micro-batch that fits with it, in BF16.
+
+    That is a power of two up to 32,768 tokens a rank. It divides a rank's share of a stated batch, into as many
+    micro-batches as are usual.
+    """
+    room, dp, sizes = 0.95 * job.hardware.memory * 1e9, job.layout.dp, [1]
+    usual = dp * _usual_micro_batches(job.layout)
+    while sizes[-1] * 2 * job.seq // job.layout.cp <= 32768:
+        sizes.append(2 * sizes[-1])
+    if has_global:
+        batch = job.global_batch
+        sizes = [size for size in sizes if size == 1 or (batch % (size * dp) == 0 and size * usual <= batch)]
+    jobs = [
+        replace(job, micro_batch=size, global_batch=job.global_batch if has_global else size * usual) for size in sizes
+    ]
+    policies = [job.recompute] if job.recompute else list(Recompute)
+    for policy in policies:
+        fitting = [each for each in jobs if training_memory(each.at(BF16), policy).total <= room]
+        if fitting:
+            return replace(fitting[-1], recompute=policy)
+    return replace(jobs[0], recompute=policies[-1])
 
 
 def _overlaps_tp(row: Row) -> bool:
@@ -231,19 +241,21 @@ def _overlaps_tp(row: Row) -> bool:
 
 def _layout(row: Row) -> Layout:
     text = row.notes
-    gpus = row.integer("gpus", 1) or 1
     tp, pp, cp = (row.integer(name, 1) or 1 for name in ("tp", "pp", "cp"))
-    ep = row.noted(EXPERT_RANKS)
+    gpus = row.integer("gpus")
+    if not gpus and tp * pp * cp > 1:
+        raise ConfigError(f"the row leaves out its number of GPUs, of which TP {tp} × PP {pp} × CP {cp} are one copy")
+    gpus, ep = gpus or 1, row.noted(EXPERT_RANKS)
     return Layout(
         gpus=gpus,
         tp=tp,
         pp=pp,
         cp=cp,
         vp=row.noted("vpp?", 2 if pp > 1 and says(text, r"\binterleaved") else 1),  # torchtitan's number
-        ep=min(ep, gpus // pp),
+        ep=max(1, min(ep, gpus // pp)),
         etp=row.noted("etp", tp if 0 < release_of(row) < 2025.3 and ep > 1 else 1),
         shard=_shard(row, dp=gpus // (tp * pp * cp)) * cp,
-        sharding=_sharding(text),
+        sharding=_sharding(row),
     )
 
 
@@ -255,14 +267,20 @@ SHARDINGS = (
 )
 
 
-def _sharding(text: str) -> Sharding:
-    """Division of states among data-parallel ranks; Megatron's distributed optimizer if nothing is said."""
-    return next((sharding for pattern, sharding in SHARDINGS if says(text, pattern)), Sharding.ZERO1)
+def _sharding(row: Row) -> Sharding:
+    """Division of states among data-parallel ranks: as a row names it, or as its program's published trainings have it.
+
+    A number of ranks, or a way that is denied, leaves Megatron's distributed optimizer.
+    """
+    named = next((sharding for pattern, sharding in SHARDINGS if says(row.notes, pattern)), None)
+    is_usual = Sharding.ZERO1 in DIVIDED_AS.get(framework_of(row), ())
+    return named or (Sharding.ZERO1 if is_usual or _names_sharding(row) else Sharding.FSDP)
 
 
 def _names_sharding(row: Row) -> bool:
-    """Whether a row says how states are divided, if only by denying a way, or by its number of replicas."""
-    return bool(row["dp_or_fsdp"]) or any(says(row.notes, pattern) is not None for pattern, _ in SHARDINGS)
+    """Whether a row says how states are divided, if only by denying a way, or by its number of ranks."""
+    has_number = re.search(r"\d", row["dp_or_fsdp"]) is not None
+    return has_number or any(says(row.notes, pattern) is not None for pattern, _ in SHARDINGS)
 
 
 def _shard(row: Row, *, dp: int) -> int:
@@ -307,7 +325,7 @@ def serving_job(row: Row) -> ServingJob:
     lengths = numbers_of("seq", row["seq"]) if row["seq"] else []
     if len(lengths) != 2:
         raise ConfigError("a service needs the lengths of prompts and answers in seq, as 1024/128")
-    gpus = max(1, row.integer("gpus", 1))
+    gpus = row.integer("gpus") or row.integer("tp") or 1
     tp = max(1, row.integer("tp", gpus))
     if row.integer("pp", 1) > 1:
         raise ConfigError("pipelines of inference are not modelled; tensor and expert parallelism and replicas are")

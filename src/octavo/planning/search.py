@@ -21,7 +21,7 @@ from octavo.planning.training_memory import Memory, planned_memory, recomputed_s
 __all__ = ["Candidate", "best_layout", "head_layers", "imbalance", "layouts", "longest_stage"]
 
 MICRO_BATCHES = tuple(1 << doublings for doublings in range(9))
-MOST_TOKENS = 65536  # of a micro-batch on one GPU
+MOST_TOKENS = 65536  # on one GPU, of a micro-batch of several sequences; one is as long as memory holds
 MOST_IMBALANCE = 1.1  # of a pipeline's stages: costs are those of the mean stage
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -170,7 +170,7 @@ def _batches(job: TrainingJob, layout: Layout, constants: Constants) -> Iterator
     if job.global_batch % layout.dp:
         return
     for micro in MICRO_BATCHES:
-        if (job.global_batch // layout.dp) % micro or micro * job.seq // layout.cp > MOST_TOKENS:
+        if (job.global_batch // layout.dp) % micro or (micro > 1 and micro * job.seq // layout.cp > MOST_TOKENS):
             return
         each = replace(job, layout=layout, micro_batch=micro)
         if layout.vp > 1 and each.micro_batches % layout.pp:

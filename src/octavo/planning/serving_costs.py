@@ -2,7 +2,7 @@
 
 A replica decodes all its requests in steps, and computes prompts in between. A step reads every weight and every
 request's keys and values once; a prompt is limited by FLOPs. How many requests are in flight follows from memory:
-what weights leave is filled with keys and values.
+what weights leave is filled with keys and values, and with the states of Mamba and linear attention.
 """
 
 import math
@@ -41,14 +41,17 @@ def _precision_of(job: ServingJob, part: Part) -> Precision:
 
 
 def kv_bytes(job: ServingJob, positions: float) -> float:
-    """Return the bytes of a request's keys and values at a length, on all GPUs; windowed layers keep their window."""
+    """Return the bytes that a request keeps at a length, on all GPUs: keys and values, and states of other mixers.
+
+    Windowed layers keep their window. Tensor-parallel ranks divide states, as vLLM does.
+    """
     model = job.model
     copies = max(1.0, job.tp / model.key_heads) if not model.kv_rank else job.tp
     copies = 1.0 if job.divides_experts else copies
     layers = model.attention_count - model.mtp_layers
     windowed = min(layers, model.windowed_layers)
     kept = (layers - windowed) * positions + windowed * min(positions, model.window or positions)
-    return model.kv_width * kept * job.precision.kv_bytes * copies
+    return model.kv_width * kept * job.precision.kv_bytes * copies + model.state_bytes
 
 
 def kept_positions(job: ServingJob) -> float:
@@ -81,7 +84,7 @@ def serving_parts(job: ServingJob) -> Parts:
     chunk = max(CHUNK, job.prompt) if job.prompt * requests > CHUNK else job.prompt * requests
     _add_pass(parts, job, tokens=chunk, share=job.prompt / chunk / job.answer, prefix="prompt")
     positions = job.prompt + job.answer / 2
-    per_gpu = kv_bytes(job, positions) / job.gpus
+    per_gpu = (kv_bytes(job, positions) + job.model.state_bytes) / job.gpus  # a step reads states, and writes them
     parts["decode_keys"] += per_gpu / (job.hardware.bandwidth * 1e9)
     flops = job.model.attention_flops(job.prompt) * job.prompt / job.answer / job.gpus
     parts["prompt_attention"] += flops / job.hardware.peak(16)

@@ -73,7 +73,7 @@ class ServingPoint:
         first_token_ms: time of a prompt that is computed alone.
         tokens_per_s: of the replica; ``low`` and ``high``: its 80 % interval.
         weights_gb: of the replica; ``kv_gb``: keys and values of all requests, of the prompt and 0.6 of the answer,
-            by which memory is filled.
+            by which memory is filled, and states of Mamba and linear attention.
         gpus_needed: for the load; 0 if none was given.
     """
 

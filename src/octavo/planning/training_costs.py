@@ -217,7 +217,7 @@ def _add_step(parts: Parts, job: TrainingJob) -> None:
             uses = job.micro_batches * (2 * weight_bytes + 4.0 * trained)
             parts["fsdp"] += uses * parameters * share / rate
         elif layout.sharding == Sharding.ZERO2:  # gathered once a step, while the first forward pass computes
-            parts["fsdp"] += (weight_bytes + 4.0 * trained) * parameters * share / rate
+            parts["fsdp"] += (weight_bytes + 4.0 * trained * job.micro_batches) * parameters * share / rate
         else:
             parts["dp"] += (weight_bytes + 2.0) * trained * parameters * share / rate
     owned = sum(parameters / ranks for parameters, ranks in _exchanges(layout, dense, experts))

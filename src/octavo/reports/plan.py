@@ -4,7 +4,7 @@ from itertools import cycle
 from typing import Any
 
 from octavo.planning import Option, Plan, advise
-from octavo.planning.advice import HOLDS
+from octavo.planning.advice import HOLDS, speedup_text
 from octavo.planning.constants import WORK
 from octavo.planning.plan import LayerGain
 from octavo.reports.figures import PALETTE, SHEET, new_figure, plain
@@ -77,7 +77,7 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
     recomputed = option.candidate.recomputed if option.candidate else ""
     return {
         "recipe": option.name,
-        "× BF16": "1" if option.speedup is None else f"{option.speedup[0]:.2f}",
+        "× BF16": "1" if option.speedup is None else speedup_text(option.speedup[0]),
         "step": f"{record['step_time_s']:.3g} s",
         "80 %": f"{record['step_time_low_s']:.3g}–{record['step_time_high_s']:.3g} s",
         "tokens/s/GPU": f"{record['tokens_per_s_per_gpu']:,.0f}",

@@ -155,6 +155,16 @@ def test_help_says_of_which_peak_mfu_is_a_share(octavo):
     assert "share of the GPU's dense BF16 peak, in FP8 recipes too" in shown
 
 
+def test_advice_offers_what_it_takes(octavo):
+    """It is of trainings: no service, and no program that serves."""
+    shown = " ".join(octavo("advise", "--help").stdout.split())
+    assert "--answer" not in shown
+    assert "megatron" in shown
+    assert "vllm" not in shown
+    assert "tensorrt" not in shown
+    assert octavo("advise", "llama-3-8b", "--framework", "vllm").exit_code == 2
+
+
 @pytest.mark.long
 def test_the_program_that_trains_can_be_chosen(octavo):
     records = [json.loads(octavo(*PLAN, "--framework", name, "--json").stdout) for name in ("torchtitan", "jax")]
@@ -232,7 +242,7 @@ def test_a_plan_has_the_answer_of_advise(octavo, monkeypatch, measured):
     [
         ("a100", 3, "With h100 or b200 in its place, FP8 would not be advised either."),
         ("h100", 0.1, "With a tolerance of 0.5 % FP8 would not be advised either; with 0.1 %, it never is."),
-        ("h100", 3, "Nothing that was tried changes it: GPUs, context, model, hardware, tolerance."),
+        ("h100", 3, "Nothing that was tried, and fits into memory, changes it: GPUs, context, model, hardware, tol"),
     ],
 )
 def test_advice_that_nothing_changes_says_what_was_tried(octavo, monkeypatch, hardware, tolerance, words):

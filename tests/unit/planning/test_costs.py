@@ -167,11 +167,39 @@ def test_fsdp_moves_every_weight_thrice_a_micro_batch():
     assert parts["fsdp"] == pytest.approx(sent / 450e9)
 
 
-def test_zero2_moves_every_weight_twice_a_step():
-    layout = Layout(gpus=8, sharding=Sharding.ZERO2)
+def test_gradients_that_are_divided_are_reduced_every_micro_batch_and_whole_ones_once_a_step():
+    """Weights are gathered once a step by both; what is reduced once is what memory holds whole."""
+    parameters = find_model("llama-3-8b").parameters
+    steps = [job(layout=Layout(gpus=8, sharding=kind), global_batch=64) for kind in (Sharding.ZERO2, Sharding.ZERO1)]
+    of_zero2, of_zero1 = map(training_parts, steps)
+    assert of_zero2["micro_batches"] == of_zero1["micro_batches"] == 8
+    assert of_zero2["fsdp"] == pytest.approx((2 + 8 * 4) * parameters * 7 / 8 / 450e9)
+    assert of_zero1["dp"] == pytest.approx((2 + 2) * parameters * 7 / 8 / 450e9)
+    kept = [training_memory(step, Recompute.NONE).gradients for step in steps]
+    assert kept == pytest.approx([4 * parameters / 8, 2 * parameters])
+
+
+@pytest.mark.parametrize("vp", [1, 2])
+def test_a_pipeline_sends_activations_forward_and_their_gradients_back(vp):
+    """Between every two stages: two bytes an element of each, divided by tensor-parallel ranks."""
+    layout = Layout(gpus=64, tp=2, pp=4, vp=vp, sharding=Sharding.ZERO1)
     parts = training_parts(job(layout=layout, global_batch=64))
-    assert parts["micro_batches"] == 8
-    assert parts["fsdp"] == pytest.approx((2 + 4) * find_model("llama-3-8b").parameters * 7 / 8 / 450e9)
+    sent = 2 * 2 * 8192 * 4096 / 2
+    assert parts["pp"] == pytest.approx(vp * sent / (H100.network * 1e9))
+
+
+def test_context_parallel_ranks_exchange_the_heads_of_keys_alone():
+    """Keys and values of 8 of 32 heads, of 1,024 tokens: forward, backward and their gradients, to 7 other ranks."""
+    parts = training_parts(job(layout=Layout(gpus=8, cp=8), global_batch=8))
+    of_layer = 1024 * 8 * (128 + 128) * 2
+    assert parts["cp"] == pytest.approx(3 * 32 * of_layer * 7 / 450e9)
+
+
+def test_stages_inside_a_domain_leave_fewer_neighbours_to_share_the_network():
+    """Of 8 linked GPUs four are of one copy's stages, so that two networks feed a rank, and not eight."""
+    parameters = find_model("llama-3-8b").parameters
+    parts = training_parts(job(layout=Layout(gpus=64, pp=4, sharding=Sharding.ZERO1), global_batch=64))
+    assert parts["dp"] == pytest.approx((2 + 2) * parameters / 4 * 15 / 16 / (2 * H100.network * 1e9))
 
 
 def test_replicas_gather_over_links_and_reduce_their_shard_over_the_network():
@@ -316,6 +344,14 @@ def test_fp8_halves_weights_and_leaves_room_for_more_requests():
     assert weight_bytes(fp8) == model.parameters - embeddings + 2 * embeddings
     assert kv_bytes(service, 1) == 2 * 32 * 8 * 128 * 2
     assert requests_in_flight(fp8) > requests_in_flight(service)
+
+
+def test_every_gpu_of_a_replica_keeps_a_reserve():
+    """1.5 GB of each, and keys and values fill what weights leave of 0.9 of its 80 GB."""
+    model = find_model("llama-3-70b")
+    service = ServingJob(model=model, hardware=H100, gpus=4, tp=4, prompt=1024, answer=0, precision=BF16)
+    free = 4 * (0.9 * 80e9 - 1.5e9) - 2 * model.parameters
+    assert requests_in_flight(service) == int(free / (80 * 2 * 8 * 128 * 2 * 1024))
 
 
 def test_every_accelerator_has_positive_figures():

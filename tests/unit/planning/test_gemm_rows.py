@@ -125,3 +125,28 @@ def test_a_backward_pass_is_two_products():
     ]
     assert rates[1] == pytest.approx(rates[0], rel=0.02)
     assert "not measured together" in predicted("M=8192 N=8192 K=8192", notes="fprop+dgrad").reason
+
+
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("4 linears of one layer", ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))),
+        ("MLP", ((16384, 4096), (4096, 16384))),
+        ("te.LayerNormMLP", ((16384, 4096), (4096, 16384))),
+        ("feed-forward block", ((16384, 4096), (4096, 16384))),
+        ("MLP (SwiGLU)", ((32768, 4096), (4096, 16384))),  # gate and up are one product
+        ("gated MLP", ((32768, 4096), (4096, 16384))),
+    ],
+)
+def test_an_mlp_has_no_linear_layers_of_attention(name, widths):
+    shapes = gemm_job(row(f"{name} h=4096 ffn=16384 M=8192")).shapes
+    assert shapes == tuple((8192, n, k) for n, k in widths)
+
+
+@pytest.mark.parametrize("precision", ["float8 tensorwise", "bf16"])
+def test_more_ranks_than_output_features_are_refused(precision):
+    """A rank without a column multiplies nothing, in no time."""
+    reason = predicted("M=8192 N=64 K=4096", tp="128", precision=precision).reason
+    assert reason == "128 tensor-parallel ranks are more than the 64 output features"
+    fits = predicted("M=8192 N=64 K=4096", tp="64", precision=precision)
+    assert fits.value > 0 < fits.bf16_value

@@ -22,6 +22,7 @@ from octavo.planning.this_cpu import measure_cpu
         ("GH200 144GB", "gh200-144gb"),
         ("GH200", "gh200"),
         ("A100 vs H100", "a100"),
+        ("A800-SXM4-80GB", "a800"),
         ("H100 (vs A100)", "h100"),
         ("B200", "b200"),
     ],
@@ -52,7 +53,7 @@ def test_figures_of_datasheets():
 
 def test_board_power_of_datasheets():
     """Watts, the most that a vendor allows: what energy is multiplied by. A card that is added needs its own."""
-    watts = {"v100": 300, "a100": 400, "a100-40gb": 400, "l4": 72, "l40": 300, "l40s": 350}
+    watts = {"v100": 300, "a100": 400, "a100-40gb": 400, "a800": 400, "l4": 72, "l40": 300, "l40s": 350}
     watts |= {"rtx-4090": 450, "rtx-6000-ada": 300}
     watts |= {"h100": 700, "h100-96gb": 700, "h100-nvl": 400, "h100-pcie": 350, "h800": 700, "h20": 400}
     watts |= {"h200": 700, "h200-nvl": 600, "gh200": 700, "gh200-144gb": 700}
@@ -66,6 +67,7 @@ def test_board_power_of_datasheets():
     [
         ("v100", 6, 25),  # NVLink 2: 25 GB/s a link and direction
         ("a100", 12, 25),
+        ("a800", 8, 25),
         ("h800", 8, 25),
         ("h100", 18, 25),
         ("h200", 18, 25),

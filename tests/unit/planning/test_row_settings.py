@@ -1,12 +1,15 @@
 """Settings of a training that rows write in their own ways: layouts, batches, and words in notes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from octavo.planning import fitted_constants, predict_row
-from octavo.planning.jobs import Sharding
+from octavo.planning.jobs import Recompute, Sharding
+from octavo.planning.precision import BF16
 from octavo.planning.rows import Row, framework_of, training_job
+from octavo.planning.training_memory import training_memory
 
 CONSTANTS = fitted_constants()
 LLAMA = {"model": "Llama-3.1-8B", "gpus": 64, "seq": 8192, "micro_batch": 1, "precision": "float8 tensorwise"}
@@ -67,12 +70,12 @@ def test_how_weights_are_sharded(cell, notes, ranks, sharding):
 
 def test_states_are_divided_if_they_would_not_fit_and_the_row_does_not_say():
     """2 + 2 bytes of 70 billion weights and gradients on each GPU are more than 80 GB, whatever its optimizer does."""
-    large = {"model": "Llama-3.1-70B", "gpus": 128, "notes": "full AC"}
+    large = {"model": "Llama-3.1-70B", "gpus": 128, "notes": "NeMo; full AC"}
     assert job(**large).layout.sharding == Sharding.FSDP
     assert job(**large, dp_or_fsdp="dp128").layout.sharding == Sharding.ZERO1
     assert "would need" in predicted(**large, dp_or_fsdp="dp128").reason
-    assert job(**large | {"notes": "full AC, ZeRO-1"}).layout.sharding == Sharding.ZERO1
-    assert job(notes="full AC").layout.sharding == Sharding.ZERO1
+    assert job(**large | {"notes": "NeMo; full AC, ZeRO-1"}).layout.sharding == Sharding.ZERO1
+    assert job(notes="NeMo; full AC").layout.sharding == Sharding.ZERO1
 
 
 def test_a_two_of_two_ranks_is_a_number():
@@ -214,3 +217,77 @@ def test_the_program_that_ran(notes, framework):
 def test_all_gpus_of_a_row_in_parentheses():
     assert predicted(gpus=8, metric="tokens_per_s (8 GPUs)").value == predicted(gpus=8, metric="tokens_per_s").value
     assert "is not predicted" in predicted(gpus=8, metric="peak_mem_gb (8 GPUs)").reason
+
+
+UNFILLED = [
+    {"model": "Llama-3.1-8B", "gpus": 64, "dp_or_fsdp": "fsdp64"},
+    {"model": "Llama-3.1-8B", "gpus": 8, "dp_or_fsdp": "fsdp8", "notes": "full AC"},
+    {"model": "Llama-3.1-8B", "gpus": 64, "dp_or_fsdp": "fsdp64", "global_batch": 64},
+    {"model": "Llama-3.1-8B", "gpus": 32, "tp": 2, "pp": 2, "dp_or_fsdp": "dp8"},
+    {"model": "Llama-3.1-70B", "gpus": 256, "dp_or_fsdp": "fsdp256"},
+    {"model": "Llama-3.1-1B", "gpus": 8, "dp_or_fsdp": "fsdp8", "seq": 2048},
+    {"model": "Mixtral-8x7B", "gpus": 64, "dp_or_fsdp": "dp64", "notes": "NeMo; EP 8"},
+]
+
+
+@pytest.mark.parametrize("cells", UNFILLED)
+@pytest.mark.parametrize("precision", ["float8 tensorwise", "float8 rowwise", "fp8 delayed scaling"])
+def test_a_speedup_is_the_ratio_of_two_rates_where_the_micro_batch_is_left_out(cells, precision):
+    """A published comparison changes the precision alone."""
+    left_out = cells | {"micro_batch": ""}
+    fp8, bf16 = (predicted(**left_out, precision=each) for each in (precision, "bf16"))
+    gain = predicted(**left_out, precision=precision, metric="speedup")
+    assert gain.value == pytest.approx(fp8.value / bf16.value)
+    assert fp8.bf16_value == pytest.approx(bf16.value)
+
+
+@pytest.mark.parametrize("cells", UNFILLED)
+def test_what_is_left_out_is_the_least_recomputation_and_then_the_largest_micro_batch(cells):
+    """Nothing less fits one sequence into 95 % of 80 GB, and no more sequences fit, in BF16."""
+    step = job(**cells | {"micro_batch": ""}).at(BF16)
+    assert step.recompute is not None
+
+    def fits(policy: Recompute, sequences: int) -> bool:
+        # the global batch keeps its number of micro-batches, which is all that memory takes from it
+        batch = sequences * step.micro_batches * step.layout.dp
+        each = replace(step, micro_batch=sequences, global_batch=batch)
+        return training_memory(each, policy).total <= 0.95 * 80e9
+
+    less = list(Recompute)[: list(Recompute).index(step.recompute)]
+    assert not any(fits(policy, 1) for policy in less) or "full AC" in cells.get("notes", "")
+    assert fits(step.recompute, step.micro_batch)
+    limits = (step.micro_batch * step.seq >= 32768, "global_batch" in cells)
+    assert any(limits) or not fits(step.recompute, 2 * step.micro_batch)
+    assert step.micro_batches * step.micro_batch * step.layout.dp == step.global_batch
+
+
+def test_no_micro_batch_is_larger_than_a_ranks_share_of_the_batch_that_is_stated():
+    assert job(gpus=64, global_batch=64, micro_batch="").micro_batch == 1
+    assert job(gpus=8, global_batch=48, seq=1024, micro_batch="").micro_batch == 2, "of 6 sequences a rank"
+    pipeline = {"gpus": 32, "tp": 2, "pp": 2, "seq": 1024, "micro_batch": ""}
+    found = [job(global_batch=batch, **pipeline) for batch in (8 * 16, 8 * 32)]
+    assert [(each.micro_batch, each.micro_batches) for each in found] == [(1, 16), (2, 16)], "eight a stage"
+    assert job(gpus=8, global_batch="n/a", micro_batch="") == job(gpus=8, micro_batch="")
+
+
+@pytest.mark.parametrize("cell", ["-", "n/a", "unknown", "dp", "not stated"])
+def test_a_cell_without_a_number_or_a_name_says_nothing_of_sharding(cell):
+    large = {"model": "Llama-3.1-70B", "gpus": 128, "notes": "NeMo; full AC"}
+    assert job(**large, dp_or_fsdp=cell) == job(**large)
+    assert job(**large, dp_or_fsdp=cell).layout.sharding == Sharding.FSDP
+
+
+@pytest.mark.parametrize(
+    ("notes", "sharding"),
+    [("", "fsdp"), ("NeMo", "zero1"), ("MaxText", "fsdp"), ("llm-foundry", "fsdp"), ("eager", "fsdp")],
+)
+def test_a_row_that_says_nothing_is_divided_as_its_programs_published_trainings(notes, sharding):
+    assert str(job(notes=notes).layout.sharding) == sharding
+
+
+def test_a_step_on_unstated_gpus_is_refused_for_that():
+    reason = predicted(gpus="", tp=8, pp=4, metric="step_time_s", notes="EP 8").reason
+    assert reason == "the row leaves out its number of GPUs, of which TP 8 × PP 4 × CP 1 are one copy"
+    few = predicted(model="Qwen3-30B-A3B", gpus=2, pp=4, notes="EP 8").reason
+    assert few == "2 GPUs are not a multiple of TP 1 × PP 4 × CP 1"
+    assert predicted(gpus="", tp=8, pp=4, metric="speedup").reason is None

@@ -126,3 +126,22 @@ def test_the_largest_training_has_a_plan_or_a_sentence(settings):
             make_plan(request, CONSTANTS)
     else:
         assert make_plan(request, CONSTANTS).bf16.tokens_per_s_per_gpu > 0
+
+
+@pytest.mark.parametrize(("seq", "hardware"), [(131072, "b200"), (65536, "h100")])
+def test_one_sequence_is_as_long_as_memory_holds(seq, hardware):
+    """SmolLM2 135M: 131,072 tokens need 52 GB of logits and 11 of blocks' inputs and one block, of 180."""
+    step = plan("smollm2-135m", 1, hardware, seq=seq).bf16
+    assert (step.job.layout.cp, step.job.micro_batch) == (1, 1)
+    assert step.memory.total <= 0.95 * step.job.hardware.memory * 1e9
+    assert step.memory.working > 8 * seq * 49152
+
+
+def test_what_does_not_fit_is_refused_for_memory_alone():
+    """Every refusal for memory is of a step that needs more than there is, with every block recomputed."""
+    for name, hardware, seq in (("smollm2-135m", "h100", 262144), ("llama-3-8b", "h100", 8192)):
+        job = replace(plan("smollm2-135m", 1, hardware, seq=2048).bf16.job, model=find_model(name), seq=seq)
+        with pytest.raises(ConfigError, match="does not fit into 1 × 80 GB"):
+            best_layout(replace(job, global_batch=1, micro_batch=1), CONSTANTS)
+        smallest = replace(job, global_batch=1, micro_batch=1, layout=Layout(gpus=1))
+        assert training_memory(smallest, Recompute.FULL).total > 0.95 * 80e9

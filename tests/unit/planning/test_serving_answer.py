@@ -8,6 +8,9 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.planning import find_hardware, find_model, fitted_constants, hardware_names, model_names, read_rows
+from octavo.planning.jobs import ServingJob
+from octavo.planning.precision import BF16
+from octavo.planning.serving_costs import kv_bytes, requests_in_flight, serving_parts
 from octavo.planning.serving_plan import (
     FEWEST_MEASURED,
     ServingPoint,
@@ -194,11 +197,48 @@ def test_encoders_generate_nothing():
             request_of(model=find_model(name))
 
 
-def test_a_model_without_attention_is_refused():
-    """It keeps states instead of keys and values, which have no size here; and no number of requests follows."""
-    model = replace(find_model("nemotron-h-8b"), name="mamba", attention_layers=0)
-    with pytest.raises(ConfigError, match="mamba has no attention, and the states that its other layers keep of a re"):
-        serving_points(request_of(model=model), CONSTANTS)
+def test_a_request_of_a_hybrid_keeps_the_states_of_its_mixers():
+    """Nemotron-H 8B: 24 Mamba-2 layers of 8,192 channels by 128 states in FP32, and three positions of a convolution.
+
+    The convolution is of the channels, and of 8 groups' two inputs of 128 states. Four layers have keys and values.
+    """
+    service = service_of("nemotron-h-8b")
+    states = 24 * (8192 * 128 * 4 + 3 * (8192 + 2 * 8 * 128) * 2)
+    keys = 4 * 2 * 8 * 128
+    assert kv_bytes(service, 1000) == states + 1000 * keys * 2
+    assert kv_bytes(replace(service, precision=replace(BF16, kv_bytes=1)), 1000) == states + 1000 * keys
+    assert kv_bytes(replace(service, gpus=2, tp=2), 1000) == states + 1000 * keys * 2, "ranks divide the channels"
+    parts, requests = serving_parts(service), requests_in_flight(service)
+    read = kv_bytes(service, service.prompt + service.answer / 2)
+    assert parts["decode_keys"] == pytest.approx((read + states) / (3350 * 1e9)), "a step writes the states anew"
+    assert 1 < requests < 1024
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "nemotron-nano-9b", "nemotron-3-nano", "llama-3-8b"])
+def test_what_is_served_fits_into_the_memory_of_the_gpu(name):
+    points, _ = serving_points(request_of(model=find_model(name), prompt=1024, answer=64), CONSTANTS)
+    assert all(point.weights_gb + point.kv_gb + 1.5 <= 0.9 * 80 for point in points)
+
+
+def test_a_model_that_keeps_nothing_of_a_request_is_refused():
+    """Attention keeps keys and values, Mamba states; without either no number of requests follows."""
+    states = replace(find_model("nemotron-h-8b"), name="mamba", attention_layers=0)
+    points, _ = serving_points(request_of(model=states), CONSTANTS)
+    assert all(point.kv_gb == pytest.approx(point.requests * 0.1021, rel=1e-3) for point in points)
+    with pytest.raises(ConfigError, match="mlp has neither attention nor a mixer with states; plan inference of a mod"):
+        serving_points(request_of(model=replace(states, name="mlp", mamba_layers=0)), CONSTANTS)
+
+
+def service_of(name: str) -> ServingJob:
+    return ServingJob(
+        model=find_model(name),
+        hardware=find_hardware("h100"),
+        gpus=1,
+        tp=1,
+        prompt=1024,
+        answer=64,
+        precision=BF16,
+    )
 
 
 HUGE = 10**330

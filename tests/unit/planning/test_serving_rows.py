@@ -34,6 +34,11 @@ def test_replicas_serve_side_by_side():
     assert shared[0].value == pytest.approx(8 * shared[1].value)
 
 
+def test_a_service_on_unstated_gpus_is_one_replica():
+    assert predicted(gpus="", tp=8) == predicted(gpus=8, tp=8)
+    assert predicted(gpus="", tp="") == predicted(gpus=1, tp=1)
+
+
 @pytest.mark.parametrize(
     ("cells", "words"),
     [({"gpus": 8, "tp": 3}, "not a multiple of the 3"), ({"gpus": 8, "tp": 4, "pp": 2}, "pipelines")],
