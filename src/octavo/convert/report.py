@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -325,7 +325,7 @@ def shares_of(
     )
 
 
-def _will_run_in_fp8(layer: torch.nn.Module, recipe: Recipe) -> bool:
+def _will_run_in_fp8(layer: torch.nn.Module, recipe: Recipe) -> TypeGuard[torch.nn.Linear]:
     """Return whether the recipe casts, or the weight is stored as codes already."""
     return not recipe.is_high_precision or (isinstance(layer, Linear) and layer.codes_layout is not None)
 

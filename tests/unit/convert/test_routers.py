@@ -59,7 +59,7 @@ def built(name, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{name}Config")(**options)
-        return getattr(transformers, f"{name}ForConditionalGeneration", None)(config)
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 SPARSE = {
