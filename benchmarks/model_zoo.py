@@ -60,7 +60,7 @@ HALVES: dict[str, Any] = {  # of encoder-decoders, and other names of the same s
     "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "decoder_start_token_id": 1, "encoder_sparse_step": 2,
     "decoder_sparse_step": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "embedding_size": 32,
 }  # fmt: skip
-PICTURES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_channels": 3}
+PICTURES: dict[str, Any] = {"image_size": 64, "num_channels": 3}
 # Name of a family: transformers' mapping of its models, their sizes, and what they take.
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "causal": ("CAUSAL_LM", SIZES, ("input_ids",)),
@@ -139,7 +139,7 @@ def build(name: str) -> nn.Module:
 def inputs_of(family: str) -> dict[str, Tensor]:
     """What a model of a family takes."""
     tokens = torch.arange(32).reshape(2, 16) % TINY["vocab_size"]
-    picture = torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32)
+    picture = torch.linspace(-1, 1, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64)
     return {name: picture if name == "pixel_values" else tokens for name in FAMILIES[family][2]}
 
 
