@@ -137,7 +137,7 @@ def build(name: str) -> nn.Module:
 
 
 def inputs_of(family: str) -> dict[str, Tensor]:
-    """What a model of a family takes."""
+    """The arguments of a model of a family."""
     tokens = torch.arange(32).reshape(2, 16) % TINY["vocab_size"]
     picture = torch.linspace(-1, 1, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64)
     return {name: picture if name == "pixel_values" else tokens for name in FAMILIES[family][2]}

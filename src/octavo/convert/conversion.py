@@ -213,7 +213,7 @@ def _planned(
     *,
     others: tuple[Mapping[str, Recipe], Mapping[str, str]],
 ) -> ConversionReport:
-    """What a conversion will do, of a model that is not converted yet."""
+    """The report of a conversion that is decided and not made yet."""
     running, left = others  # modules that will run a recipe; those that will not, and why
     weights = {
         f"{path}.{name}" if path else name: recipe
