@@ -210,9 +210,8 @@ def plain(make: Callable[[], nn.Module], inputs: dict[str, Tensor]) -> nn.Module
     """
     try:
         model = make().eval()
-        copy.deepcopy(model)
-        model(**inputs)[0].float().square().mean().backward()
-        model.zero_grad()
+        trial = copy.deepcopy(model)  # a forward may leave tensors in the model that no copy can be made of
+        trial(**inputs)[0].float().square().mean().backward()
     except Exception as error:  # any model may raise anything
         raise NotBuiltError(_first_line(error)) from error
     return model
@@ -278,6 +277,7 @@ def small(config_class: Any, model_class: Any, sizes: dict[str, Any]) -> nn.Modu
     latent = {**MLA, "head_dim": MLA["qk_rope_head_dim"], "num_key_value_heads": 4}
     own = {**sizes, **(latent if "kv_lora_rank" in known else {})}
     one_a_stage = {key for key in own if isinstance(getattr(default, key, None), list | tuple)} - TOKENS
+    one_a_stage |= {"num_layers", "num_hidden_layers"} if "depths" in known else set()
     config = config_class(**{key: value for key, value in own.items() if key in known - one_a_stage})
     with torch.device("meta"):
         large = sum(p.numel() for p in model_class(config).parameters())
