@@ -127,7 +127,7 @@ class Runs:
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = path.read_text().splitlines() if path.is_file() else []
-        whole = [line for line in lines if line.endswith("}")]  # the last may have been cut
+        whole = [line for line in lines if _is_whole(line)]  # the last may have been cut
         path.write_text("".join(f"{line}\n" for line in whole))
         self._windows: dict[str, list[float]] = {
             key(Setting(**run["setting"])): run["windows"] for run in map(json.loads, whole)
@@ -143,6 +143,14 @@ class Runs:
                 file.write(json.dumps({"setting": asdict(setting), "windows": windows, "losses": losses}) + "\n")
             print(setting.model, setting.recipe, setting.seed, f"{statistics.fmean(windows):.4f}", flush=True)
         return self._windows[key(setting)]
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def key(setting: Setting) -> str:

@@ -1,20 +1,24 @@
 """Share of the forward's multiplications in FP8, by architecture: small configurations of transformers, no weights.
 
-    python -m benchmarks.model_zoo [--only mixtral,gpt2] [--all] [--no-write]
+    python -m benchmarks.model_zoo [--only mixtral,gpt2] [--all [--every N]] [--no-write]
 
-Each model is converted, takes a step of SGD, and is restored; a row fails where the converted model raises and the
-plain one does not, where its state_dict is not the same, or where the restored one computes other numbers than before.
+A model is built first and run forward and backward as it is: what fails there is listed as not built, with the reason.
+It is then converted, takes a step of SGD, and is restored. That fails where anything raises, where the state_dict is
+not the same, where the report leaves a weight out, or where the restored model computes other numbers than before.
 "linear layers" is the share with ``nn.Linear`` alone converted, as octavo did before it knew experts and Conv1D.
 
 Counted are the multiplications of one forward by weights, as the operators that ran have them: a token's experts, not
-all. Attention's products of activations are left out. ``--all`` adds every other causal language model of transformers
-whose small configuration builds.
+all. Attention's products of activations are left out. ``--all`` adds every other architecture of transformers whose
+small configuration builds as one of :data:`FAMILIES`, each once; ``--every N`` takes one in N of them.
 """
 
 import argparse
 import copy
+import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,11 +44,30 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LARGEST = 20_000_000  # parameters of a model that --all builds
+LARGEST = 35_000_000  # parameters of a model that --all builds
+TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id"}
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 MLA: dict[str, Any] = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
+NORMED = re.compile(r"\.parametrizations\.weight\.original[01]$")  # torch's weight_norm, of a linear layer
+SIZES: dict[str, Any] = {
+    **TINY, **EXPERTS, "use_cache": False, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+}  # fmt: skip
+HALVES: dict[str, Any] = {  # of encoder-decoders, and other names of the same sizes
+    "d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "decoder_start_token_id": 1, "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "embedding_size": 32,
+}  # fmt: skip
+PICTURES: dict[str, Any] = {"image_size": 64, "num_channels": 3}
+# Name of a family: transformers' mapping of its models, their sizes, and what they take.
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "causal": ("CAUSAL_LM", SIZES, ("input_ids",)),
+    "encoder-decoder": ("SEQ_TO_SEQ_CAUSAL_LM", {**SIZES, **HALVES}, ("input_ids", "decoder_input_ids")),
+    "encoder": ("MASKED_LM", {**SIZES, **HALVES}, ("input_ids",)),
+    "vision": ("IMAGE_CLASSIFICATION", {**SIZES, **HALVES, **PICTURES}, ("pixel_values",)),
+}
 # Class name of the model without "ForCausalLM", and what its configuration takes besides TINY.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -78,30 +101,46 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+class NotBuiltError(Exception):
+    """A plain model that cannot be created, or run forward and backward, with this configuration."""
+
+
 class Row(NamedTuple):
     """One architecture."""
 
     name: str
+    family: str
     before: float
     after: float
     problem: str
     left: str
 
 
-def build(name: str) -> nn.Module:
-    """Create a model of :data:`MODELS` with random weights."""
+def model_class_of(name: str) -> Any:
+    """The class of a model of :data:`MODELS`."""
     import transformers
 
-    base, options = MODELS[name]
-    model_class = getattr(transformers, base if base.endswith("Head") else f"{base}ForCausalLM", None) or getattr(
-        transformers, f"{base}Model"
+    base = MODELS[name][0]
+    known = getattr(transformers, base if base.endswith("Head") else f"{base}ForCausalLM", None)
+    return known or getattr(transformers, f"{base}Model")
+
+
+def build(name: str) -> nn.Module:
+    """Create a model of :data:`MODELS` with random weights."""
+    model_class, (_, options) = model_class_of(name), MODELS[name]
+    config = model_class.config_class(
+        **{**{key: value for key, value in TINY.items() if key not in options}, **options}
     )
-    config_class = model_class.config_class
-    given = {**{key: value for key, value in TINY.items() if key not in options}, **options}
-    config = config_class(**given)
     torch.manual_seed(0)
     model: nn.Module = model_class(config)
     return model
+
+
+def inputs_of(family: str) -> dict[str, Tensor]:
+    """The arguments of a model of a family."""
+    tokens = torch.arange(32).reshape(2, 16) % TINY["vocab_size"]
+    picture = torch.linspace(-1, 1, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64)
+    return {name: picture if name == "pixel_values" else tokens for name in FAMILIES[family][2]}
 
 
 class Multiplications(TorchDispatchMode):
@@ -136,109 +175,166 @@ class Multiplications(TorchDispatchMode):
         return share
 
 
-def measured_share(model: nn.Module, tokens: Tensor) -> float:
+def measured_share(model: nn.Module, inputs: dict[str, Tensor]) -> float:
     """Share of the multiplications of one forward that run in FP8."""
     with torch.no_grad(), Multiplications(model) as counted:
-        model(input_ids=tokens)
+        model(**inputs)
     return float(counted.share)
 
 
-def check(model: nn.Module, tokens: Tensor) -> str:
+def check(model: nn.Module, inputs: dict[str, Tensor]) -> str:
     """Convert, step, restore and compare; what went wrong, or nothing."""
-    model.eval()
     with torch.no_grad():
-        before = model(input_ids=tokens)[0]
+        before = model(**inputs)[0]
     keys = list(model.state_dict())
     octavo.convert(model, "tensorwise")
     if list(model.state_dict()) != keys:
         return "the state_dict has other keys"
     saved = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model(input_ids=tokens)[0].float().square().mean().backward()
+    model(**inputs)[0].float().square().mean().backward()
     if not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
         return "a gradient is not finite"
     optimizer.step()
     model.load_state_dict(saved)
     octavo.restore(model)
     with torch.no_grad():
-        return "" if torch.equal(model(input_ids=tokens)[0], before) else "the restored model computes other numbers"
+        return "" if torch.equal(model(**inputs)[0], before) else "the restored model computes other numbers"
 
 
-def row(name: str, make: Callable[[], nn.Module]) -> Row:
-    """Measure one architecture."""
-    tokens = torch.arange(32).reshape(2, 16) % TINY["vocab_size"]
-    model = make().eval()
-    linear_alone = copy.deepcopy(model)
-    model(input_ids=tokens)[0].float().square().mean().backward()  # what a plain model raises is no failure of octavo's
-    model.zero_grad()
+def plain(make: Callable[[], nn.Module], inputs: dict[str, Tensor]) -> nn.Module:
+    """Create a model that runs forward and backward before octavo sees it.
+
+    Raises:
+        NotBuiltError: it does not.
+    """
+    try:
+        model = make().eval()
+        trial = copy.deepcopy(model)  # a forward may leave tensors in the model that no copy can be made of
+        trial(**inputs)[0].float().square().mean().backward()
+    except Exception as error:  # any model may raise anything
+        raise NotBuiltError(_first_line(error)) from error
+    return model
+
+
+def row(name: str, make: Callable[[], nn.Module], family: str = "causal") -> Row:
+    """Measure one architecture.
+
+    Raises:
+        NotBuiltError: the plain model does not run.
+    """
+    inputs = inputs_of(family)
+    model = plain(make, inputs)
+    try:
+        return _measured(name, family, model, inputs)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the plain model does not raise it)
+        return Row(name, family, 0.0, 0.0, _first_line(error), "")
+
+
+def _measured(name: str, family: str, model: nn.Module, inputs: dict[str, Tensor]) -> Row:
+    linear_alone, converted = copy.deepcopy(model), copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of models in which nothing is converted
         octavo.convert(linear_alone, "tensorwise", skip=list(other_modules(linear_alone)))
-        before = measured_share(linear_alone, tokens)
-        converted = copy.deepcopy(model)
+        before = measured_share(linear_alone, inputs)
         report = octavo.convert(converted, "tensorwise")
-        after = measured_share(converted, tokens)
-        problem = check(model, tokens)
+        after = measured_share(converted, inputs)
+        problem = check(model, inputs)
     named = {f"{path}.weight" for path in (*report.converted, *report.skipped)}
     named |= {*report.parameters, *report.weights}
-    matrices = {n for n, p in model.named_parameters() if sum(size > 1 for size in p.shape) > 1}
+    matrices = {NORMED.sub(".weight", name) for name, p in model.named_parameters() if p.ndim > 1}
     if matrices - named:
         problem = problem or f"not in the report: {min(matrices - named)}"
     rest = report.shares.by_path
     largest = max(rest, key=lambda path: rest[path].multiplications, default="")
-    return Row(name, before, after, problem, largest)
+    return Row(name, family, before, after, problem, largest)
 
 
-def every_causal_model() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """All of transformers' causal language models, with the configuration's own names of :data:`TINY`'s sizes."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
-    sizes = {**TINY, **EXPERTS, "use_cache": False, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
-    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
 
-        def make(config_class: Any = config_class, model_class: Any = model_class) -> nn.Module:
-            known = {*config_class().to_dict(), *config_class.attribute_map}
-            latent = {**MLA, "head_dim": MLA["qk_rope_head_dim"], "num_key_value_heads": 4}
-            own = {**sizes, **(latent if "kv_lora_rank" in known else {})}
-            config = config_class(**{k: v for k, v in own.items() if k in known})
-            with torch.device("meta"):
-                large = sum(p.numel() for p in model_class(config).parameters())
-            if large > LARGEST:
-                raise ValueError(f"{large:,} parameters: its sizes have names of their own")
-            torch.manual_seed(0)
-            made: nn.Module = model_class(config)
-            return made
+def every_model() -> Iterator[tuple[str, str, Callable[[], nn.Module]]]:
+    """All of transformers' models of the families: architecture, family, and how to create one.
 
-        yield config_class.model_type, make
+    An architecture that is in several families comes several times, and one of :data:`MODELS` not at all.
+    """
+    from transformers.models.auto import modeling_auto
+
+    known = {model_class_of(name) for name in MODELS}
+    for family, (mapping, sizes, _) in FAMILIES.items():
+        for config_class, model_classes in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING").items():
+            model_class = model_classes[0] if isinstance(model_classes, tuple) else model_classes
+            if model_class not in known:
+                known.add(model_class)
+                yield config_class.model_type, family, partial(small, config_class, model_class, sizes)
+
+
+def small(config_class: Any, model_class: Any, sizes: dict[str, Any]) -> nn.Module:
+    """Create a model with those sizes that its configuration knows by these names."""
+    default = config_class()
+    known = {*default.to_dict(), *config_class.attribute_map}
+    latent = {**MLA, "head_dim": MLA["qk_rope_head_dim"], "num_key_value_heads": 4}
+    own = {**sizes, **(latent if "kv_lora_rank" in known else {})}
+    one_a_stage = {key for key in own if isinstance(getattr(default, key, None), list | tuple)} - TOKENS
+    one_a_stage |= {"num_layers", "num_hidden_layers"} if "depths" in known else set()
+    config = config_class(**{key: value for key, value in own.items() if key in known - one_a_stage})
+    with torch.device("meta"):
+        large = sum(p.numel() for p in model_class(config).parameters())
+    if large > LARGEST:
+        raise ValueError(f"{large:,} parameters: its sizes have names of their own")
+    torch.manual_seed(0)
+    model: nn.Module = model_class(config)
+    return model
+
+
+def measure_all(candidates: Iterable[tuple[str, str, Callable[[], nn.Module]]]) -> tuple[list[Row], dict[str, str]]:
+    """Rows of the architectures, one each, and those that no family builds with the first reason."""
+    rows, unbuilt = dict[str, Row](), dict[str, str]()
+    for name, family, make in candidates:
+        if name in rows:
+            continue
+        try:
+            rows[name] = row(name, make, family)
+            unbuilt.pop(name, None)
+            print(*rows[name], flush=True)
+        except NotBuiltError as error:
+            unbuilt.setdefault(name, str(error))
+            print(name, family, "not built:", error, flush=True)
+    return list(rows.values()), unbuilt
+
+
+def result(rows: Sequence[Row], unbuilt: Mapping[str, str]) -> list[str]:
+    """Lines of the result: how many, what failed, the table, and what was not built."""
+    families = ", ".join(f"{number} {family}" for family, number in Counter(each.family for each in rows).items())
+    failed = [each for each in rows if each.problem]
+    head = f"{len(rows)} architectures, each once ({families}); {len(failed)} failed that run without octavo."
+    columns = ["architecture", "family", "linear layers", "octavo", "problem", "largest weight that stays"]
+    cells = [[r.name, r.family, f"{r.before:.2f}", f"{r.after:.2f}", r.problem or "none", r.left] for r in rows]
+    reasons = [f"- {name}: {reason}" for name, reason in unbuilt.items()]
+    missing = f"Not built, with the plain model's reason: {len(unbuilt)}."
+    return [head, "", *markdown_table(columns, cells), "", missing, "", *reasons]
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Print the table and write it; the exit code is 1 if an architecture failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names, separated by commas")
-    parser.add_argument("--all", action="store_true", help="also every other causal language model")
+    parser.add_argument("--all", action="store_true", help="also every other architecture of the families")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one in N of them, for a quick run")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     machine = hardware()
-    makers: dict[str, Callable[[], nn.Module]] = {name: partial(build, name) for name in MODELS}
-    if arguments.all:
-        makers = dict(every_causal_model()) | makers
-    names = arguments.only.split(",") if arguments.only else list(makers)
-    rows, unbuilt = [], []
-    for name in names:
-        try:
-            rows.append(row(name, makers[name]))
-            print(*rows[-1], flush=True)
-        except Exception as error:  # noqa: BLE001 (any model may raise anything)
-            unbuilt.append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            print(unbuilt[-1], flush=True)
-    table = markdown_table(
-        ["architecture", "linear layers", "octavo", "problem", "largest weight that stays"],
-        [[r.name, f"{r.before:.2f}", f"{r.after:.2f}", r.problem or "none", r.left] for r in rows],
-    )
-    failures = [f"Not built, or failed: {len(unbuilt)}.", "", *(f"- {each}" for each in unbuilt)]
+    makers: list[tuple[str, str, Callable[[], nn.Module]]] = [(name, "causal", partial(build, name)) for name in MODELS]
+    only = arguments.only.split(",") if arguments.only else []
+    makers += list(every_model()) if arguments.all or set(only) - MODELS.keys() else []
+    names = only or [name for name, *_ in makers]
+    if unknown := set(names) - {name for name, *_ in makers}:
+        parser.error(f"no architecture is called {', '.join(sorted(unknown))}")
+    rows, unbuilt = measure_all([each for each in makers if each[0] in names][:: arguments.every])
     title = "Share of the forward's multiplications in FP8, by architecture"
-    publish("model_zoo", [*table, "", *failures], title=title, machine=machine, write=not arguments.no_write)
+    publish("model_zoo", result(rows, unbuilt), title=title, machine=machine, write=not arguments.no_write)
+    sys.exit(int(any(each.problem for each in rows)))
 
 
 if __name__ == "__main__":

@@ -194,6 +194,43 @@ def test_each_matrix_is_measured_into_its_own_place():
     assert count == 1
 
 
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("factors", [(4.0, 1.0), (1.0, 4.0)], ids=str)
+def test_the_largest_of_several_micro_batches_is_recorded(factors, together, monkeypatch):
+    if not together:
+        monkeypatch.setattr(each, "backend_of_cast", lambda *_: "none that takes several")
+    layer = GroupedLinear(EXPERTS, K, N, recipe="delayed", manual_scale_updates=True)
+    batches = [factor * torch.randn(40, K).clamp(-3, 3) for factor in factors]
+    for batch in batches:
+        layer(batch, torch.tensor(SPLITS[0])).sum().backward()
+    octavo.update_scales(layer)
+    largest = torch.stack(batches).abs().amax(dim=(0, 2))
+    expected = [largest[start:end].amax() if start < end else -1.0 for start, end in pairwise(SPLITS[0])]
+    assert octavo.scaling_state(layer)["input.amax_history"].amax(dim=1).tolist() == [float(e) for e in expected]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [
+        ([0, 5, 5, 6, 40], r"^offsets must be a tensor, not a list; pass torch\.tensor\(offsets\)$"),
+        (
+            torch.zeros(5, dtype=torch.int64, device="meta"),
+            "^offsets are on the meta device, which has no values; pass",
+        ),
+    ],
+    ids=["list", "meta"],
+)
+def test_offsets_without_values_to_read_are_refused_in_a_sentence(offsets, words):
+    with pytest.raises(ConfigError, match=words):
+        GroupedLinear(EXPERTS, K, N)(torch.zeros(40, K), offsets)
+
+
+@pytest.mark.parametrize("sizes", [(-1, K, N), (0, K, N), (EXPERTS, 0, N), (EXPERTS, K, 1.5)], ids=str)
+def test_sizes_below_one_are_refused_in_a_sentence(sizes):
+    with pytest.raises(ConfigError, match=r"^(experts|in_features|out_features) must be "):
+        GroupedLinear(*sizes)
+
+
 @pytest.mark.parametrize(
     "offsets", [torch.tensor([0, 1, 2]), torch.tensor([0, 2, 1, 3, 40]), torch.tensor([0, 1, 2, 3, 41]), torch.zeros(5)]
 )

@@ -35,10 +35,10 @@ class _InterfaceAttention(DotProductAttention):
 
     former: str | None = None
 
-    def called_by(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def called_by(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """Map transformers' [B, heads, T, D], [B, kv, S, D] to [B, T, heads, D]."""
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        self.causal = mask is None and q.shape[1] > 1 and getattr(module, "is_causal", True)
+        self.causal = mask is None and q.shape[1] > 1 and is_causal
         if self.causal:  # a cache that is longer than what it holds, in its first call
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
         result: Tensor = self(q, k, v, mask=mask)
@@ -130,6 +130,7 @@ def _attend(  # noqa: PLR0917 (as transformers calls it)
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Function of transformers' interface; see its ``sdpa_attention_forward``."""
@@ -140,4 +141,5 @@ def _attend(  # noqa: PLR0917 (as transformers calls it)
             )
     child: _InterfaceAttention = module._modules[_CHILD]  # noqa: SLF001
     child.dropout, child.scale = dropout, scaling
-    return child.called_by(module, query, key, value, attention_mask), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # the argument overrides the module
+    return child.called_by(query, key, value, attention_mask, is_causal=causal), None

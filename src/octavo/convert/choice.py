@@ -67,15 +67,15 @@ def choose_layers(
     paths, readers = all_paths(model), weight_readers(model)
     every = multiplying_modules(model, convolutions=convolutions)
     check_patterns(skip, every, paths)
-    reasons = _heads(candidates, linear_classes) if not convert_head else {}
+    choosing = routers(model)
+    reasons = _heads(candidates, choosing, linear_classes) if not convert_head else {}
     reasons |= _outer_blocks(model, every, keep_first_blocks, keep_last_blocks)
-    reasons |= {name.removesuffix(".weight"): reason for name, reason in routers(model).items()}
     for path, module in candidates.items():
         if _is_convertible(module, linear_classes) and (reason := _unable(module, readers)) is not None:
             reasons[path] = reason
     selected, skipped = {}, {}
     for path, module in candidates.items():  # all decided before the first change: a filter may raise
-        reason = _reason_of_class(module, linear_classes, readers)
+        reason = choosing.get(f"{path}.weight") or _reason_of_class(module, linear_classes, readers)
         reason = reason or _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements)
         reason = reason or reasons.get(path)
         if reason is None:
@@ -158,11 +158,16 @@ def _check_classes(candidates: Mapping[str, torch.nn.Module], linear_classes: Se
             raise ConfigError(f"linear_classes names {kind!r}, of which this model has no layer but nn.Linear's own")
         for path, layer in layers.items():
             assert isinstance(layer, torch.nn.Linear)
-            if not _computes_as_linear(layer):
-                raise ConfigError(
-                    f"linear_classes names {kind.__name__}, but {shown(path)} is no plain linear layer: besides "
-                    "x @ weight.T + bias it computes or stores something else; leave the class out"
-                )
+            refusal = (
+                f"linear_classes names {kind.__name__}, but {shown(path)} is no plain linear layer: besides "
+                "x @ weight.T + bias it computes or stores something else; leave the class out"
+            )
+            try:
+                is_plain = _computes_as_linear(layer)
+            except Exception as error:  # a forward of its own may raise anything
+                raise ConfigError(f"{refusal} (its forward raised {type(error).__name__}: {error})") from error
+            if not is_plain:
+                raise ConfigError(refusal)
 
 
 def _has_weight_and_bias_alone(layer: torch.nn.Linear) -> bool:
@@ -181,8 +186,10 @@ def _computes_as_linear(layer: torch.nn.Linear) -> bool:
     x = torch.linspace(-1, 1, 2 * layer.in_features, device=weight.device).reshape(2, -1).to(weight.dtype)
     with torch.no_grad():
         expected = torch.nn.functional.linear(x, weight, layer.bias)
-        found = type(layer).forward(layer, x)
-        return torch.allclose(found, expected, rtol=torch.finfo(x.dtype).eps ** 0.5, atol=1e-3)
+        found: object = type(layer).forward(layer, x)
+    if not isinstance(found, torch.Tensor) or found.shape != expected.shape or found.dtype is not expected.dtype:
+        return False
+    return torch.allclose(found, expected, rtol=torch.finfo(x.dtype).eps ** 0.5, atol=1e-3)
 
 
 def _unreadable(weight: torch.Tensor) -> str | None:
@@ -206,7 +213,7 @@ def heads_of(model: torch.nn.Module) -> tuple[str, ...]:
         >>> heads_of(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "lm_head": torch.nn.Linear(8, 16)}))
         ('lm_head',)
     """
-    return tuple(_heads(dict(candidates_of(model))))
+    return tuple(_heads(dict(candidates_of(model)), routers(model)))
 
 
 def _reason_of_class(
@@ -243,14 +250,20 @@ def _reason_to_skip(
 
 
 def _heads(
-    candidates: dict[str, torch.nn.Module], linear_classes: Sequence[type[torch.nn.Linear]] = ()
+    candidates: dict[str, torch.nn.Module],
+    choosing: Mapping[str, str],
+    linear_classes: Sequence[type[torch.nn.Linear]] = (),
 ) -> dict[str, str]:
-    """Paths of language-model heads and what gives them away.
+    """Paths of language-model heads and what gives them away; routers, whose weights are in ``choosing``, are none.
 
     A shape is the weakest sign: a position table may be as large as a projection. It counts where nothing better is
     found, and then for the last layer that has it.
     """
-    linears = {path: module for path, module in candidates.items() if _is_convertible(module, linear_classes)}
+    linears = {
+        path: module
+        for path, module in candidates.items()
+        if _is_convertible(module, linear_classes) and f"{path}.weight" not in choosing
+    }
     tables = [module.weight for module in candidates.values() if isinstance(module, torch.nn.Embedding)]
     heads = {path: "head: by its name" for path in linears if _has_head_name(path)}
     for path, linear in linears.items():

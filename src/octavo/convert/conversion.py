@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from octavo.convert.choice import (
     matches,
     multiplying_modules,
 )
-from octavo.convert.experts import kind_of
+from octavo.convert.experts import kind_of, linear_shapes
 from octavo.convert.fp8_storage import refuse_sharded, store_weights_as_codes
 from octavo.convert.other_modules import ConvertedModule, convert_module, restore_module
 from octavo.convert.plain_checkpoint import allow_save_pretrained
@@ -101,8 +102,8 @@ def convert(
         frozen: "fp8" stores weights that take no gradient as FP8 codes, one byte an element, such as the base that a
             LoRA fine-tune adapts. The ``state_dict`` then has ``weight_codes`` and ``weight_scale``
             in the place of ``weight``. Weights of experts are not stored so.
-        strict: the least share of multiplications that must run in FP8, from 0 to 1; a model of which less does is
-            restored and refused.
+        strict: the least share of multiplications that must run in FP8, from 0 to 1; a model of which less would is
+            refused before it is changed.
         linear_classes: subclasses of ``nn.Linear`` that compute ``x @ weight.T + bias`` like it, such as transformers'
             ``FalconLinear``; each layer is tried on two rows. A converted one is an ``octavo.nn.Linear`` and of its
             own class again after :func:`restore`.
@@ -130,9 +131,9 @@ def convert(
     """
     _check_uncompiled(model)
     resolved = recipes.get(recipe)
-    _check_words(scale_updates, frozen)
+    _check_words(scale_updates, frozen, strict)
     overriding = _looked_up(overrides)
-    with _split_projections(model, wanted=attention_projections):
+    with _split_projections(model, wanted=attention_projections):  # all decided and checked before the first change
         paths = all_paths(model)
         check_patterns(overriding, multiplying_modules(model, convolutions=convolutions), paths)
         choice: dict[str, Any] = {
@@ -146,21 +147,28 @@ def convert(
         others, others_left = choose_others(model, **choice)
         chosen, skipped = choose_layers(model, **choice, convert_head=convert_head, linear_classes=linear_classes)
         _check_effect(overriding, paths, skipped | others_left, chosen | others)
-    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
-    followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
-    if attention is not None:
-        convert_attention(model, recipes.get(attention))
-    _run(chosen, followed, updates, cache_weights=cache_weights)
-    weights: dict[str, Recipe] = {}
-    for path, other in others.items():
-        its_recipe = _overridden(paths[other], overriding, resolved)
-        weights |= dict.fromkeys(
-            convert_module(other, kind_of(other, convolutions=convolutions), its_recipe, updates, path=path), its_recipe
+        followed, of_others = (
+            {path: _overridden(paths[module], overriding, resolved) for path, module in modules.items()}
+            for modules in (chosen, others)
         )
+        report = _planned(model, resolved, followed, skipped, others=(of_others, others_left))
+        _check_share(report, strict)
+        updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
+        if attention is not None:
+            convert_attention(model, recipes.get(attention))
+    _run(chosen, followed, updates, cache_weights=cache_weights)
+    for path, other in others.items():
+        kind = kind_of(other, convolutions=convolutions)
+        convert_module(other, kind, of_others[path], updates, path=path)
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
-    not_stored |= dict.fromkeys(weights if frozen is not None else (), _NO_CODES)
-    report = _report(model, resolved, followed, skipped, not_stored=not_stored, others=(weights, others_left))
-    _check_share(model, report, strict)
+    not_stored |= dict.fromkeys(report.weights if frozen is not None else (), _NO_CODES)
+    report = replace(
+        report,
+        stored=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
+        not_stored=not_stored,
+        attention=attention_in_fp8(model),
+        notes=dict(_notes(model)),
+    )
     _warn_if_nothing_changed(report, resolved)
     _warn_if_nothing_stored(report, frozen)
     logging.getLogger("octavo").info("%s", report)
@@ -197,48 +205,43 @@ def _split_projections(model: torch.nn.Module, *, wanted: bool) -> Iterator[None
         raise
 
 
-def _report(
+def _planned(
     model: torch.nn.Module,
     default: Recipe,
     followed: Mapping[str, Recipe],
     skipped: dict[str, str],
     *,
-    not_stored: dict[str, str],
     others: tuple[Mapping[str, Recipe], Mapping[str, str]],
 ) -> ConversionReport:
-    weights, left = others  # that run a recipe; modules that do not, and why
-    bare = list(bare_weights(model, left))
+    """The report of a conversion that is decided and not made yet."""
+    running, left = others  # modules that will run a recipe; those that will not, and why
+    weights = {
+        f"{path}.{name}" if path else name: recipe
+        for path, recipe in running.items()
+        for name in linear_shapes(model.get_submodule(path))
+    }
+    bare = list(bare_weights(model, weights, left))
     return ConversionReport(
         recipe=default.name,
         converted=tuple(followed),
         weights=tuple(weights),
         overridden={path: other.name for path, other in {**followed, **weights}.items() if other != default},
-        stored=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
-        not_stored=not_stored,
-        attention=attention_in_fp8(model),
         skipped=skipped,
         parameters={weight.path: weight.reason for weight in bare} | dict(packed_weights(model)),
-        notes=dict(_notes(model)),
         shares=shares_of(model, followed, skipped, bare, weights),
     )
 
 
-def _check_share(model: torch.nn.Module, report: ConversionReport, least: float | None) -> None:
-    """Refuse a model of whose multiplications too few run in FP8, naming the largest weight that stays."""
-    if least is None:
-        return
-    if not 0 <= least <= 1:
-        restore(model)
-        raise ConfigError(f"strict must be a share from 0 to 1, not {least!r}")
+def _check_share(report: ConversionReport, least: float | None) -> None:
+    """Refuse a model of whose multiplications too few would run in FP8, naming the largest weight that stays."""
     share, rest = report.shares.multiplications, report.shares.by_path
-    if share >= least:
+    if least is None or share >= least:
         return
     why = report.skipped | report.parameters
     largest = max(why, key=lambda path: rest[path].multiplications if path in rest else 0.0)
-    restore(model)
     raise ConfigError(
         f"{share:.3f} of the multiplications would run in FP8, less than strict={least}; the largest weight that stays "
-        f"is {shown(largest)}: {why[largest]}; the model is restored"
+        f"is {shown(largest)}: {why[largest]}; the model is as it was"
     )
 
 
@@ -333,11 +336,14 @@ def _check_uncompiled(model: object) -> None:
             )
 
 
-def _check_words(scale_updates: str, frozen: str | None) -> None:
+def _check_words(scale_updates: str, frozen: str | None, strict: object) -> None:
     if scale_updates not in ("automatic", "manual"):
         raise ConfigError(f"scale_updates must be 'automatic' or 'manual', not {scale_updates!r}")
     if frozen not in (None, "fp8"):
         raise ConfigError(f"frozen must be None or 'fp8', not {frozen!r}")
+    is_number = isinstance(strict, int | float) and not isinstance(strict, bool)
+    if strict is not None and not (is_number and 0 <= strict <= 1):  # type: ignore[operator]
+        raise ConfigError(f"strict must be a share from 0 to 1 or None, not {strict!r}")
 
 
 def _looked_up(overrides: object) -> dict[str, Recipe]:

@@ -9,19 +9,17 @@ that takes a gradient has three multiplications an element in training, two in b
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
 from octavo.convert.convolutions import is_product
-from octavo.convert.other_modules import ConvertedModule
-from octavo.convert.routers import routers
+from octavo.convert.routers import experts_in, routers
 from octavo.html.notebook import Table, summary
 from octavo.html.wording import counted
-from octavo.nn.fp8_weight import runs_in_fp8
+from octavo.nn import Linear
 from octavo.nn.projected_attention import is_plain
 from octavo.recipes import Recipe
 
@@ -39,6 +37,7 @@ __all__ = [
 LOOK_UPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 PERCENT = 100
+MATRIX = 2
 ATTENTION = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it without nn.Linear"
 PATCHES = "one product of patches"
 ARGUMENTS = {  # of convert, by the reasons that they do away with
@@ -222,27 +221,34 @@ class BareWeight(NamedTuple):
     multiplies: bool
 
 
-def bare_weights(model: torch.nn.Module, left: Mapping[str, str] = MappingProxyType({})) -> Iterator[BareWeight]:
+def bare_weights(model: torch.nn.Module, running: Container[str], left: Mapping[str, str]) -> Iterator[BareWeight]:
     """Find all of them; each once, under its first name.
 
     Args:
-        model: converted; weights of experts that run a recipe are left out.
+        model: to be converted.
+        running: names of the weights of experts and other modules that run a recipe, which are left out.
         left: path of each module that could run one and does not, with the reason.
     """
-    choosing = routers(model)
-    layers = {inner for module in model.modules() if isinstance(module, LAYERS) for inner in module.modules()}
+    choosing, mixtures = routers(model), tuple(f"{path}." for path in experts_in(model) if path)
+    own = {f"{path}.{name}" if path else name for path, module in model.named_modules() for name in _computing(module)}
     for path, module in model.named_modules():
-        if module in layers:
-            continue
-        runs = isinstance(module, ConvertedModule) and path not in left
-        converted = {name for name, _ in module.layers()} if runs else set()
         for name, parameter in module.named_parameters(recurse=False):
-            if not torch.nn.parameter.is_lazy(parameter) and _is_matrix(parameter) and name not in converted:
-                where = f"{path}.{name}" if path else name
-                why = left.get(path) or choosing.get(where) or _why_bare(module, parameter)
-                adds = name.endswith("bias")
-                why = "stays as it is: a bias, which is added" if adds else why
-                yield BareWeight(where, parameter, why, not adds and not isinstance(module, LOOK_UPS))
+            where = f"{path}.{name}" if path else name
+            if where in running or where in own or torch.nn.parameter.is_lazy(parameter) or parameter.ndim < MATRIX:
+                continue
+            why = left.get(path) or choosing.get(where)
+            why = why or _why_bare(module, parameter, of_experts=where.startswith(mixtures))
+            adds, looks_up = name.endswith("bias"), isinstance(module, LOOK_UPS) and name == "weight"
+            why = "stays as it is: a bias, which is added" if adds else why
+            yield BareWeight(where, parameter, why, not adds and not looks_up)
+
+
+def _computing(module: torch.nn.Module) -> Iterator[str]:
+    """Names in a linear or embedding layer of its weight, its codes, and what weight_norm computes it from."""
+    if isinstance(module, LAYERS):
+        for name, _ in module.named_parameters():
+            if name.removeprefix("parametrizations.").startswith("weight"):
+                yield name
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -254,11 +260,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
                 yield where, f"stays as it is: packed by {type(module).__name__}, of a size that cannot be read"
 
 
-def _is_matrix(parameter: torch.Tensor) -> bool:
-    return sum(size > 1 for size in parameter.shape) > 1
-
-
-def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
+def _why_bare(module: torch.nn.Module, parameter: torch.Tensor, *, of_experts: bool) -> str:
     if isinstance(module, torch.nn.EmbeddingBag):
         return "embedding: a look-up, not a product"
     if isinstance(module, torch.nn.modules.conv._ConvNd):  # noqa: SLF001 (the one base of all convolutions)
@@ -267,13 +269,16 @@ def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
     kind = type(module).__name__
     if isinstance(module, torch.nn.MultiheadAttention):
         return ATTENTION if is_plain(module) else f"{ATTENTION}, with sizes, biases or zeros of its own"
+    if isinstance(module, LAYERS):
+        return f"stays as it is: a parameter of {kind} besides its weight"
     stack = f", {parameter.shape[0]} matrices in one" if parameter.ndim == 3 and parameter.shape[0] > 1 else ""
-    return f"stays as it is: a parameter of {kind}{stack}, which is not nn.Linear"
+    experts = "experts of a class that octavo does not know, " if of_experts else ""
+    return f"stays as it is: {experts}a parameter of {kind}{stack}, which is not nn.Linear"
 
 
 def shares_of(
     model: torch.nn.Module,
-    converted: Iterable[str],
+    converted: Mapping[str, Recipe],
     skipped: Iterable[str],
     bare: Sequence[BareWeight],
     weights: Mapping[str, Recipe],
@@ -281,24 +286,25 @@ def shares_of(
     """Count elements.
 
     Args:
-        model: converted.
-        converted: paths of the layers that run a recipe.
+        model: converted or to be converted.
+        converted: paths of the layers that run a recipe, and which.
         skipped: paths of the other linear and embedding layers.
         bare: its other weights.
         weights: names of the weights of experts and other modules that run a recipe, and which.
     """
     others = {model.get_parameter(name): recipe for name, recipe in weights.items()}
-    taken = [model.get_submodule(path) for path in converted]
+    taken = {model.get_submodule(path): recipe for path, recipe in converted.items()}
     staying_layers = {path: model.get_submodule(path) for path in skipped}
     total = _sum(model.parameters())
     multiplying = {path: layer.weight for path, layer in staying_layers.items() if not isinstance(layer, LOOK_UPS)}
     multiplying |= {weight.path: weight.parameter for weight in bare if weight.multiplies}
     products = _sum(layer.weight for layer in taken) + _sum(others) + _sum(multiplying.values())
-    cast = _sum(layer.weight for layer in taken if runs_in_fp8(layer))
+    in_fp8 = [(layer.weight, recipe) for layer, recipe in taken.items() if _will_run_in_fp8(layer, recipe)]
+    cast = _sum(weight for weight, _ in in_fp8)
     cast += _sum(weight for weight, recipe in others.items() if not recipe.is_high_precision)
     staying = {path: layer.weight for path, layer in staying_layers.items()}
     staying |= {weight.path: weight.parameter for weight in bare}
-    runs = [*((layer.weight, layer.recipe) for layer in taken if runs_in_fp8(layer)), *others.items()]
+    runs = [*in_fp8, *others.items()]
     trains = any(recipe.grad_input.b is not None or recipe.grad_weight.b is not None for _, recipe in runs)
     in_training = sum(weight.numel() * _products(weight, recipe) for weight, recipe in runs) if trains else 0
     of_training = sum(
@@ -317,6 +323,11 @@ def shares_of(
             for path, weight in staying.items()
         },
     )
+
+
+def _will_run_in_fp8(layer: torch.nn.Module, recipe: Recipe) -> TypeGuard[torch.nn.Linear]:
+    """Return whether the recipe casts, or the weight is stored as codes already."""
+    return not recipe.is_high_precision or (isinstance(layer, Linear) and layer.codes_layout is not None)
 
 
 def _products(weight: torch.Tensor, recipe: Recipe) -> int:

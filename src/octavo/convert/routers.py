@@ -2,6 +2,9 @@
 
 They decide which experts run on differences smaller than FP8's steps. So does a weight of one row beside experts, which
 decides the share of the expert that every token goes to, as in Qwen2-MoE.
+
+Experts are modules that octavo can convert, whatever is called "experts" (those of DBRX, of Switch, a list of one's
+own), and any list of modules beside which stands a router with a row for each.
 """
 
 import torch
@@ -9,30 +12,55 @@ import torch
 from octavo.convert.experts import is_experts
 from octavo.convert.unfused_experts import UnfusedExperts
 
-__all__ = ["routers"]
+__all__ = ["experts_in", "routers"]
 
 _ROUTER = "router: it decides which experts a token is sent to, and stays in high precision"
+_NAMES = ("router", "gate")
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def routers(model: torch.nn.Module) -> dict[str, str]:
     """Names of the weights of two dimensions that choose among experts, with the reason why they stay.
 
-    Such a weight has a row for each expert, or one for the share of an expert that every token goes to, and is its
-    module's own beside the experts, or beside a module that holds nothing else, or in what is called a router.
+    Beside experts, or beside a module that holds nothing else, these are all weights in what is called a router or a
+    gate, and the weights that have a row for each expert, or one for the share of an expert that every token goes to.
+
+    Example:
+        >>> experts = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
+        >>> list(routers(torch.nn.ModuleDict({"experts": experts, "gate": torch.nn.Linear(8, 4)})))
+        ['gate.weight']
     """
     found = {}
-    for path, module in model.named_modules():
-        experts = _number_of_experts(module)
-        if experts is None:
-            continue
+    mixtures = experts_in(model)
+    lists = {path: len(module) for path, module in model.named_modules() if path and isinstance(module, _LISTS)}
+    for path, experts in (lists | mixtures).items():
         block = _block_of(model, path)
-        inside = f"{block}." if block else ""
         for name, parameter in model.get_submodule(block).named_parameters():
-            own = f"{inside}{name}"
+            own = f"{block}.{name}" if block else name
             sibling, *rest = name.split(".")
-            beside = len(rest) == 1 or sibling in ("router", "gate")
-            if parameter.ndim == 2 and parameter.shape[0] in (experts, 1) and beside and not own.startswith(f"{path}."):
+            has_a_row_each = parameter.shape[:1] == (experts,)
+            if path not in mixtures:
+                chooses = sibling in _NAMES and has_a_row_each
+            else:
+                chooses = sibling in _NAMES or (len(rest) == 1 and (has_a_row_each or parameter.shape[:1] == (1,)))
+            if chooses and parameter.ndim == 2 and not own.startswith(f"{path}."):
                 found[own] = _ROUTER
+    return found
+
+
+def experts_in(model: torch.nn.Module) -> dict[str, int | None]:
+    """Paths of a mixture's experts, and how many they are; None where their module does not say.
+
+    Example:
+        >>> experts_in(torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(8, 8)])}))
+        {'experts': 1}
+    """
+    found: dict[str, int | None] = {}
+    for path, module in model.named_modules():
+        words = path.rpartition(".")[2].split("_")
+        number = _number_of_experts(module)
+        if number is not None or ("experts" in words and "shared" not in words):
+            found[path] = len(module) if number is None and isinstance(module, _LISTS) else number
     return found
 
 

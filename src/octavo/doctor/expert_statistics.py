@@ -11,6 +11,9 @@ A layer may have 128 experts, whose casts would be thousands of rows of a page. 
 | least_expert_share   | tokens in all sampled steps so far over an even share, of the expert with the fewest     |
 | least_expert         | which expert that is                                                                     |
 | idle_experts         | experts that got no token in any sampled step so far                                     |
+
+A token is a row that is not all zeros: Llama 4 passes every token to every expert, times a score of 0 where the router
+chose another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,8 +52,8 @@ class _ExpertRecorder:
         """Measure one cast of each of these experts."""
         at = torch.tensor(experts, dtype=torch.int64, device=self.tokens.device)
         if role == INPUT:
-            rows = [len(matrix) for matrix in matrices]
-            self.tokens[at] += torch.tensor(rows, dtype=torch.float64, device=self.tokens.device)
+            rows = torch.stack([(matrix != 0).any(dim=1).sum() for matrix in matrices]) if matrices else at
+            self.tokens[at] += rows.to(self.tokens)
         pairs = zip(matrices, operands, strict=True)
         sums = [cast_sums(matrix, each) for matrix, each in pairs if isinstance(each, QuantizedTensor)]
         if spec is not None and len(sums) == len(experts) and sums:

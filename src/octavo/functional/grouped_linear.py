@@ -84,10 +84,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> N
         raise ConfigError(f"experts multiply x [T, K] and weights [E, N, K], not {list(x.shape)}, {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:2]:
         raise ConfigError(f"the bias of experts must be {list(weight.shape[:2])}, not {list(bias.shape)}")
+    if not isinstance(offsets, Tensor):
+        raise ConfigError(f"offsets must be a tensor, not a {type(offsets).__name__}; pass torch.tensor(offsets)")
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != (len(weight) + 1,):
         raise ConfigError(
             f"offsets must be int32 or int64 [{len(weight) + 1}], not {offsets.dtype} {list(offsets.shape)}"
         )
+    if offsets.is_meta:
+        raise ConfigError("offsets are on the meta device, which has no values; pass them on the device of the rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,8 @@ class _GroupedLinear(torch.autograd.Function):
         inputs_scaling, weights_scaling = _scaling(scaling, INPUT, rows), _scaling(scaling, WEIGHT, rows)
         if not ctx.needs_input_grad[1]:
             weights_scaling.forget_amax()
-        if inside_backward():  # activation checkpointing repeats the call, whose elements are counted already
+        is_repeated = inside_backward()  # by activation checkpointing: tokens and elements are counted already
+        if is_repeated:
             inputs_scaling.forget_count()
             weights_scaling.forget_count()
         spec, transposed_spec = recipe.output.a, recipe.grad_weight.b
@@ -149,7 +154,7 @@ class _GroupedLinear(torch.autograd.Function):
         saved = _cast(parts.t(), transposed_spec, inputs_scaling, known=(spec, inputs)) if for_weight else []
         matrices = _matrices(weight, rows)
         weights = _cast(matrices, recipe.output.b, weights_scaling)
-        if scaling.experts_watch is not None:
+        if scaling.experts_watch is not None and not is_repeated:
             scaling.experts_watch.cast(INPUT, spec, parts.tensors(), inputs, rows.experts)
             scaling.experts_watch.cast(WEIGHT, recipe.output.b, matrices.tensors(), weights, rows.experts)
         out = (x.new_zeros if rows.beyond else x.new_empty)((len(x), weight.shape[1]))

@@ -11,6 +11,7 @@ from octavo.autocast import active_recipe
 from octavo.errors import ConfigError
 from octavo.functional import fp8_grouped_linear
 from octavo.kernels.tracing import is_distributed
+from octavo.nn.arguments import check_sizes
 from octavo.nn.scaled_layer import ScaledLayer, in_autocast_dtype
 from octavo.numerics.cast import check_float
 from octavo.recipes import Recipe
@@ -35,6 +36,9 @@ class GroupedLinear(ScaledLayer):
         device: of the parameters.
         dtype: of the parameters.
 
+    Raises:
+        ConfigError: a size below 1, an unknown recipe.
+
     Example:
         >>> layer = GroupedLinear(4, 16, 8, recipe="rowwise")
         >>> layer(torch.zeros(5, 16), torch.tensor([0, 2, 2, 2, 5])).shape
@@ -58,6 +62,7 @@ class GroupedLinear(ScaledLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_sizes(experts=experts, in_features=in_features, out_features=out_features)
         super().__init__()
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         shape = (experts, out_features, in_features)

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import octavo
@@ -42,7 +43,8 @@ def test_one_scale_is_that_of_all_experts_forward_and_backward():
     assert torch.equal(results()[0], own[0])
 
 
-def test_finished_runs_are_read_and_a_cut_line_is_dropped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cut", ['{"setting": {"model"', '{"setting": {"model": "mixtral"}', "{}}", "null]"])
+def test_finished_runs_are_read_and_a_cut_line_is_dropped(tmp_path, monkeypatch, cut):
     trained = []
 
     def train(setting, _):
@@ -54,7 +56,7 @@ def test_finished_runs_are_read_and_a_cut_line_is_dropped(tmp_path, monkeypatch)
     first = mixtures.Runs(path)
     assert first.windows(SETTING, NO_DATA) == first.windows(SETTING, NO_DATA) == [2.0, 4.0]
     with path.open("a") as file:
-        file.write('{"setting": {"model"')
+        file.write(cut)
     again = mixtures.Runs(path)
     assert again.windows(SETTING, NO_DATA) == [2.0, 4.0]
     assert trained == [0]

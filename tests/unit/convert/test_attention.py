@@ -115,6 +115,46 @@ def test_models_without_attention_and_other_scales_are_refused_before_anything_c
     assert not any(isinstance(module, octavo.nn.Linear) for module in llama.modules())
 
 
+def test_what_a_model_says_of_causality_in_a_call_counts_more_than_its_module():
+    """Llama 4's vision tower has no ``is_causal`` and passes False; Qwen2-VL's has one that its calls override."""
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 8, "patch_size": 2}
+    config = llama4.Llama4VisionConfig(**sizes, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    attention, turns = llama4.Llama4VisionAttention(config).eval(), llama4.Llama4VisionRotaryEmbedding(config)
+    x = torch.randn(1, 17, 32)
+
+    def results():
+        patches = x.clone().requires_grad_()
+        y = attention(patches, turns(patches))[0]
+        return y.detach(), torch.autograd.grad(y[:, 0].sum(), patches)[0]
+
+    exact, seen = results()
+    octavo.convert(attention, "bf16", attention="tensorwise")
+    found, seen_in_fp8 = results()
+    assert seen[0, 1:].any()
+    assert seen_in_fp8[0, 1:].any(), "the first patch sees those after it"
+    assert sqnr_db(exact, found) > 20
+
+
+@pytest.mark.parametrize("own", [True, False, None])
+@pytest.mark.parametrize("passed", [True, False, None])
+def test_causality_is_that_of_torchs_attention_in_transformers(own, passed):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from octavo.convert.attention import _attend, _InterfaceAttention
+
+    module = torch.nn.Module()
+    if own is not None:
+        module.is_causal = own
+    module.fp8_attention = _InterfaceAttention(causal=False)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 9, 16)
+    given = {} if passed is None else {"is_causal": passed}
+    expected, found = (function(module, q, k, v, None, **given)[0] for function in (sdpa_attention_forward, _attend))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_octavos_own_attention_is_found():
     layer = octavo.nn.TransformerLayer(32, 64, 4, recipe="bf16")
     assert octavo.convert(layer, "bf16", attention="mxfp8").attention == ("self_attention.attention",)

@@ -133,7 +133,9 @@ def test_megatrons_grouped_experts_are_named_with_the_reason(name, shapes):
     parameters.__class__ = type(name, (nn.ParameterDict,), {})
     report = octavo.convert(nn.ModuleDict({"experts": parameters, "linear_proj": nn.Linear(D, D)}))
     assert report.converted == ("linear_proj",)
-    reason = f"stays as it is: a parameter of {name}, which is not nn.Linear"
+    reason = (
+        f"stays as it is: experts of a class that octavo does not know, a parameter of {name}, which is not nn.Linear"
+    )
     assert report.parameters == {f"experts.{weight}": reason for weight in shapes}
 
 

@@ -40,6 +40,7 @@ IN_FP8 = 32 * 8 + 5 * 3 * 4
 STAYS = {  # name: elements, by hand
     "experts.up": 4 * 8 * 16,
     "experts.router": 4 * 8,
+    "experts.token": 8,
     "pointwise.weight": 6 * 8,
     "patches.weight": 8 * 3 * 2 * 4,
     "attention.in_proj_weight": 3 * 8 * 8,
@@ -174,3 +175,45 @@ def test_the_printed_form_has_a_line_for_all_layers_that_differ_in_numbers_alone
         "note: x.[0-1] (2) is read",
         "note: x.y is read",
     ]
+
+
+class Adapted(nn.Linear):
+    """A linear layer that adds a product of its own, as adapters in one module have it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 16, bias=False)
+        self.lora_a, self.lora_b = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.zeros(16, 2))
+        self.mix, self.rows = nn.Conv1d(3, 5, 3, bias=False), nn.Linear(4, 6, bias=False)
+
+
+class Projected(nn.Embedding):
+    """A table whose rows are projected."""
+
+    def __init__(self) -> None:
+        super().__init__(9, 8)
+        self.projection = nn.Parameter(torch.randn(8, 8))
+
+
+def test_weights_in_and_beside_the_weight_of_other_layers_are_named():
+    model = nn.ModuleDict({"adapted": Adapted(), "table": Projected(), "taken": nn.Linear(8, 32, bias=False)})
+    nn.utils.parametrizations.weight_norm(model["taken"])
+    report = octavo.convert(model)
+    assert report.converted == ("adapted.rows",)
+    assert report.skipped.keys() == {"adapted", "table", "taken"}
+    assert set(report.parameters) == {"adapted.lora_a", "adapted.lora_b", "adapted.mix.weight", "table.projection"}
+    assert report.parameters["adapted.lora_a"] == "stays as it is: a parameter of Adapted besides its weight"
+    products = 16 * 8 + 2 * 8 + 16 * 2 + 5 * 3 * 3 + 6 * 4 + 8 * 8 + 32 * 8
+    assert report.shares.multiplications == 6 * 4 / products
+    assert report.shares.by_path["taken"].multiplications == 32 * 8 / products
+    assert report.shares.by_path["table.projection"].multiplications == 64 / products
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (4096, 1), (1, 1)], ids=str)
+def test_a_weight_of_one_row_or_one_column_is_named(shape):
+    model = nn.ModuleDict({"taken": nn.Linear(8, 32)})
+    model.register_parameter("score", nn.Parameter(torch.zeros(shape)))
+    report = octavo.convert(model)
+    assert report.parameters == {"score": "stays as it is: a parameter of ModuleDict, which is not nn.Linear"}
+    assert report.shares.by_path["score"].multiplications == torch.Size(shape).numel() / (
+        torch.Size(shape).numel() + 8 * 32
+    )

@@ -56,6 +56,62 @@ def test_tokens_are_counted_for_each_expert_over_all_steps():
     assert layer.experts_watch is None
 
 
+def test_rows_of_zeros_are_no_tokens():
+    layer = GroupedLinear(3, 16, 8)
+    x = torch.randn(9, 16)
+    x[1:5] = 0
+    model = torch.nn.ModuleDict({"plain": octavo.nn.Linear(16, 16), "experts": layer})
+    watcher = octavo.doctor.watch(model, interval=1)
+    with watcher.step():
+        model["plain"](torch.randn(9, 16))
+        layer(x, torch.tensor([0, 4, 5, 9])).square().sum().backward()
+    found = line_of(watcher)
+    assert (found["least_expert_tokens"], found["most_expert_tokens"], found["idle_experts"]) == (0, 4, 1)
+
+
+def test_tokens_are_counted_once_under_activation_checkpointing():
+    layer, offsets = GroupedLinear(3, 16, 8), torch.tensor([0, 5, 6, 9])
+    x, counts = torch.randn(9, 16, requires_grad=True), []
+    model = torch.nn.ModuleDict({"plain": octavo.nn.Linear(16, 16), "experts": layer})
+    for checkpoint in (False, True):
+        watcher = octavo.doctor.watch(model, interval=1)
+        with watcher.step():
+            if checkpoint:
+                y = torch.utils.checkpoint.checkpoint(layer, x, offsets, use_reentrant=False)
+            else:
+                y = layer(x, offsets)
+            y.square().sum().backward()
+        counts.append(line_of(watcher))
+    assert counts[0]["most_expert_tokens"] == 5
+    assert counts[1] == counts[0]
+
+
+def test_llama_4s_expert_that_the_router_never_chooses_starves():
+    """Llama 4 passes every token to every expert, times its score, which is 0 where the router chose another."""
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    config = llama4.Llama4TextConfig(
+        hidden_size=16, intermediate_size=32, num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=32
+    )
+    torch.manual_seed(0)
+    block = llama4.Llama4TextMoe(config)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_()
+        block.router.weight[2] = 0
+        block.router.weight[:, 0] = torch.tensor([0.0, 0.0, -100.0, 0.0])
+    x = torch.randn(2, 12, 16)
+    x[..., 0] = 1
+    octavo.convert(block, "tensorwise")
+    watcher = octavo.doctor.watch(block, interval=1)
+    for _ in range(3):
+        with watcher.step():
+            block(x)[0].square().sum().backward()
+    found = line_of(watcher)
+    assert (found["least_expert"], found["idle_experts"], found["least_expert_tokens"]) == (2, 1, 0)
+    (finding,) = [one for one in watcher.findings() if one.code == "starved-experts"]
+    assert finding.evidence["expert"] == 2
+
+
 def test_a_mixture_has_one_line_a_layer_and_names_the_expert_without_tokens():
     pytest.importorskip("transformers")
     model = mixture("Mixtral").model.requires_grad_(True).train()
