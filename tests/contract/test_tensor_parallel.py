@@ -133,6 +133,12 @@ def test_amaxes_of_weights_are_reduced_once_a_step(found):
             ), (recipe, pairs, micro)
 
 
+def test_garbage_that_one_rank_has_collected_changes_no_reduction(found):
+    """An optimizer in a reference cycle gives way to one over half of the layers; two micro-batches a step."""
+    for results in found("weights", "optimizers_dropped"):
+        assert results == [[6, 5, 5, 5]] * 3
+
+
 def test_no_write_to_a_weight_is_missed(found):
     """Every pass has the bits of one process, whose weights are written to in the same way."""
     for results in found("weights", "weights_written"):

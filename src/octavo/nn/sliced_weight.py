@@ -62,9 +62,9 @@ class SlicedWeight:
         if inside_backward():  # activation checkpointing repeats one
             return
         layer = self._called()
-        held, weight = layer.scale_updates.held, layer.stored_weight
+        updates, weight = layer.scale_updates, layer.stored_weight
         self._step.note_gradients()
-        self._step.begin_forward(self, is_held=id(weight) in held if weight.requires_grad else bool(held))
+        self._step.begin_forward(self, is_held=updates.is_held(weight) if weight.requires_grad else updates.was_held)
 
     def amax(self, granularity: Granularity, transposed: bool) -> Tensor:
         """Return the whole weight's amaxes of scaling groups that ranks share."""
