@@ -239,6 +239,18 @@ def test_transformer_engines_transformer_layer(found):
             assert max(values.values()) < 1e-6, values
 
 
+def test_ranks_that_keep_their_own_amaxes_wait_for_no_other(found):
+    """Bit for bit as layers of their own; then, with ``reduce_amax=True`` again, with the amaxes of all ranks."""
+    one, other = found("use", "engine_own_amaxes")
+    assert list(one) == list(other) == ["column False", "column True", "row False", "row True"]
+    for name in one:
+        for same, compared, newest in (one[name], other[name]):
+            assert same
+            assert compared == 2 + 9
+            assert newest == one[name][2]
+            assert all(amax > 0 for amax in newest.values())
+
+
 def test_transformer_engines_arguments(found):
     for rank, (said, amax) in enumerate(found("use", "engine_arguments")):
         no_group, sizes, other_group, no_process_group, mode, heads = said

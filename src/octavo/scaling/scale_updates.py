@@ -54,6 +54,7 @@ __all__ = [
     "is_written",
     "layers_of",
     "reduces",
+    "share_amaxes",
     "stop_following",
     "watch_compiled_backwards",
 ]
@@ -129,6 +130,14 @@ def layers_of(updates: ScaleUpdates) -> list[DelayedLayer]:
 def reduces(updates: ScaleUpdates) -> bool:
     """Return whether a model's steps end on several ranks together."""
     return _group_of(updates) is not None
+
+
+def share_amaxes(updates: ScaleUpdates, group: "distributed.ProcessGroup") -> bool:
+    """Return whether all ranks of a group go on with the same amaxes of finished steps."""
+    if updates.group is None:
+        return True
+    members = () if updates.group == "rank" else distributed.get_process_group_ranks(updates.group)
+    return set(distributed.get_process_group_ranks(group)) <= set(members)
 
 
 def _group_of(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
