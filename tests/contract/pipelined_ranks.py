@@ -56,7 +56,11 @@ def fill_memory(stage: nn.Module) -> None:
 def results(stage: nn.Module) -> dict[str, Tensor]:
     """Parameters, scaling state and numbers of non-finite elements."""
     counts = octavo.nonfinite_counts(stage)
-    return {**stage.state_dict(), **octavo.scaling_state(stage), **{f"{k}.counts": torch.tensor(v) for k, v in counts.items()}}
+    return {
+        **stage.state_dict(),
+        **octavo.scaling_state(stage),
+        **{f"{k}.counts": torch.tensor(v) for k, v in counts.items()},
+    }
 
 
 def trained(rank: int, stage: nn.Module, given: nn.Module, **options: Any) -> dict[str, Tensor]:
@@ -94,7 +98,9 @@ def in_one_process(rank: int) -> dict[str, Tensor]:
 def unlike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """Names of what is not bit for bit as expected."""
     names = found.keys() | expected.keys()
-    return sorted(name for name in names if not (name in found and name in expected and found[name].equal(expected[name])))
+    return sorted(
+        name for name in names if not (name in found and name in expected and found[name].equal(expected[name]))
+    )
 
 
 def pipeline(rank: int, _: Path) -> Any:

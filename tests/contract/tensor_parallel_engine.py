@@ -160,41 +160,42 @@ def engine_arguments(_rank: int, _: Path) -> Any:
     return said, own.linear.amax_history.amax[INPUT].item()  # that of this rank's input
 
 
+def prepare_zeros(tensor: Tensor, dims: str, *, mode: str, ranks: bool, sequence: bool) -> Tensor:
+    """This rank's slice, of the second rank zero; ``ranks`` divide what is whole by sequence parallelism."""
+    rank, divided = distributed.get_rank(), DIVIDED[mode]
+    tensor = sliced(tensor, dims, divided, rank, 2)
+    if divided in dims:
+        return tensor * (1 - rank)
+    return part(tensor, 0) if ranks and sequence else tensor
+
+
 def engine_own_amaxes(rank: int, _: Path) -> Any:
-    """With ``reduce_amax=False``: what differs from this rank's slice as a layer of its own, by mode and sequence.
+    """With ``reduce_amax=False``: whether a slice trains as a layer of its own, by mode and sequence parallelism.
 
     The second rank's slices of the weight, and of the gradient (by columns) or of the input (by rows), are zero. Then
     two steps with amaxes of all ranks: the newest, by role.
     """
     kept, reduced = (recipes.DelayedScaling(amax_history_len=2, reduce_amax=each) for each in (False, True))
     found = {}
-    for mode, divided in DIVIDED.items():
+    for mode in DIVIDED:
         for sequence in (False, True):
             _, own = layers(mode, sequence=sequence)
             with torch.no_grad():
                 own.weight.mul_(1 - rank)
             alone = te.Linear(own.weight.shape[1], own.weight.shape[0])
             alone.load_state_dict(own.state_dict())
-            zero = "MN" if mode == "column" else "MK"
-
-            def prepare(
-                tensor: Tensor, dims: str, *, ranks: bool, divided: str = divided, sequence: bool = sequence
-            ) -> Tensor:
-                tensor = sliced(tensor, dims, divided, rank, 2)
-                tensor = tensor * (1 - rank) if dims == zero else tensor  # noqa: B023 (called at once)
-                return part(tensor, 0) if ranks and sequence and dims != zero else tensor
-
-            shared = steps(own, kept, partial(prepare, ranks=True))
-            truth = steps(alone, kept, partial(prepare, ranks=False))
-            same = [
-                torch.equal(one["NK"], other["NK"]) for (_, one), (_, other) in zip(shared, truth, strict=True)
-            ]
+            prepare = partial(prepare_zeros, mode=mode, sequence=sequence)
+            pairs = zip(
+                steps(own, kept, partial(prepare, ranks=True)),
+                steps(alone, kept, partial(prepare, ranks=False)),
+                strict=True,
+            )
+            same = [torch.equal(one["NK"], other["NK"]) for (_, one), (_, other) in pairs]
             state, expected = octavo.scaling_state(own), octavo.scaling_state(alone)
             same += [torch.equal(state[name], expected[name]) for name in expected]
             steps(own, reduced, partial(prepare, ranks=True))
-            newest = {
-                name: value[0].item() for name, value in octavo.scaling_state(own).items() if "history" in name
-            }
+            state = octavo.scaling_state(own)
+            newest = {name: value[0].item() for name, value in state.items() if "history" in name}
             found[f"{mode} {sequence}"] = all(same), len(same), newest
     return found
 

@@ -153,6 +153,19 @@ def loaded(pair: Pair) -> list[bool]:
     return found
 
 
+def frozen_and_loaded(pair: Pair) -> list[bool]:
+    """New frozen weights, of the version of those before, beside weights that an optimizer holds."""
+    for model in pair.models:
+        model[0].weight.requires_grad_(False)
+    found = [pair.step(), pair.step()]
+    for _ in range(3):
+        for model in pair.models:
+            state = {"0.weight": (model[0].weight.detach() * 7).clone()}
+            model.load_state_dict(state, strict=False, assign=True)
+        found.append(pair.passes())
+    return found
+
+
 def cast_to_bfloat16(pair: Pair) -> list[bool]:
     found = [pair.step(), pair.step()]
     for model in pair.models:
@@ -184,8 +197,9 @@ def weights_written(_rank: int, _: Path) -> Any:
     """Whether each pass has the bits of one process, by what is written and by the optimizer."""
     sgd: Optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
     fused: Optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=0.5, fused=True)  # noqa: E731
-    cases = (through_data, later_layers, between_micro_batches, told, loaded, cast_to_bfloat16, by_hand, restored)
-    found = {case.__name__: case(Pair(sgd)) for case in cases}
+    written = (through_data, later_layers, between_micro_batches, told, by_hand)
+    replaced = (loaded, frozen_and_loaded, cast_to_bfloat16, restored)
+    found = {case.__name__: case(Pair(sgd)) for case in (*written, *replaced)}
     return found | {"fused": [pair.step() for pair in [Pair(fused)] for _ in range(3)]}
 
 

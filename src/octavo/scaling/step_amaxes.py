@@ -11,8 +11,9 @@ A delayed cast scales by amaxes of finished steps, which the end of each step ha
 
 What no version counts, such as writes through ``.data``, is seen where it is expected: a forward pass without
 gradients, the one after it, and every forward pass of weights that no ``torch.optim`` optimizer has held at a step
-measure all weights. After such a write between passes with gradients, ``octavo.update_scales(model)`` on all ranks lets them be
-measured. Whether a module is in ``train()`` or ``eval()`` makes no difference, as it may differ between the ranks.
+measure all weights. After such a write between passes with gradients, ``octavo.update_scales(model)`` on all ranks lets
+them be measured. Whether a module is in ``train()`` or ``eval()`` makes no difference, as it may differ between the
+ranks.
 """
 
 import weakref
