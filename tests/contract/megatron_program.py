@@ -187,7 +187,7 @@ def language_model(_rank: int, _folder: Path) -> Any:
 
 def own_amaxes(rank: int, _folder: Path) -> Any:
     """Newest amaxes of a rank alone after two steps, in which the second rank's output is not used."""
-    model = nn.ModuleList([parallel(rank)[0]])
+    model: Any = nn.ModuleList([parallel(rank)[0]])
     megatron.convert(model, "delayed", amax_group="rank")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for batch in batches()[:2]:

@@ -123,10 +123,11 @@ def pipeline_compiled(rank: int, _: Path) -> Any:
     """What differs where a compiled stage is given its shapes, and what is said where it infers them."""
     expected, stage = in_one_process(rank), Stage(rank)
     example = torch.empty(ROWS, WIDTH, requires_grad=True)
-    compiled = torch.compile(stage, backend="eager")
+    compiled: Any = torch.compile(stage, backend="eager")
+    like: Any = torch.compile(Stage(0), backend="eager")
     found = unlike(trained(rank, stage, compiled, input_args=example, output_args=example), expected)
     torch.compiler.reset()  # the graph of one stage would serve a like one, untraced
-    alone = PipelineStage(torch.compile(Stage(0), backend="eager"), 0, 2, torch.device("cpu"))
+    alone = PipelineStage(like, 0, 2, torch.device("cpu"))
     said = "nothing was said"
     try:  # without the schedule, in which the other rank would wait
         alone._forward_metadata_inference((example,), has_backward=True)
