@@ -1,5 +1,6 @@
 """Sequence parallelism whose gathers send codes, against the gather of values: results, and what is sent."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import octavo
 from octavo.parallel import gather_input_in_fp8
+from tests.contract.gathered_weights_training import gather_name
 from tests.contract.rank_processes import within
 from tests.contract.tensor_parallel_layers import RECIPES, STATIC_SCALE
 from tests.contract.tensor_parallel_models import WIDTH, Feed, whole
@@ -72,8 +74,11 @@ def gathered_inputs(_rank: int, _: Path) -> Any:
     """By recipe: differences from a gather of values, and bytes of codes that a rank sends in three steps."""
     found = {}
     for recipe, positions in (*((recipe, POSITIONS) for recipe in RECIPES), ("mxfp8", 48)):
-        values, gather = results(recipe, codes=False, positions=positions), distributed.all_gather_into_tensor
-        with mock.patch.object(distributed, "all_gather_into_tensor", side_effect=gather) as gathers:
+        values, name = results(recipe, codes=False, positions=positions), gather_name()
+        with (
+            mock.patch.object(distributed, name, side_effect=getattr(distributed, name)) as gathers,
+            warnings.catch_warnings(action="error", category=FutureWarning),  # of deprecated functions
+        ):
             coded = results(recipe, codes=True, positions=positions)
         sent = [call.args[1].nbytes for call in gathers.call_args_list]
         found[f"{recipe} {positions}"] = {name: difference(coded[name], values[name]) for name in values}, sent

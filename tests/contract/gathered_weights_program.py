@@ -245,7 +245,7 @@ def checks(ranks: int) -> Checks:
         *(codes, training, gathered_once, mixed_precision, optimizers, traffic, modules, refused, differing_models),
         *(use.switched_recipes, use.micro_batches, use.checkpointed, use.frozen, use.loaded, use.offloaded),
         *(use.prefetched, use.unseen_writes, use.compiled, use.kept_for_backward, use.watched, use.evaluating_alone),
-        delayed_casts,
+        *(use.counted_writes, use.nonfinite_weights, delayed_casts),
     )
 
 

@@ -157,11 +157,16 @@ def compared(rank: int, make: Callable[[], Any], **options: Any) -> list[str]:
     return difference(expected, found)
 
 
+def gather_name() -> str:
+    """The function that gathers into one tensor, by its name in this release of torch."""
+    return "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+
+
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """Bytes that this rank sends into all-gathers, and the number of all-reduces."""
     counts = {"bytes": 0, "reduces": 0}
-    name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+    name = gather_name()
     gather, reduce = getattr(distributed, name), distributed.all_reduce
 
     def gathering(output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:

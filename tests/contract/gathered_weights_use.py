@@ -19,6 +19,7 @@ from octavo.parallel.weight_gather import WeightGather
 from tests.contract.gathered_weights_training import (
     RECIPES,
     STATIC_SCALE,
+    batches,
     build,
     compared,
     counting,
@@ -33,11 +34,13 @@ from tests.contract.rank_processes import kept_bytes
 __all__ = [
     "checkpointed",
     "compiled",
+    "counted_writes",
     "evaluating_alone",
     "frozen",
     "kept_for_backward",
     "loaded",
     "micro_batches",
+    "nonfinite_weights",
     "offloaded",
     "prefetched",
     "switched_recipes",
@@ -117,6 +120,43 @@ def unseen_writes(rank: int, _: Path) -> Any:
         "optimizer": compared(rank, partial(sharded, "tensorwise"), optimizer=ForeachSGD),
         "evaluation": compared(rank, partial(sharded, "tensorwise"), run=_with_larger_weights),
     }
+
+
+def counted_writes(rank: int, _: Path) -> Any:
+    """Differences where weights are written, or loaded twice as new parameters, between the micro-batches of a step."""
+    return {
+        "written": compared(rank, partial(sharded, "tensorwise"), run=_written_between),
+        "loaded": compared(rank, partial(sharded, "tensorwise"), run=_loaded_between),
+    }
+
+
+def _written_between(model: Any, batch: Tensor, index: int) -> list[float]:
+    losses = step_once(model, batch, index)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0 - 1.5 * (index % 2))
+    return losses + step_once(model, batch, index)
+
+
+def _loaded_between(model: Any, batch: Tensor, index: int) -> list[float]:
+    """New parameters have the version of those before; an optimizer has held some before."""
+    losses = step_once(model, batch, index)
+    for factor in (7.0, 0.3, 0.4) if index else ():
+        state = {name: value.detach().clone() * factor for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        losses += step_once(model, batch, index)
+    return losses
+
+
+def nonfinite_weights(_rank: int, _: Path) -> int:
+    """How many elements of the first weight that are not finite a rank counts, where one is and forward is repeated."""
+    model = build("tensorwise")
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    model = shard(model)
+    gather_in_fp8(model)
+    _around(model, next(batches(0)), 0)
+    return octavo.nonfinite_counts(model).get("0.weight", 0)
 
 
 def _with_larger_weights(model: Any, batch: Tensor, index: int) -> list[float]:

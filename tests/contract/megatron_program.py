@@ -185,7 +185,23 @@ def language_model(_rank: int, _folder: Path) -> Any:
     return paths, losses, octavo.scaling_state(model)
 
 
-CHECKS = (replicated, sequence, restored, refusals, language_model)
+def own_amaxes(rank: int, _folder: Path) -> Any:
+    """Newest amaxes of a rank alone after two steps, in which the second rank's output is not used."""
+    model: Any = nn.ModuleList([parallel(rank)[0]])
+    megatron.convert(model, "delayed", amax_group="rank")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for batch in batches()[:2]:
+        (model[0](batch)[0].sum() * (1 - rank)).backward()
+        optimizer.step()
+    state = octavo.scaling_state(model)
+    return {role: state[f"0.{role}.amax"].item() for role in ("input", "weight", "grad_output")}, [
+        float(batches()[1].abs().max()),
+        float(model[0].weight.abs().max()),
+        1.0 - rank,
+    ]
+
+
+CHECKS = (replicated, sequence, restored, refusals, language_model, own_amaxes)
 
 
 @contextmanager

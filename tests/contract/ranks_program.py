@@ -20,6 +20,7 @@ from octavo.training.loop import Trainer
 from octavo.training.setup import build_model
 from tests.contract.calibrating_ranks import calibrated_together, refused_calibrations
 from tests.contract.overflowing_ranks import overflow_state
+from tests.contract.pipelined_ranks import pipeline, pipeline_compiled
 from tests.contract.rank_processes import Collectives, kept_bytes, named, run_ranks
 from tests.contract.ranks_between_steps import nonfinite_of_one_rank, read_before_the_reduction, zero_redundancy
 from tests.contract.sampled_ranks import sampled_by_fsdp2
@@ -345,23 +346,6 @@ def one_more_step(rank: int, _: Path) -> str:
     return "nothing was said"
 
 
-def pipeline(rank: int, _: Path) -> int:
-    """Stages of one pipeline: 3 steps of 4 micro-batches, one forward ahead of the backward passes on the first."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 - rank)))
-    octavo.convert(model, RECIPE, amax_group="rank")
-    optimizer = optimizer_of(model)
-    for _step in range(3):
-        waiting: list[Tensor] = []
-        for _micro in range(4):
-            waiting.append(model(torch.ones(1, 8)).sum())
-            if len(waiting) > 1 - rank:
-                waiting.pop(0).backward()
-        for loss in waiting:
-            loss.backward()
-        optimizer.step()
-    return int(octavo.scaling_state(model)["0.grad_output.steps"])
-
-
 def distributed_checkpoint(rank: int, folder: Path) -> Any:
     """Train, save, train on; and load into a model that has seen nothing, train on."""
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -444,6 +428,7 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     unused_on_a_rank,
     other_layers,
     pipeline,
+    pipeline_compiled,
     distributed_checkpoint,
     compiled_blocks,
     transformer_engine_blocks,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+import octavo
 import octavo.compat.transformer_engine.pytorch as te
 from octavo.compat.transformer_engine.common import recipe as recipes
 from octavo.scaling import INPUT
@@ -159,4 +160,44 @@ def engine_arguments(_rank: int, _: Path) -> Any:
     return said, own.linear.amax_history.amax[INPUT].item()  # that of this rank's input
 
 
-CHECKS: tuple[Callable[[int, Path], Any], ...] = (engine_linear, engine_layer, engine_arguments)
+def prepare_zeros(tensor: Tensor, dims: str, *, mode: str, ranks: bool, sequence: bool) -> Tensor:
+    """This rank's slice, of the second rank zero; ``ranks`` divide what is whole by sequence parallelism."""
+    rank, divided = distributed.get_rank(), DIVIDED[mode]
+    tensor = sliced(tensor, dims, divided, rank, 2)
+    if divided in dims:
+        return tensor * (1 - rank)
+    return part(tensor, 0) if ranks and sequence else tensor
+
+
+def engine_own_amaxes(rank: int, _: Path) -> Any:
+    """With ``reduce_amax=False``: whether a slice trains as a layer of its own, by mode and sequence parallelism.
+
+    The second rank's slices of the weight, and of the gradient (by columns) or of the input (by rows), are zero. Then
+    two steps with amaxes of all ranks: the newest, by role.
+    """
+    kept, reduced = (recipes.DelayedScaling(amax_history_len=2, reduce_amax=each) for each in (False, True))
+    found = {}
+    for mode in DIVIDED:
+        for sequence in (False, True):
+            _, own = layers(mode, sequence=sequence)
+            with torch.no_grad():
+                own.weight.mul_(1 - rank)
+            alone = te.Linear(own.weight.shape[1], own.weight.shape[0])
+            alone.load_state_dict(own.state_dict())
+            prepare = partial(prepare_zeros, mode=mode, sequence=sequence)
+            pairs = zip(
+                steps(own, kept, partial(prepare, ranks=True)),
+                steps(alone, kept, partial(prepare, ranks=False)),
+                strict=True,
+            )
+            same = [torch.equal(one["NK"], other["NK"]) for (_, one), (_, other) in pairs]
+            state, expected = octavo.scaling_state(own), octavo.scaling_state(alone)
+            same += [torch.equal(state[name], expected[name]) for name in expected]
+            steps(own, reduced, partial(prepare, ranks=True))
+            state = octavo.scaling_state(own)
+            newest = {name: value[0].item() for name, value in state.items() if "history" in name}
+            found[f"{mode} {sequence}"] = all(same), len(same), newest
+    return found
+
+
+CHECKS: tuple[Callable[[int, Path], Any], ...] = (engine_linear, engine_layer, engine_arguments, engine_own_amaxes)

@@ -23,7 +23,9 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
     2: {
         "layers": [layers.codes, layers.reductions, layers.refused],
         "models": [models.training],
-        "weights": [weights.weight_reductions, weights.weights_written, weights.rows_written],
+        "weights": [
+            *(weights.weight_reductions, weights.weights_written, weights.rows_written, weights.optimizers_dropped),
+        ],
         "use": [
             *(use.converted_later, use.checkpointed, use.cached, use.shared_inputs, use.saved, use.restored),
             *(use.half_precision, use.kept_for_backward, use.rows, use.compiled, use.watched, use.not_done),

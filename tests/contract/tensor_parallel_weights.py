@@ -1,5 +1,6 @@
 """The amaxes of weights that ranks divide: how often they are reduced, and that every write to a weight is seen."""
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ import octavo
 from tests.contract.gathered_weights_training import counting
 from tests.contract.tensor_parallel_layers import STATIC_SCALE, recorded_operands, unlike_whole
 
-__all__ = ["rows_written", "weight_reductions", "weights_written"]
+__all__ = ["optimizers_dropped", "rows_written", "weight_reductions", "weights_written"]
 
 SIZE = 64
 WIDTHS = (SIZE, 2 * SIZE, SIZE, 2 * SIZE)
@@ -152,6 +153,19 @@ def loaded(pair: Pair) -> list[bool]:
     return found
 
 
+def frozen_and_loaded(pair: Pair) -> list[bool]:
+    """New frozen weights, of the version of those before, beside weights that an optimizer holds."""
+    for model in pair.models:
+        model[0].weight.requires_grad_(False)
+    found = [pair.step(), pair.step()]
+    for _ in range(3):
+        for model in pair.models:
+            state = {"0.weight": (model[0].weight.detach() * 7).clone()}
+            model.load_state_dict(state, strict=False, assign=True)
+        found.append(pair.passes())
+    return found
+
+
 def cast_to_bfloat16(pair: Pair) -> list[bool]:
     found = [pair.step(), pair.step()]
     for model in pair.models:
@@ -183,8 +197,9 @@ def weights_written(_rank: int, _: Path) -> Any:
     """Whether each pass has the bits of one process, by what is written and by the optimizer."""
     sgd: Optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
     fused: Optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=0.5, fused=True)  # noqa: E731
-    cases = (through_data, later_layers, between_micro_batches, told, loaded, cast_to_bfloat16, by_hand, restored)
-    found = {case.__name__: case(Pair(sgd)) for case in cases}
+    written = (through_data, later_layers, between_micro_batches, told, by_hand)
+    replaced = (loaded, frozen_and_loaded, cast_to_bfloat16, restored)
+    found = {case.__name__: case(Pair(sgd)) for case in (*written, *replaced)}
     return found | {"fused": [pair.step() for pair in [Pair(fused)] for _ in range(3)]}
 
 
@@ -215,4 +230,33 @@ def rows_written(_rank: int, _: Path) -> Any:
     passes("after an evaluation", change=0.1)
     octavo.update_scales(model)
     passes("told", change=3.0)
+    return found
+
+
+class Loop:
+    """A training loop that refers to itself, so that only garbage collection frees its optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.itself = optimizer, self
+
+
+def optimizers_dropped(rank: int, _: Path) -> list[list[int]]:
+    """All-reduces of steps of an optimizer over some layers, after one over all; which ranks have collected that."""
+    found = []
+    for collecting in ((), (0,), (0, 1)):
+        gc.disable()
+        model, counts = alternating("tensorwise", 1), list[int]()
+        loop = Loop(torch.optim.SGD(model.parameters(), lr=1e-3))
+        for step in range(4):
+            if step == 2:
+                loop = Loop(torch.optim.SGD(model[1].parameters(), lr=1e-3))
+                if rank in collecting:
+                    gc.collect()
+            with counting() as sent:
+                for _micro in range(2):
+                    model(torch.ones(32, SIZE).requires_grad_()).sum().backward()
+                loop.optimizer.step()
+            counts.append(sent["reduces"])
+        gc.enable()
+        found.append(counts)
     return found

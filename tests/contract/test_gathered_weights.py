@@ -42,7 +42,11 @@ def test_training_on_four_ranks_and_on_a_mesh_of_two_dimensions(found, check):
 
 
 @pytest.mark.parametrize(
-    "check", ["switched_recipes", "micro_batches", "frozen", "modules", "unseen_writes", "evaluating_alone"]
+    "check",
+    [
+        *("switched_recipes", "micro_batches", "frozen", "modules"),
+        *("unseen_writes", "counted_writes", "evaluating_alone"),
+    ],
 )
 def test_training_is_the_same_in_other_loops(found, check):
     for differences in of_check(found[2], check):
@@ -52,6 +56,11 @@ def test_training_is_the_same_in_other_loops(found, check):
 def test_activation_checkpointing_repeats_the_forward_pass_from_codes(found):
     for differences in of_check(found[2], "checkpointed"):
         assert all(each == [[], [], []] for each in differences.values()), differences
+
+
+def test_a_repeated_forward_pass_counts_no_element_twice(found):
+    """Each rank counts its own rows."""
+    assert of_check(found[2], "nonfinite_weights") == [1, 0]
 
 
 @pytest.mark.parametrize("check", ["offloaded", "prefetched", "compiled"])

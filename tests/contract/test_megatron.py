@@ -52,6 +52,11 @@ def test_what_is_refused_says_what_to_do(found):
         assert given.startswith("layer '0' is given a weight that is not its own")
 
 
+def test_ranks_that_keep_their_own_amaxes_wait_for_no_other(found):
+    for amaxes, expected in of_check(found, "own_amaxes"):
+        assert list(amaxes.values()) == expected
+
+
 def test_a_language_model_trains_and_its_ranks_share_their_scales(found):
     (paths, (plain, coded), state), (_, _, other) = of_check(found, "language_model")
     layers = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")

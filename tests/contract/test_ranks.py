@@ -237,8 +237,17 @@ def test_a_state_read_before_the_ranks_reduce_leaves_that_step_out(found, ended)
         assert windows[ended] == [[64.0, EMPTY, EMPTY], [128.0, 64.0, EMPTY], [32.0, 128.0, 64.0]]
 
 
-def test_stages_of_a_pipeline_count_the_optimizers_steps(found):
-    assert of_check(found, "pipeline") == [3, 3]
+def test_stages_of_torchs_pipeline_train_as_in_one_process(found):
+    """Schedule1F1B of 4 micro-batches; to infer shapes, the first step runs the last stage on what memory held."""
+    for differences, steps in of_check(found, "pipeline"):
+        assert differences == {"inferred": [], "checkpointed": [], "given": []}
+        assert steps == 3
+
+
+def test_compiled_stages_of_torchs_pipeline_are_given_their_shapes(found):
+    for differences, said in of_check(found, "pipeline_compiled"):
+        assert differences == []
+        assert "give PipelineStage its input_args and output_args" in said
 
 
 def test_each_rank_counts_its_own_nonfinite_elements_under_ddp(found):

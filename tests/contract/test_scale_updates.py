@@ -171,10 +171,30 @@ def _warmed_up(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_hand_written_updates_end_steps_once_the_optimizer_is_gone():
+def _left_behind(optimizer: torch.optim.Optimizer, how: str) -> list[object]:
+    """An optimizer that takes no step any more; what must not be collected as garbage yet."""
+    if how == "without parameters":
+        optimizer.param_groups.clear()
+    return [] if how == "collected" else [optimizer]
+
+
+LEFT_BEHIND = ("collected", "not collected", "without parameters")
+
+
+@pytest.mark.parametrize("how", LEFT_BEHIND)
+def test_hand_written_updates_end_steps_after_100_backward_passes_without_the_optimizer(how):
+    """Whether it is garbage, and whether that has been collected, differs between ranks that reduce together."""
     model = _model()
-    _warmed_up(model)
-    assert _grown_inputs(model, _by_hand(model, through_data=False)) == [1.0, 10.0, 100.0, 1000.0]
+    kept, update = _left_behind(_warmed_up(model), how), _by_hand(model, through_data=False)
+    for _ in range(98):
+        model.zero_grad()
+        model(_batch(2.0)).sum().backward()
+        update()
+    with pytest.warns(UserWarning, match=r"layer '[02]' has run 100 backward passes without a step") as told:
+        # The second backward pass is the 100th, and the forward pass after it the first that looks for updates.
+        assert _grown_inputs(model, update) == [0.5, 0.5, 100.0, 1000.0]
+    assert len(told) == 1
+    assert len(kept) == (how != "collected")
 
 
 def _master_updates(model: nn.Module) -> Callable[[], None]:
@@ -194,27 +214,25 @@ def _master_updates(model: nn.Module) -> Callable[[], None]:
     return update
 
 
-@pytest.mark.parametrize("emptied", [False, True], ids=["deleted", "without parameters"])
-def test_an_optimizer_over_copies_ends_steps_once_the_models_own_is_no_more(emptied):
+@pytest.mark.parametrize("how", LEFT_BEHIND)
+def test_an_optimizer_over_copies_ends_steps_after_100_backward_passes_without_the_models_own(how):
     model = _model()
-    first = _warmed_up(model)
-    if emptied:
-        first.param_groups.clear()
-    else:
-        del first
-    assert _grown_inputs(model, _master_updates(model)) == [1.0, 10.0, 100.0, 1000.0]
-
-
-def test_abandoned_optimizer_is_warned_about_and_ignored():
-    model = _model()
-    idle, update = _warmed_up(model), _master_updates(model)
+    kept, update = _left_behind(_warmed_up(model), how), _master_updates(model)
     for _ in range(98):
         model(_batch(2.0)).sum().backward()
         update()
     with pytest.warns(UserWarning, match=r"layer '[02]' has run 100 backward passes without a step") as told:
         assert _grown_inputs(model, update) == [0.5, 10.0, 100.0, 1000.0]
     assert len(told) == 1
-    assert idle.param_groups
+    assert len(kept) == (how != "collected")
+
+
+def test_an_optimizer_over_new_parameters_ends_steps_at_once():
+    """As FSDP1's flat ones: what an earlier optimizer held is no parameter of the model any more."""
+    model = _model()
+    _warmed_up(model)
+    model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
+    assert _grown_inputs(model, _master_updates(model)) == [1.0, 10.0, 100.0, 1000.0]
 
 
 @pytest.mark.long

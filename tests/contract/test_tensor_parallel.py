@@ -133,10 +133,16 @@ def test_amaxes_of_weights_are_reduced_once_a_step(found):
             ), (recipe, pairs, micro)
 
 
+def test_garbage_that_one_rank_has_collected_changes_no_reduction(found):
+    """An optimizer in a reference cycle gives way to one over half of the layers; two micro-batches a step."""
+    for results in found("weights", "optimizers_dropped"):
+        assert results == [[6, 5, 5, 5]] * 3
+
+
 def test_no_write_to_a_weight_is_missed(found):
     """Every pass has the bits of one process, whose weights are written to in the same way."""
     for results in found("weights", "weights_written"):
-        passes = dict.fromkeys(("through_data", "between_micro_batches", "cast_to_bfloat16"), 5)
+        passes = dict.fromkeys(("through_data", "between_micro_batches", "cast_to_bfloat16", "frozen_and_loaded"), 5)
         passes |= {"later_layers": 6, "told": 4, "loaded": 8, "by_hand": 6, "restored": 4, "fused": 3}
         assert {name: len(same) for name, same in results.items()} == passes
         assert all(map(all, results.values())), results
@@ -231,6 +237,18 @@ def test_transformer_engines_transformer_layer(found):
         for values in differences.values():
             assert len(values) == 14
             assert max(values.values()) < 1e-6, values
+
+
+def test_ranks_that_keep_their_own_amaxes_wait_for_no_other(found):
+    """Bit for bit as layers of their own; then, with ``reduce_amax=True`` again, with the amaxes of all ranks."""
+    one, other = found("use", "engine_own_amaxes")
+    assert list(one) == list(other) == ["column False", "column True", "row False", "row True"]
+    for name in one:
+        for same, compared, newest in (one[name], other[name]):
+            assert same
+            assert compared == 2 + 9
+            assert newest == one[name][2]
+            assert all(amax > 0 for amax in newest.values())
 
 
 def test_transformer_engines_arguments(found):

@@ -172,8 +172,9 @@ def _amax(x: Tensor, spec: CastSpec, scaling: OperandScaling, *, transposed: boo
     """Amax of a delayed cast, or of a slice's whole matrix; None for other casts, which measure."""
     if spec.scaling == Scaling.STATIC:
         return None
-    past, slices = scaling.amax if spec.scaling == Scaling.DELAYED else None, scaling.slices
-    if slices is None or (past is not None and slices.has_past):
+    is_delayed, slices = spec.scaling == Scaling.DELAYED, scaling.slices
+    past = scaling.amax if is_delayed else None
+    if slices is None or (is_delayed and slices.has_past):
         return past
     is_whole = isinstance(spec.granularity, PerTensor)
     amax = scaling.reduced if is_whole else None

@@ -24,7 +24,7 @@ from octavo.numerics.cast import check_float
 from octavo.numerics.quantized import FP8_DTYPES
 from octavo.recipes import Recipe
 from octavo.scaling import INPUT, ROLES, WEIGHT, LayerScaling, OperandScaling, ScaleUpdates, Slices, inside_backward
-from octavo.scaling.scale_updates import layers_of
+from octavo.scaling.scale_updates import layers_of, share_amaxes
 
 __all__ = ["CODES", "CodesLayout", "Linear"]
 
@@ -69,6 +69,9 @@ class Linear(ScaledLayer, torch.nn.Linear):
     weight_gather: OperandSource | None = None  # of a weight that FSDP2 gathers as codes
     sliced_recipe: Recipe | None = None  # the last that check_slices has found to fit, of a layer that ranks share
     shares_amaxes: bool = True  # whether ranks that share the layer must share a delayed recipe's amaxes
+    kept_own_amaxes: bool = (
+        False  # whether they have not, so that what one rank knows of the past says nothing of others
+    )
 
     def __init__(
         self,
@@ -182,8 +185,13 @@ class Linear(ScaledLayer, torch.nn.Linear):
 
     def _slices(self, local: LocalTensors) -> tuple[Slices | None, ...]:
         """The slices of the roles' tensors, with what the layer's history knows of them."""
-        history = self.amax_history
-        known = (False,) * len(ROLES) if history is None else history.has_past()
+        group = next((each.group for each in local.slices if each is not None), None)
+        if group is None:
+            return local.slices
+        history, own = self.amax_history, self.keeps_own_amaxes(group)
+        known = (own,) * len(ROLES)
+        if history is not None and not self.kept_own_amaxes:
+            known = history.has_past()
         slices = [each and replace(each, has_past=past) for each, past in zip(local.slices, known, strict=True)]
         weight_slices = slices[WEIGHT]
         if weight_slices is not None and self.weight_gather is None:
@@ -191,6 +199,12 @@ class Linear(ScaledLayer, torch.nn.Linear):
             weight.begin_forward()
             slices[WEIGHT] = replace(weight_slices, amaxes=weight.amax)
         return tuple(slices)
+
+    def keeps_own_amaxes(self, group: Any) -> bool:
+        """Return whether each rank of a group that shares the layer goes on with amaxes of its own."""
+        own = not share_amaxes(self.scale_updates, group)
+        self.kept_own_amaxes = self.kept_own_amaxes or own
+        return own
 
     def _sliced_weight(self) -> SlicedWeight:
         """The weight as its model's layers reduce its amaxes together."""

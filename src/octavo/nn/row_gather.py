@@ -86,7 +86,10 @@ class RowGather:
         own = [tensor.flatten().contiguous().view(torch.uint8) for tensor, _ in tensors]
         sent = torch.cat(own)
         received = sent.new_empty(self.mesh.size(), sent.numel())
-        distributed.all_gather_into_tensor(received.view(-1), sent, group=self.mesh.get_group())
+        gather = (
+            getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+        )  # before torch 2.13
+        gather(received.view(-1), sent, group=self.mesh.get_group())
         pieces = received.split([each.numel() for each in own], dim=1)
         wholes = [self._joined(piece, *each) for piece, each in zip(pieces, tensors, strict=True)]
         operands = []

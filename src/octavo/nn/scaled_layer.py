@@ -17,6 +17,7 @@ from octavo.numerics import QuantizedTensor
 from octavo.numerics.cast import is_eager_cpu
 from octavo.recipes import Close, History, Recipe
 from octavo.scaling import ROLES, AmaxHistory, LayerScaling, LayerWatch, ScaleUpdates, StatefulModule, inside_backward
+from octavo.scaling.pipeline_stages import infers_shapes, refuse_graph
 from octavo.scaling.scale_updates import (
     close_block_over_ranks,
     close_if_written,
@@ -45,6 +46,7 @@ class ScaledLayer(StatefulModule):
     watch: LayerWatch | None = None  # set for the steps that the doctor inspects
     weight_cache: WeightCache | None = None
     records_weight: bool = True  # False for a step's later micro-batches, where the model marks them
+    infers_shapes: bool = False  # whether the last forward pass was a pipeline's, on tensors without values
 
     @property
     def stored_weight(self) -> Tensor:
@@ -128,19 +130,34 @@ class ScaledLayer(StatefulModule):
     def _layer_scaling(self, recipe: Recipe) -> LayerScaling:
         """Scaling state that this call reads and updates; closes the previous step if it is over."""
         self.follow_weight()
-        counts = self.nonfinite_counts if self.training and not self.stored_weight.is_meta else None
-        scaling = LayerScaling(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)
+        has_values = self._has_values()
+        counts = self.nonfinite_counts if self.training and has_values and not self.stored_weight.is_meta else None
+        watch = self.watch if has_values else None
+        scaling = LayerScaling(nonfinite=counts, watch=watch, records_weight=self.records_weight)
         if recipe.has_static_input:
             scaling.input_scale = self._checked_input_scale()
         history = self._history_for(recipe, create=self._is_learning)
         if history is not None:
-            if self.training and not inside_backward():  # activation checkpointing runs a forward of this step again
+            repeated = inside_backward()  # activation checkpointing runs a forward of this step again
+            if self.training and has_values and not repeated:
                 self._begin_forward(history)
             scaling.amaxes = history.amax.clone()
-            if self._is_learning:
+            if self._is_learning and has_values:
                 scaling.pending, scaling.overflowed = history.pending, history.overflowed
                 self.scale_updates.ran = True
         return scaling
+
+    def _has_values(self) -> bool:
+        """Return whether the call's tensors hold values to record; see :mod:`octavo.scaling.pipeline_stages`."""
+        if torch.compiler.is_compiling():
+            if self._is_learning and self.amax_history is not None:
+                refuse_graph()
+            return True
+        if not inside_backward():
+            infers = infers_shapes()
+            if infers is not self.infers_shapes:  # a module's attributes are slow to set
+                self.infers_shapes = infers
+        return not self.infers_shapes
 
     def _begin_forward(self, history: AmaxHistory) -> None:
         """Close the previous step where its end is detected only now."""

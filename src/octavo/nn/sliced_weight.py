@@ -29,6 +29,11 @@ __all__ = ["SlicedWeight"]
 
 class _Layer(DelayedLayer, Protocol):
     recipe: Recipe
+    kept_own_amaxes: bool
+
+    def keeps_own_amaxes(self, group: Any) -> bool:
+        """Whether each rank of the group goes on with amaxes of its own."""
+        ...
 
     def weight_slice(self) -> tuple[Tensor, Slices] | None:
         """This rank's slice of the weight; None of a whole weight."""
@@ -62,9 +67,9 @@ class SlicedWeight:
         if inside_backward():  # activation checkpointing repeats one
             return
         layer = self._called()
-        held, weight = layer.scale_updates.held, layer.stored_weight
+        updates, weight = layer.scale_updates, layer.stored_weight
         self._step.note_gradients()
-        self._step.begin_forward(self, is_held=id(weight) in held if weight.requires_grad else bool(held))
+        self._step.begin_forward(self, is_held=updates.is_held(weight) if weight.requires_grad else updates.was_held)
 
     def amax(self, granularity: Granularity, transposed: bool) -> Tensor:
         """Return the whole weight's amaxes of scaling groups that ranks share."""
@@ -79,15 +84,17 @@ class SlicedWeight:
         if self._parameter is not weight:
             self._parameter, self._replacements = weight, self._replacements + 1
         steps = layer.scale_updates.optimizer_steps if weight.requires_grad else 0
-        version, past = weight._version, None if history is None else history.amax._version  # noqa: SLF001
-        identity = self._replacements, version, weight.dtype, weight.device
+        past = None if history is None or layer.kept_own_amaxes else history.amax._version  # noqa: SLF001
+        identity = self._replacements, weight._version, weight.dtype, weight.device  # noqa: SLF001
         return self._step.generation, steps, *identity, past, *self.casts()
 
     def casts(self, *, has_past: bool = False) -> tuple[_Cast, ...]:
         """Return the scaling groups of both passes' casts that ranks share."""
-        recipe, part = self._recipe(), self._called().weight_slice()
+        layer, recipe = self._called(), self._recipe()
+        part = layer.weight_slice()
         if part is None:
             return ()
+        has_past = has_past or layer.keeps_own_amaxes(part[1].group)
         casts = (
             _cast(spec.granularity, transposed)
             for transposed, spec in enumerate((recipe.output.b, recipe.grad_input.b))
@@ -97,8 +104,9 @@ class SlicedWeight:
         return tuple(dict.fromkeys(shared))
 
     def past_amax(self) -> Tensor | None:
-        """Return the amax of finished steps, float32 [], of a delayed recipe that has a history."""
-        history = self._called().amax_history
+        """Return the amax of finished steps, float32 [], of a delayed recipe that has a history which ranks share."""
+        layer = self._called()
+        history = None if layer.kept_own_amaxes else layer.amax_history
         return None if history is None or not self._recipe().is_delayed else history.amax[WEIGHT]
 
     def measure(self, cast: _Cast) -> Tensor:

@@ -32,6 +32,7 @@ from octavo.kernels.tracing import finished, is_distributed
 from octavo.nn.row_gather import RowGather
 from octavo.recipes import Recipe
 from octavo.scaling import GRAD_OUTPUT, INPUT, WEIGHT, ScaleUpdates, Slices
+from octavo.scaling.scale_updates import share_amaxes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,10 @@ class _Layer(Protocol):
     scale_updates: ScaleUpdates
     watch: Any
     shares_amaxes: bool
+
+    def keeps_own_amaxes(self, group: Any) -> bool:
+        """Whether each rank of the group goes on with amaxes of its own."""
+        ...
 
     def shared_parameters(self) -> tuple[Any, Any]:
         """Weight and bias as DTensors; the bias may be None."""
@@ -185,7 +190,7 @@ def _code_gather(layer: _Layer, x: "DTensor", recipe: Recipe) -> RowGather | Non
     """The gather of an input's codes for a layer by columns; None where the input's values are gathered.
 
     Those are needed by a GEMM in high precision and by the doctor; and codes are other codes where ranks have rows that
-    are no multiple of the blocks that share a scale.
+    are no multiple of the blocks that share a scale, or scale by amaxes of their own.
     """
     (given,) = x.placements
     spec, transposed_spec = recipe.output.a, recipe.grad_weight.b
@@ -196,7 +201,9 @@ def _code_gather(layer: _Layer, x: "DTensor", recipe: Recipe) -> RowGather | Non
     rows = x.shape[dim:-1].numel() // ranks
     if layer.watch is not None or x.dtype is torch.float64 or x.shape[dim] % ranks or rows % _block("M", recipe):
         return None
-    return RowGather(x.device_mesh, dim, x.to_local().shape) if ranks > 1 and rows else None
+    if ranks == 1 or not rows or (recipe.is_delayed and layer.keeps_own_amaxes(x.device_mesh.get_group())):
+        return None
+    return RowGather(x.device_mesh, dim, x.to_local().shape)
 
 
 def _input_placement(given: "Placement", divided: str, last: int) -> "Placement":
@@ -221,14 +228,12 @@ def check_slices(layer: _Layer, weight: "DTensor", recipe: Recipe) -> None:
             "octavo.restore(model) before parallelize_module, and convert without frozen='fp8'"
         )
     divided, ranks = _divided(layer, weight), weight.device_mesh.size()
-    group = layer.scale_updates.group
-    if layer.shares_amaxes and recipe.is_delayed and ranks > 1 and group is not None:
-        members = () if group == "rank" else distributed.get_process_group_ranks(group)
-        if not set(weight.device_mesh.mesh.tolist()) <= set(members):
-            raise ConfigError(
-                f"{layer.called} shares its tensors with other ranks, whose amaxes recipe {recipe.name!r} needs; give "
-                "convert an amax_group with all ranks of the tensor-parallel mesh, or none"
-            )
+    must_share = layer.shares_amaxes and recipe.is_delayed and ranks > 1
+    if must_share and not share_amaxes(layer.scale_updates, weight.device_mesh.get_group()):
+        raise ConfigError(
+            f"{layer.called} shares its tensors with other ranks, whose amaxes recipe {recipe.name!r} needs; give "
+            "convert an amax_group with all ranks of the tensor-parallel mesh, or none"
+        )
     if not divided:
         return
     check_sizes(layer.called, divided, getattr(layer, _SIZES[divided]), ranks, recipe)

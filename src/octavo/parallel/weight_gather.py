@@ -150,7 +150,7 @@ class WeightGather:
             gathered = _Gathered(recipe=recipe, casts={}, amaxes={}, record=AmaxRecord(), sizes=(), dtype=dtype)
         else:
             if not inside_backward():
-                self.step.begin_forward(self, is_held=bool(self.layer.scale_updates.held))
+                self.step.begin_forward(self, is_held=self.layer.scale_updates.was_held)
             casts, amaxes = self._casts(recipe, passes), self.step.of(self)
             used = {cast: self._amax_in_force(cast, amaxes) for cast in casts.values()}
             record = _new_record(shard.device)

@@ -33,6 +33,7 @@ __all__ = ["EMPTY", "AmaxHistory", "ScaleUpdates", "WeightSeen", "close_historie
 
 EMPTY = -1.0  # no amax: amaxes are never negative
 _REMIND_AFTER = 100
+_HELD = "_octavo_held"  # attribute of parameters that an optimizer has held at one of its steps
 _LARGEST = torch.finfo(torch.float32).max
 _STATE = ("window", "amax", "pending", "overflowed", "steps")
 _MOST_TOGETHER = 1 << 20  # entries of windows that are copied at once
@@ -54,7 +55,10 @@ class ScaleUpdates:
         called: histories of the layers that the running pass has called since it compared the weights.
         block: number of the autocast block that the layers last ran in, where ranks close together.
         closing_after: the backward pass at whose end the step closes.
-        optimizers: optimizers that have stepped and hold parameters of these layers.
+        optimizers: those that have stepped while they held parameters of these layers, and are still alive. Only says
+            whose saving is noticed: garbage is collected at other times on other ranks, and no step may end by it.
+        has_optimizer: whether an optimizer has stepped, and its steps have not stayed away since.
+        was_held: whether an optimizer has ever stepped that held parameters of these layers.
         optimizer_saved: whether an optimizer's state was saved since the last step.
         state_read: whether the scaling state was read since the last step.
         begins_anew: whether empty histories are right, as after a state was loaded or training in this process.
@@ -64,7 +68,6 @@ class ScaleUpdates:
         switch_logged: whether a change of recipe in mid-training has been logged.
         backwards_watched: whether a weight counts backward passes, for layers that are compiled.
         weight_amaxes: of weights that ranks divide by tensor parallelism.
-        held: identities of the parameters that optimizers held at the last step.
     """
 
     manual: bool = False
@@ -78,6 +81,8 @@ class ScaleUpdates:
     block: int = field(default=0, init=False)
     closing_after: int = field(default=-1, init=False)
     optimizers: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, init=False)
+    has_optimizer: bool = field(default=False, init=False)
+    was_held: bool = field(default=False, init=False)
     optimizer_saved: bool = field(default=False, init=False)
     state_read: bool = field(default=False, init=False)
     begins_anew: bool = field(default=False, init=False)
@@ -87,16 +92,20 @@ class ScaleUpdates:
     switch_logged: bool = field(default=False, init=False)
     backwards_watched: bool = field(default=False, init=False)
     weight_amaxes: StepAmaxes = field(default_factory=StepAmaxes, init=False)
-    held: frozenset[int] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":
             raise ConfigError(f"amax_group must be a process group, None or 'rank', not {self.group!r}")
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Return whether an optimizer that holds parameters of these layers has stepped and is still alive."""
-        return len(self.optimizers) > 0
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        """Note that an optimizer which holds these parameters has stepped."""
+        self.has_optimizer = self.was_held = True
+        for parameter in parameters:
+            setattr(parameter, _HELD, True)  # no weak reference, with which torch cannot convert a DTensor
+
+    def is_held(self, parameter: Tensor) -> bool:
+        """Return whether an optimizer has stepped while it held a parameter of these layers."""
+        return self.was_held and getattr(parameter, _HELD, False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ScaleUpdates":
         return ScaleUpdates(self.manual, self.reminded, self.group)  # a process group has no copies
@@ -312,7 +321,7 @@ class AmaxHistory(StatefulModule):
                 "scale updates the scales stay those of the last closed step; call it after each optimizer step"
             )
         else:
-            updates.optimizers.clear()
+            updates.has_optimizer = False
             warning = (
                 f"{name} has run {_REMIND_AFTER} backward passes without a step of a torch.optim optimizer that holds "
                 "its parameters, and its scales stay those of the last closed step; unless these are micro-batches of "

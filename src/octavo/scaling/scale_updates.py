@@ -6,14 +6,17 @@ A step of delayed scaling is an optimizer's step, however many micro-batches it 
    holds, and those that ran and have no optimizer of their own: all layers frozen, FSDP's flat parameters, or gradients
    that an optimizer over copies of the parameters takes. A step that a gradient scaler leaves out ends nothing, nor
    does one that is part of another optimizer's step (:mod:`octavo.scaling.nested_steps`).
-2. As long as no living optimizer is known for a model, a weight that was written to since the last training forward
-   ends the step: a hand-written update. Some of the elements are compared, for which a GPU is waited for. An
-   optimizer's step that calls the model in its closure writes too, and ends the step by 1.
+2. As long as no optimizer is known for a model, a weight that was written to since the last training forward ends the
+   step: a hand-written update. Some of the elements are compared, for which a GPU is waited for. An optimizer's step
+   that calls the model in its closure writes too, and ends the step by 1.
 3. ``octavo.update_scales(model)``.
 4. With ``Close.AUTOCAST``, as in Transformer Engine, the next training forward outside of the autocast block that the
    last one ran in (:func:`close_block_over_ranks`; :meth:`AmaxHistory.begin_forward` without ranks).
 
 With ``manual`` updates only the third does.
+
+A model's optimizer is known from its first step on, until 100 backward passes come without one, of which the user is
+warned. Whether it still exists does not matter: ranks, which close together, collect garbage each at its own time.
 
 All layers of all models that end together are closed together: where a process group is initialized, one MAX
 all-reduce of their amaxes comes first, so that every rank goes on with the same scales, whatever wraps the model
@@ -26,7 +29,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -52,6 +54,7 @@ __all__ = [
     "is_written",
     "layers_of",
     "reduces",
+    "share_amaxes",
     "stop_following",
     "watch_compiled_backwards",
 ]
@@ -129,6 +132,14 @@ def reduces(updates: ScaleUpdates) -> bool:
     return _group_of(updates) is not None
 
 
+def share_amaxes(updates: ScaleUpdates, group: "distributed.ProcessGroup") -> bool:
+    """Return whether all ranks of a group go on with the same amaxes of finished steps."""
+    if updates.group is None:
+        return True
+    members = () if updates.group == "rank" else distributed.get_process_group_ranks(updates.group)
+    return set(distributed.get_process_group_ranks(group)) <= set(members)
+
+
 def _group_of(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
     """The group that ``convert`` was given, or the default group."""
     return default_group() if updates.group is None else None if updates.group == "rank" else updates.group
@@ -168,34 +179,32 @@ def _stepped(optimizer: Optimizer) -> Iterator[DelayedLayer]:
     """The layers of models that the optimizer updates, and of those that ran and have no optimizer of their own."""
     for updates, layers in _by_model(_living()):
         parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        if _holds(optimizer, parameters):
+        held = _held(optimizer, parameters)
+        if held:
             _warn_of_state_not_loaded(optimizer, layers)
-            _remember_optimizer(optimizer, updates)
+            _remember_optimizer(optimizer, updates, held)
             yield from layers
-        elif updates.ran and not _keep_holders(updates, parameters) and _may_be_updated(parameters):
+        elif updates.ran and not _keep_optimizer(updates, parameters) and _may_be_updated(parameters):
             yield from layers
 
 
-def _holds(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+def _held(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the parameters that the optimizer holds."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in held for parameter in parameters)
+    return [parameter for parameter in parameters if id(parameter) in held]
 
 
-def _remember_optimizer(optimizer: Optimizer, updates: ScaleUpdates) -> None:
-    """Remember a model's optimizer and what it holds, and mark from now on when its state is saved."""
+def _remember_optimizer(optimizer: Optimizer, updates: ScaleUpdates, held: Iterable[Tensor]) -> None:
+    """Remember what a model's optimizer holds, and mark from now on when its state is saved."""
     if optimizer not in updates.optimizers:
         updates.optimizers.add(optimizer)
         optimizer.register_state_dict_pre_hook(partial(_mark_saved, weakref.ref(updates)))
-    # Kept until the next step: ranks reduce amaxes by it, and garbage collection of an optimizer differs between them.
-    groups = (group["params"] for each in updates.optimizers for group in each.param_groups)
-    updates.held = frozenset(map(id, chain.from_iterable(groups)))
+    updates.hold(held)
 
 
-def _keep_holders(updates: ScaleUpdates, parameters: Iterable[Tensor]) -> bool:
-    """Forget the optimizers that hold none of the parameters any more; return whether one is left."""
-    for optimizer in list(updates.optimizers):
-        if not _holds(optimizer, parameters):
-            updates.optimizers.discard(optimizer)
+def _keep_optimizer(updates: ScaleUpdates, parameters: Iterable[Tensor]) -> bool:
+    """Forget a model's optimizer if it held none of these parameters, which are new; return whether it is known."""
+    updates.has_optimizer = updates.has_optimizer and any(map(updates.is_held, parameters))
     return updates.has_optimizer
 
 

@@ -28,7 +28,8 @@ class Slices:
     Attributes:
         dim: the dimension that they divide, 0 (rows) or 1 (columns).
         group: the process group.
-        has_past: whether the amax of finished steps is known, which all ranks have reduced.
+        has_past: whether a delayed cast takes the amax of finished steps, which all ranks have reduced; or each rank
+            its own, and before the first that of its slice.
         amaxes: returns the whole matrix's, of scaling groups or of those of the transpose, which are reduced with other
             matrices'; None where each cast reduces its own.
     """

@@ -10,9 +10,10 @@ A delayed cast scales by amaxes of finished steps, which the end of each step ha
 (:mod:`octavo.scaling.scale_updates`); its weight takes part only as long as there are none.
 
 What no version counts, such as writes through ``.data``, is seen where it is expected: a forward pass without
-gradients, the one after it, and every forward pass of weights that no ``torch.optim`` optimizer holds measure all
-weights. After such a write between passes with gradients, ``octavo.update_scales(model)`` on all ranks lets them be
-measured. Whether a module is in ``train()`` or ``eval()`` makes no difference, as it may differ between the ranks.
+gradients, the one after it, and every forward pass of weights that no ``torch.optim`` optimizer has held at a step
+measure all weights. After such a write between passes with gradients, ``octavo.update_scales(model)`` on all ranks lets
+them be measured. Whether a module is in ``train()`` or ``eval()`` makes no difference, as it may differ between the
+ranks.
 """
 
 import weakref
@@ -89,11 +90,12 @@ class StepAmaxes:
 
         No version counts what is written through ``.data`` or by ``torch._foreach_*``. Such writes are expected before
         and after a pass without gradients (an evaluation of averaged weights, perhaps by some layers alone), and where
-        no ``torch.optim`` optimizer holds the weights. Both are the same on all ranks, which run their passes together.
+        no ``torch.optim`` optimizer has held the weights at a step. Both are the same on all ranks, which run their
+        passes and steps together.
 
         Args:
             weight: of the layer that is called.
-            is_held: whether such an optimizer holds it.
+            is_held: whether such an optimizer has.
         """
         ends_evaluation = self.with_gradients and not self.had_gradients
         written = not (self.with_gradients and is_held)

@@ -20,7 +20,8 @@ class ParallelConfig:
             (DDP).
         tensor: ranks of such a group, which share each layer (tensor parallelism); 1 does not divide layers. Above 1
             without model.qk_norm, training.cast_norms and training.moments in FP8.
-        sequence: whether those ranks also divide the positions between layers (sequence parallelism).
+        sequence: whether those ranks also divide the positions between layers (sequence parallelism), which has no size
+            of its own.
         fp8_gradients: DDP sends gradients as FP8 codes, and adds a step's rounding errors to the next gradients
             (``octavo.parallel.reduce_gradients_in_fp8``). That keeps a float32 copy of all gradients, which no
             checkpoint has; results depend on the number of ranks.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import octavo
 from octavo.recipes import History, Statistic
 from octavo.scaling import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHistory
-from octavo.scaling.amax_history import close_histories
+from octavo.scaling.amax_history import ScaleUpdates, close_histories
 from tests.recorded_state import end_step
 
 amaxes = st.one_of(st.just(0.0), st.floats(2.0**-126, 2.0**100, width=32))
@@ -315,23 +315,25 @@ def test_a_function_of_the_window_gives_the_next_amaxes():
     assert history.amax.tolist() == [4.0, 0.0, 0.0], "one that is not above 0 leaves the amax in force"
 
 
-def test_what_optimizers_hold_is_fixed_at_a_step():
+@pytest.mark.parametrize("collected", [True, False])
+def test_what_optimizers_have_held_at_steps_stays_held(collected):
     """Ranks reduce amaxes by it, and one may have freed an optimizer that another rank still has."""
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     octavo.convert(model, "rowwise")
-    layer = model[0]
-    assert isinstance(layer, octavo.nn.Linear)
-    updates = layer.scale_updates
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    model(torch.ones(2, 16)).sum().backward()
-    assert not updates.held
-    optimizer.step()
-    held = frozenset(map(id, layer.parameters()))
-    assert updates.held == held
-    del optimizer
-    assert not updates.has_optimizer
-    assert updates.held == held
-    second = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    assert updates.held == held
-    second.step()
-    assert updates.held == frozenset(map(id, model[1].parameters()))
+    updates = model[0].scale_updates
+    assert isinstance(updates, ScaleUpdates)
+
+    def held() -> list[bool]:
+        return [all(map(updates.is_held, layer.parameters())) for layer in model]
+
+    optimizers: list[torch.optim.Optimizer] = []
+    for index, after in enumerate(([True, False, False], [True, True, False])):
+        optimizers.append(torch.optim.SGD(model[index].parameters(), lr=0.1))
+        assert updates.has_optimizer == updates.was_held == bool(index)
+        model(torch.ones(2, 16)).sum().backward()
+        optimizers[-1].step()
+        if collected:
+            optimizers.clear()
+        assert held() == after
+        assert updates.has_optimizer
+        assert updates.was_held

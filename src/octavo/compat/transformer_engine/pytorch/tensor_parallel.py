@@ -9,7 +9,8 @@
 
 A call presents slices as DTensors to octavo's layer (:mod:`octavo.nn.tensor_parallel`), which has their collectives,
 the scales of whole matrices, and the gather of codes. Transformer Engine scales a weight's slices apart; here a scale
-is the whole matrix's, as in one process, unless ``reduce_amax=False`` or ``amax_reduction_group`` say otherwise.
+is the whole matrix's, as in one process. Under ``reduce_amax=False``, or an ``amax_reduction_group`` without all of the
+ranks, each rank scales by the delayed amaxes of its own slices, and inputs are gathered as values.
 """
 
 from dataclasses import dataclass
