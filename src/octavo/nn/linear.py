@@ -69,9 +69,7 @@ class Linear(ScaledLayer, torch.nn.Linear):
     weight_gather: OperandSource | None = None  # of a weight that FSDP2 gathers as codes
     sliced_recipe: Recipe | None = None  # the last that check_slices has found to fit, of a layer that ranks share
     shares_amaxes: bool = True  # whether ranks that share the layer must share a delayed recipe's amaxes
-    kept_own_amaxes: bool = (
-        False  # whether they have not, so that what one rank knows of the past says nothing of others
-    )
+    kept_own_amaxes: bool = False  # whether they have not: what one rank knows of the past says nothing of others
 
     def __init__(
         self,

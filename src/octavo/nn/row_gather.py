@@ -86,9 +86,8 @@ class RowGather:
         own = [tensor.flatten().contiguous().view(torch.uint8) for tensor, _ in tensors]
         sent = torch.cat(own)
         received = sent.new_empty(self.mesh.size(), sent.numel())
-        gather = (
-            getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-        )  # before torch 2.13
+        # Before torch 2.13 it has only its former name.
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         gather(received.view(-1), sent, group=self.mesh.get_group())
         pieces = received.split([each.numel() for each in own], dim=1)
         wholes = [self._joined(piece, *each) for piece, each in zip(pieces, tensors, strict=True)]

@@ -223,10 +223,12 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(tmp_pat
 
     (tmp_path / "config.json").write_text(json.dumps(transformers.GptOssConfig().to_dict()))
     asked = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download",
-        lambda name, *, allow_patterns, **_: asked.append((name, allow_patterns)) or str(tmp_path),
-    )
+
+    def snapshot_download(name, *, allow_patterns, **_):
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match="its attention has sinks"):
         load_served_model("some/model", hub=True)
     assert asked == [("some/model", ["config.json"])]
