@@ -100,7 +100,8 @@ def watch_compiled_backwards() -> None:
     for updates, layers in _by_model(_living()):
         for layer in layers:
             history, weight = layer.amax_history, layer.stored_weight
-            if history is not None and weight.requires_grad and weight.is_leaf and not updates.backwards_watched:
+            trained = isinstance(weight, torch.nn.Parameter) and weight.requires_grad  # FSDP1 leaves views, some stale
+            if history is not None and trained and weight.is_leaf and not updates.backwards_watched:
                 updates.backwards_watched = True
                 weight.register_post_accumulate_grad_hook(partial(_remind, weakref.ref(layer)))
 
