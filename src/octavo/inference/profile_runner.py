@@ -171,7 +171,9 @@ def cache_format_of(profile: EngineProfile) -> Format:
         'BF16'
     """
     for reason in _unserved(profile):
-        raise ConfigError(f"octavo cannot serve as {profile.name}: {reason}")
+        raise ConfigError(
+            f"octavo cannot serve as {profile.name}: {reason}; use an engine with a scale for each token, such as vllm-token"
+        )
     return CACHE_FORMATS[profile.activations]
 
 
