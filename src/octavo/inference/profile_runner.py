@@ -172,7 +172,8 @@ def cache_format_of(profile: EngineProfile) -> Format:
     """
     for reason in _unserved(profile):
         raise ConfigError(
-            f"octavo cannot serve as {profile.name}: {reason}; use an engine with a scale for each token, such as vllm-token"
+            f"octavo cannot serve as {profile.name}: {reason}; use an engine with a scale for each token, such as "
+            "vllm-token"
         )
     return CACHE_FORMATS[profile.activations]
 
