@@ -77,7 +77,7 @@ def _run_program(program: str, folder: Path, ranks: int) -> None:
         start_new_session=True,
     )
     try:
-        told = process.communicate(timeout=900)[1]  # 5 minutes of CPU, of two cores that others use too
+        told = process.communicate(timeout=1800)[1]  # 10 minutes of CPU, of two cores that others use too
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
