@@ -200,7 +200,7 @@ class Linear(ScaledLayer, torch.nn.Linear):
 
     def keeps_own_amaxes(self, group: Any) -> bool:
         """Return whether each rank of a group that shares the layer goes on with amaxes of its own."""
-        own = not share_amaxes(self.scale_updates, group)
+        own = not share_amaxes(self.scale_updates, torch.distributed.get_process_group_ranks(group))
         self.kept_own_amaxes = self.kept_own_amaxes or own
         return own
 

@@ -229,7 +229,7 @@ def check_slices(layer: _Layer, weight: "DTensor", recipe: Recipe) -> None:
         )
     divided, ranks = _divided(layer, weight), weight.device_mesh.size()
     must_share = layer.shares_amaxes and recipe.is_delayed and ranks > 1
-    if must_share and not share_amaxes(layer.scale_updates, weight.device_mesh.get_group()):
+    if must_share and not share_amaxes(layer.scale_updates, weight.device_mesh.mesh.flatten().tolist()):
         raise ConfigError(
             f"{layer.called} shares its tensors with other ranks, whose amaxes recipe {recipe.name!r} needs; give "
             "convert an amax_group with all ranks of the tensor-parallel mesh, or none"

@@ -133,12 +133,12 @@ def reduces(updates: ScaleUpdates) -> bool:
     return _group_of(updates) is not None
 
 
-def share_amaxes(updates: ScaleUpdates, group: "distributed.ProcessGroup") -> bool:
-    """Return whether all ranks of a group go on with the same amaxes of finished steps."""
+def share_amaxes(updates: ScaleUpdates, ranks: Iterable[int]) -> bool:
+    """Return whether these ranks of the default group go on with the same amaxes of finished steps."""
     if updates.group is None:
         return True
     members = () if updates.group == "rank" else distributed.get_process_group_ranks(updates.group)
-    return set(distributed.get_process_group_ranks(group)) <= set(members)
+    return set(ranks) <= set(members)
 
 
 def _group_of(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
