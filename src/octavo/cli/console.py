@@ -33,7 +33,8 @@ PIPE_WIDTH = 120  # columns when the output is not a terminal, whose width is un
 
 
 def _console(*, to_stderr: bool) -> Console:
-    is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
+    stream = sys.stderr if to_stderr else sys.stdout  # None if the shell has closed it, as by >&-
+    is_terminal = stream is not None and stream.isatty()
     return Console(stderr=to_stderr, width=None if is_terminal else PIPE_WIDTH, highlight=False)
 
 

@@ -28,3 +28,12 @@ def test_no_color_is_honoured_on_a_terminal(capsys, monkeypatch, no_color):
     complain("steps must be 1, not 0")
     red = "\x1b[1;31m"
     assert (red in capsys.readouterr().err) is not no_color
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_stream_takes_nothing(capsys, monkeypatch, stream):
+    """Python has None in place of a stream that the shell closed."""
+    monkeypatch.setattr(sys, stream, None)
+    print_table("title", ("a",), [("b",)])
+    complain("a sentence")
+    assert ("b" in capsys.readouterr().out) == (stream == "stderr")
