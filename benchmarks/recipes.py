@@ -3,7 +3,7 @@
     python -m benchmarks.recipes [--steps 450] [--threads 1] [--rounds 9] [--out runs/recipes] [--no-write]
 
 All runs of the table share initial weights, batches and everything else but the recipe. The gap is paired over the
-held-out windows; its standard error covers the choice of text, not that of the seed (benchmarks/accuracy.py has seeds).
+held-out windows; its standard error covers the choice of text, not that of the seed (benchmarks/study.py has seeds).
 Step times are interleaved. The bytes are those that the linears' forwards keep for their backwards, counted by hooks on
 saved tensors, weights included where a recipe keeps codes of them. Finished runs are kept in ``--out``.
 """
