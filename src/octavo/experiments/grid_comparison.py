@@ -128,7 +128,7 @@ class GridComparison:
                 for run, other in pairs
                 if run.gradient_variance is not None and other.gradient_variance
             ),
-            gradient_error=_median(run.gradient_error for run in runs.values()),
+            gradient_error=self.gradient_error(group),
             noise_scale=_median(result.noise_scale for result in results),
             tokens_per_second=_median(run.tokens_per_second for run in runs.values()),
             peak_memory_bytes=max((run.peak_memory_bytes or 0 for run in runs.values()), default=0) or None,
@@ -152,6 +152,10 @@ class GridComparison:
             windows = [np.asarray(each[seed].window_nats) for each in runs]
             gaps.append(windows[0] - windows[1] - (windows[2] - windows[3] if beyond else 0.0))
         return paired_interval(gaps)
+
+    def gradient_error(self, group: Group) -> float | None:
+        """Median distance to the FP32 gradient, over the seeds that did not diverge; None without one."""
+        return _median(run.gradient_error for run in self._finished(group).values())
 
     def ranking(self, lr: float, warmup: float) -> list[Ranking]:
         """Every pair of variants at these factors, by p-value."""

@@ -23,7 +23,7 @@ __all__ = [
 NOTHING = "–"
 GAP_COLUMNS = ("variant", "runs", "diverged", "nats", "gap [95 %], nats", "tail slope [95 %]", "verdict")
 RANKING_COLUMNS = ("better", "worse", "by [95 %], nats", "p (Holm)")
-CLAIM_COLUMNS = ("claim", "source", "worse − better [95 %], nats", "outcome")
+CLAIM_COLUMNS = ("claim", "source", "worse − better [95 %], nats", "gradient error: better, worse", "outcome")
 
 
 def signed(interval: Interval | None) -> str:
@@ -93,7 +93,16 @@ def ranking_rows(ranking: Sequence[Ranking]) -> list[tuple[str, ...]]:
 
 def claim_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     """A row for each claim."""
-    return [(one.claim.text, one.claim.source, signed(one.difference), one.verdict) for one in outcomes]
+    return [
+        (
+            one.claim.text,
+            one.claim.source,
+            signed(one.difference),
+            ", ".join(_number(error, ".4f") for error in one.gradient_errors),
+            one.verdict,
+        )
+        for one in outcomes
+    ]
 
 
 def seeds_note(measures: Sequence[VariantMeasures]) -> str | None:

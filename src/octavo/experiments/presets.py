@@ -58,11 +58,20 @@ class Preset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Verdict of a grid on a claim: "confirmed", "contradicted" or "open", and worse − better in nats."""
+    """Verdict of a grid on a claim.
+
+    Attributes:
+        claim: the claim.
+        verdict: "confirmed", "contradicted" or "open".
+        difference: worse − better, nats; None without a seed that all finished.
+        gradient_errors: of the better and the worse group, the median distance of a gradient to FP32's at the run's
+            final weights, over FP32's size. It shows what a cast costs one step, before the steps' chaos hides it.
+    """
 
     claim: Claim
     verdict: str
     difference: Interval | None
+    gradient_errors: tuple[float | None, float | None]
 
 
 def outcome(claim: Claim, comparison: GridComparison) -> Outcome:
@@ -78,7 +87,8 @@ def outcome(claim: Claim, comparison: GridComparison) -> Outcome:
         verdict = "contradicted"
     else:
         verdict = "open"
-    return Outcome(claim=claim, verdict=verdict, difference=difference)
+    errors = comparison.gradient_error(claim.better), comparison.gradient_error(claim.worse)
+    return Outcome(claim=claim, verdict=verdict, difference=difference, gradient_errors=errors)
 
 
 def preset_named(name: str) -> Preset:
