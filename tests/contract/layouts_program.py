@@ -162,7 +162,8 @@ def told_apart(_rank: int, _: Path) -> list[bool]:
 def checks(_: int) -> Checks:
     from tests.contract import layouts_use as use
 
-    return named(every_layout, told_apart, use.mixtures, use.frozen, use.repeated, use.branches, use.evaluating)
+    kinds = (use.mixtures, use.frozen, use.repeated, use.branches, use.evaluating, use.autocasts)
+    return named(every_layout, told_apart, *kinds)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,20 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from tests.contract.gathered_weights_training import build
-from tests.contract.layouts_program import batches_of, compared, ddp, differences, layouts, own, together, train
+from tests.contract.layouts_program import (
+    Step,
+    batches_of,
+    compared,
+    ddp,
+    differences,
+    layouts,
+    own,
+    same_operand,
+    together,
+    train,
+)
 
-__all__ = ["branches", "evaluating", "frozen", "mixtures", "repeated"]
+__all__ = ["autocasts", "branches", "evaluating", "frozen", "mixtures", "repeated"]
 
 FEW = ("tensorwise", "delayed", "rowwise", "mxfp8")
 OF_EXPERTS = ("tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
@@ -127,3 +139,39 @@ def evaluated(model: nn.Module, batches: list[list[Tensor]]) -> Iterator[list[Te
                 model(step[0] * 64)
             model.train()
         yield step
+
+
+def autocasts(_rank: int, _: Path) -> dict[str, list[str]]:
+    """Differences of models that ``autocast`` gives the delayed recipe: it has histories only from the first call on.
+
+    In the first step half of the ranks skip a branch, or one rank is in ``eval()`` with gradients.
+    """
+    wrap = {"DDP": partial(DistributedDataParallel, find_unused_parameters=True)}
+    with octavo.autocast("delayed"):
+        found = dict(compared(partial(Branching, "tensorwise"), wrap, of_one_sign))
+    for name, layout in layouts(distributed.get_world_size()).items():
+        converted, cast = layout(build("delayed")), layout(build("tensorwise"))
+        truth = train(converted, beginning_in_eval(converted))
+        with octavo.autocast("delayed"):
+            found[f"{name}, eval"] = list(unlike(train(cast, beginning_in_eval(cast)), truth))
+    return found
+
+
+def beginning_in_eval(model: nn.Module) -> Iterator[list[Tensor]]:
+    """This rank's micro-batches; the first step's finds the first rank's model in ``eval()``."""
+    for index, step in enumerate(own(batches_of)):
+        model.train(index > 0 or distributed.get_rank() > 0)
+        yield step
+
+
+def unlike(found: tuple[list[Step], Any], truth: tuple[list[Step], Any]) -> Iterator[str]:
+    """What differs between two runs of one rank."""
+    for index, (step, expected) in enumerate(zip(found[0], truth[0], strict=True)):
+        if step.losses != expected.losses:
+            yield f"step {index}: loss"
+        pairs = zip(chain.from_iterable(step.operands), chain.from_iterable(expected.operands), strict=True)
+        if not all(same_operand(*each) for gemms in pairs for each in zip(*gemms, strict=True)):
+            yield f"step {index}: operands"
+    state, expected_state = found[1], truth[1]
+    if state.keys() != expected_state.keys() or not all(torch.equal(state[key], expected_state[key]) for key in state):
+        yield "scaling state"

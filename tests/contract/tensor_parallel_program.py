@@ -28,7 +28,15 @@ CHECKS: dict[int, dict[str, list[Callable[[int, Path], Any]]]] = {
         ],
         "use": [
             *(use.converted_later, use.checkpointed, use.cached, use.shared_inputs, use.saved, use.restored),
-            *(use.half_precision, use.kept_for_backward, use.rows, use.compiled, use.watched, use.not_done),
+            *(
+                use.half_precision,
+                use.kept_for_backward,
+                use.rows,
+                use.compiled,
+                use.watched,
+                use.inferred,
+                use.not_done,
+            ),
             *(gathered_inputs, empty_batches, *engine.CHECKS),
         ],
     },

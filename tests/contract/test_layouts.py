@@ -25,9 +25,9 @@ def test_codes_and_scales_are_those_of_one_process(found):
         assert not any(differences.values()), {name: each for name, each in differences.items() if each}
 
 
-@pytest.mark.parametrize("check", ["mixtures", "frozen", "repeated", "branches", "evaluating"])
+@pytest.mark.parametrize("check", ["mixtures", "frozen", "repeated", "branches", "evaluating", "autocasts"])
 def test_ranks_that_run_other_layers_experts_or_modes(found, check):
-    """Experts without rows, frozen layers, activation checkpointing, skipped branches, an evaluation of one rank."""
+    """Experts without rows, frozen layers, checkpointing, skipped branches, an evaluation of one rank, autocasts."""
     for differences in of_check(found, check):
         assert len(differences) >= 4
         assert not any(differences.values()), {name: each for name, each in differences.items() if each}

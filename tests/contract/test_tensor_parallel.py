@@ -296,6 +296,10 @@ def test_the_doctor_sees_parameters_of_all_ranks(found):
     assert found("use", "watched") == [[], []]
 
 
+def test_a_model_made_in_inference_mode_reads_its_weights(found):
+    assert found("use", "inferred") == [True, True]
+
+
 def test_what_is_not_done_is_said(found):
     for said in found("use", "not_done"):
         assert "is stored as FP8 codes and cannot be set or tied" in said["codes"]

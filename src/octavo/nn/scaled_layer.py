@@ -22,6 +22,7 @@ from octavo.scaling.scale_updates import (
     close_block_over_ranks,
     close_if_written,
     follow_optimizers,
+    layers_of,
     reduces,
     watch_compiled_backwards,
 )
@@ -255,14 +256,21 @@ class ScaledLayer(StatefulModule):
     def _history_for(self, recipe: Recipe, *, create: bool) -> AmaxHistory | None:
         """This layer's history for a delayed ``recipe``; never shared by two specifications.
 
-        Evaluation creates none: without one its scales are dynamic.
+        Evaluation creates none: without one its scales are dynamic. Ranks that reduce amaxes create those of all layers
+        of the model together, also in evaluation with gradients, since others may run other layers, or train.
         """
-        if recipe.history is None or (self.amax_history is None and not create):
+        if recipe.history is None:
             return None
         if self.amax_history is None:
-            if torch.compiler.is_compiling():  # a graph cannot create modules; the first call runs eagerly
+            is_compiled = torch.compiler.is_compiling()
+            on_ranks = not is_compiled and torch.is_grad_enabled() and reduces(self.scale_updates)
+            if not create and not on_ranks:
+                return None
+            if is_compiled:  # a graph cannot create modules; the first call runs eagerly
                 torch._dynamo.graph_break(msg=f"{self.called} has no amax history yet; run it once before compiling")  # noqa: SLF001
-            self.keep_history(self.new_history(recipe.history))
+            for layer in layers_of(self.scale_updates) if on_ranks else (self,):
+                if isinstance(layer, ScaledLayer) and layer.amax_history is None:
+                    layer.keep_history(layer.new_history(recipe.history))
         elif not self.amax_history.spec == recipe.history:  # noqa: SIM201 ("!=" is more than a tracer can compare)
             raise ConfigError(
                 f"this layer keeps a history for {self.amax_history.spec} and cannot also run {recipe.history}; "

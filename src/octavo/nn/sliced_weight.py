@@ -84,8 +84,8 @@ class SlicedWeight:
         if self._parameter is not weight:
             self._parameter, self._replacements = weight, self._replacements + 1
         steps = layer.scale_updates.optimizer_steps if weight.requires_grad else 0
-        past = None if history is None or layer.kept_own_amaxes else history.amax._version  # noqa: SLF001
-        identity = self._replacements, weight._version, weight.dtype, weight.device  # noqa: SLF001
+        past = None if history is None or layer.kept_own_amaxes else _version(history.amax)
+        identity = self._replacements, _version(weight), weight.dtype, weight.device
         return self._step.generation, steps, *identity, past, *self.casts()
 
     def casts(self, *, has_past: bool = False) -> tuple[_Cast, ...]:
@@ -135,6 +135,11 @@ class SlicedWeight:
         layer = self._called()
         last = layer.last_recipe if inside_backward() else None
         return active_recipe(layer.recipe) if last is None else last
+
+
+def _version(tensor: Tensor) -> object:
+    """The number of writes to a tensor; a new object for one made in inference mode, whose writes are not counted."""
+    return object() if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def _cast(granularity: Granularity, transposed: bool | int) -> _Cast:

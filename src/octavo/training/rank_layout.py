@@ -103,12 +103,14 @@ def _check_gpus(ranks: Ranks, config: RunConfig) -> None:
     """Check that each rank has a GPU of its own, if the run uses GPUs."""
     if ranks.size == 1 or resolve_device(config.training.device).type != "cuda":
         return
-    places = ranks.gathered((platform.node(), torch.cuda.current_device()))
-    for rank, (host, gpu) in enumerate(places):
-        if (other := places.index((host, gpu))) != rank:
+    own = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # By its UUID: under Slurm each rank may see a GPU of its own as number 0.
+    identities = ranks.gathered(f"{own.name} {own.uuid} of {platform.node()}")
+    for rank, identity in enumerate(identities):
+        if (other := identities.index(identity)) != rank:
             raise ConfigError(
-                f"ranks {other} and {rank} would share GPU {gpu} of {host}; start no more ranks on a machine than it "
-                "has GPUs, or use --device cpu"
+                f"ranks {other} and {rank} would share the GPU {identity}; start no more ranks "
+                "on a machine than it has GPUs, or use --device cpu"
             )
 
 
