@@ -1,12 +1,12 @@
 """The study of docs/study.md: what FP8 costs in accuracy, and published claims rerun.
 
-    python -m benchmarks.study [--parts recipes,phases] [--seeds 5] [--jobs 2] [--out runs/study] [--known FILE]
+    python -m benchmarks.study [--parts recipes,phases] [--jobs 2] [--out runs/study] [--known FILE]
 
-The part "recipes" trains BF16, FP32 and five FP8 recipes, BF16 and tensorwise with three seeds more; every other part
-is a preset of ``octavo study``. Each is ``octavo study --config benchmarks/study.toml`` in a folder of its own below
-``--out``: about two minutes a run on two cores, and what was interrupted goes on. A run that has been finished in
-another part, with the same configuration, is not trained again. ``--known`` is a file of finished runs: read if it
-exists, and written with all that are finished.
+The part "recipes" trains BF16, FP32 and five FP8 recipes with five seeds, BF16 and tensorwise with three more; every
+other part is a preset of ``octavo study`` with three. Each is ``octavo study --config benchmarks/study.toml`` in a
+folder of its own below ``--out``: about two minutes a run on two cores, and what was interrupted goes on. A run that
+has been finished in another part, with the same configuration, is not trained again. ``--known`` is a file of finished
+runs: read if it exists, and written with all that are finished.
 """
 
 import argparse
@@ -33,17 +33,17 @@ from octavo.training.evaluate import unigram_entropy
 
 CONFIG = Path(__file__).with_name("study.toml")
 RECIPES = ("bf16", "tensorwise", "fp32", "rowwise", "blockwise", "delayed", "mxfp8")
-MORE_SEEDS = 3  # of the first two
+SEEDS, OF_FIRST_TWO, OF_PRESETS = 5, 8, 3
 
 
-def grids_of(part: str, seeds: int) -> list[Grid]:
+def grids_of(part: str) -> list[Grid]:
     """The grids of a part, all in one folder."""
     if part != "recipes":
-        return [PRESETS[part].grid(tuple(range(seeds)))]
+        return [PRESETS[part].grid(tuple(range(OF_PRESETS)))]
     variants = tuple(Variant(name=name, recipe=name) for name in RECIPES)
     return [
-        Grid(variants=variants, seeds=tuple(range(seeds))),
-        Grid(variants=variants[:2], seeds=tuple(range(seeds + MORE_SEEDS))),
+        Grid(variants=variants, seeds=tuple(range(SEEDS))),
+        Grid(variants=variants[:2], seeds=tuple(range(OF_FIRST_TWO))),
     ]
 
 
@@ -124,7 +124,6 @@ def main() -> None:
     """Train, compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="recipes", help=f"recipes, {', '.join(PRESETS)}")
-    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--known", type=Path)
@@ -134,7 +133,7 @@ def main() -> None:
     lines = ["1.3 million parameters, 450 steps of 1,024 tokens; a row's gap is to the part's first row."]
     for part in arguments.parts.split(","):
         folder = arguments.out / part
-        grids = grids_of(part, arguments.seeds)
+        grids = grids_of(part)
         for grid in grids:
             finished.give(grid, base, folder)
             run(part, grid, folder, arguments.jobs)

@@ -43,12 +43,13 @@ def tiny(tmp_path_factory, monkeypatch):
     config.write_text(TINY.format(text=text))
     monkeypatch.setattr(study, "CONFIG", config)
     monkeypatch.setattr(study, "RECIPES", ("bf16", "tensorwise"))
-    monkeypatch.setattr(study, "MORE_SEEDS", 1)
+    for name, seeds in (("SEEDS", 2), ("OF_FIRST_TWO", 3), ("OF_PRESETS", 2)):
+        monkeypatch.setattr(study, name, seeds)
     return folder
 
 
 def call(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["study", "--jobs", "1", "--seeds", "2", *map(str, arguments)])
+    monkeypatch.setattr("sys.argv", ["study", "--jobs", "1", *map(str, arguments)])
     study.main()
 
 
