@@ -202,7 +202,7 @@ def test_inference_is_planned_with_an_answer(octavo):
     shown = octavo(*arguments).stdout
     assert "ms a token" in shown
     assert "Less than the article's 50 ms: FP8, INT8, BF16." in found["answer"]
-    assert "GPUs for the load:" in shown
+    assert "GPUs for the load, below 50 ms a token" in shown
 
 
 def test_this_cpu_is_measured_and_runs_no_fp8(octavo):
