@@ -270,7 +270,7 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     )
     columns = [name for name in COLUMNS if request.price or name != "cost"]
     cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
-    print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
+    print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3, whole=1)
     _show_shares(made)
     refused: dict[str, list[str]] = {}
     for option in made.options:
@@ -342,7 +342,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
             number(point.requests),
             _short(point.token_ms),
             _short(point.first_token_ms),
-            f"{number(round(point.tokens_per_s))} ({number(round(point.low))} to {number(round(point.high))})",
+            f"{_short(point.tokens_per_s)} ({_short(point.low)} to {_short(point.high)})",
             f"{point.weights_gb:.0f} GB",
             f"{point.kv_gb:.1f} GB",
             number(point.gpus_needed or None),
@@ -360,11 +360,13 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
         "KV",
         "GPUs needed",
     )
+    is_cpu = service.hardware.generation == "cpu"
     title = f"{service.model.name}, {service.gpus} × {service.hardware.name}, {service.prompt}/{service.answer} tokens"
     print_table(title, columns, cells)
     print_lines(
         *(f"{name}: {reason}" for name, reason in refused.items()),
         *serving_answer(points),
+        *(["No measurement is of a CPU: a server's costs there are those on GPUs."] if is_cpu else []),
         f"As {service.framework} would serve. Predicted from published measurements of TensorRT-LLM and vLLM; octavo's "
         "own server was not among them.",
     )

@@ -210,8 +210,11 @@ def _requests(number: int) -> str:
 
 
 def _rate(point: ServingPoint) -> str:
-    interval = f"{point.low:,.0f} to {point.high:,.0f}"
-    return f"{point.tokens_per_s:,.0f} tokens/s ({interval}, {_requests(point.requests)})"
+    rate, low, high = (
+        f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (point.tokens_per_s, point.low, point.high)
+    )
+    interval = f"{low} to {high}"
+    return f"{rate} tokens/s ({interval}, {_requests(point.requests)})"
 
 
 def _longer(job: ServingJob) -> Iterator[ServingJob]:

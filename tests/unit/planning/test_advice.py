@@ -170,6 +170,15 @@ def test_what_linear_layers_take_limits_the_gain(made, gemm):
     assert of_gemms.holds == (STEPS_OF_FP8 / limit < 100)
 
 
+def test_the_limit_waits_for_slower_gpus_too(made):
+    """Half of the linear layers' 0.5 s are saved; a step waits for a quarter of the rest, in FP8 as in BF16."""
+    plan = with_times(made)
+    step = replace(plan.bf16, seconds={"gemm": 0.5, "attention": 0.3, "stragglers": 0.2, "total": 1.0})
+    options = tuple(replace(each, bf16_here=step, candidate=each.candidate and step) for each in plan.options)
+    sentence = check(advise(replace(plan, options=options)), "share of linear layers").sentence
+    assert f"would be {1 / ((0.25 + 0.3) * 1.25):.2f} times as fast" in sentence
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("elementwise", "norms and activations"), ("data_parallel", "messages between copies and shards")],

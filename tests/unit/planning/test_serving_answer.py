@@ -166,6 +166,11 @@ def test_gpus_of_a_load_keep_the_latency():
     )
 
 
+def test_slow_rates_have_digits():
+    """A token in 20 s is 0.8 tokens/s of 16 requests, from 0.9 to 1.25 times that."""
+    assert "0.8 tokens/s (0.72 to 1, 16 requests) in BF16" in answer(bf16={16: 20_000.0})
+
+
 def test_gpus_of_a_load_are_of_a_time_that_the_table_has():
     points, _ = serving_points(request_of(load=20_000.0), CONSTANTS)
     of_prompt = [each for each in points if each.prompt == 512]
