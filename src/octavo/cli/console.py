@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -82,8 +82,14 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table, the first ``left`` columns aligned left, the others right; brackets are not interpreted."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, whole: int = 0
+) -> None:
+    """Print a table, the first ``left`` columns aligned left, the others right; brackets are not interpreted.
+
+    Cells of the first ``whole`` columns are not folded.
+    """
+    rows = list(rows)
     table = Table(
         title=Text(title, style="bold"),
         title_justify="left",
@@ -92,7 +98,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         collapse_padding=True,
     )
     for index, name in enumerate(columns):
-        table.add_column(Text(name), justify="left" if index < left else "right", overflow="fold")
+        width = max(len(row[index]) for row in rows) if rows and index < whole else None
+        justify: Literal["left", "right"] = "left" if index < left else "right"
+        table.add_column(Text(name), justify=justify, overflow="fold", min_width=width)
     for row in rows:
         table.add_row(*map(Text, row))
     stdout().print(table)

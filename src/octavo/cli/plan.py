@@ -178,11 +178,11 @@ def advise_on_model(
     made = make_plan(request, constants)
     advice = advise(made, constants, tolerance=tolerance)
     if as_json:
-        print_json(asdict(advice))
+        print_json(asdict(advice) | {"calibration": made.record()["calibration"]})
         return
     _show_answer(advice)
     changes = [f"What would change it: {change}" for change in advice.changes]
-    print_lines(*(changes or [_unchanged(request, tolerance)]), UNTRIED)
+    print_lines(*(changes or [_unchanged(request, tolerance)]), _origin(made))
 
 
 def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
@@ -197,6 +197,11 @@ def _unchanged(request: PlanRequest, tolerance: float | None) -> str:
     return f"Nothing that was tried, and fits into memory, changes it: GPUs{same}, context, model, hardware, tolerance."
 
 
+def _origin(made: Plan) -> str:
+    """Measurements that a plan follows from."""
+    return f"{made.calibrated_with}. {UNTRIED}" if made.calibrated_with else UNTRIED
+
+
 def _show_answer(advice: Advice) -> None:
     """A verdict and what it rests on."""
     print_lines(advice.sentence, "")
@@ -209,9 +214,9 @@ def _show_answer(advice: Advice) -> None:
 def _constants(calibration: Path | None, hardware: Hardware) -> Constants:
     """The fit's constants, with those of a GPU that was measured in their place."""
     constants = fitted_constants()
-    return (
-        constants if calibration is None else calibrated(constants, read_calibration(calibration, hardware), hardware)
-    )
+    if calibration is None:
+        return constants
+    return calibrated(constants, read_calibration(calibration, hardware), hardware, file=calibration.name)
 
 
 def _accelerator(name: str) -> Hardware:
@@ -265,7 +270,7 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     )
     columns = [name for name in COLUMNS if request.price or name != "cost"]
     cells = [_cells(option, record) for option, record in zip(made.options, made.record()["options"], strict=True)]
-    print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3)
+    print_table(title, columns, [[each.get(name, "–") for name in columns] for each in cells], left=3, whole=1)
     _show_shares(made)
     refused: dict[str, list[str]] = {}
     for option in made.options:
@@ -274,7 +279,7 @@ def _show_plan(request: PlanRequest, constants: Constants, report: Path | None, 
     print_lines(*(f"{', '.join(names)}: {reason}" for reason, names in refused.items()))
     _show_answer(answer)
     print_lines("octavo advise searches what would change it, and takes a --tolerance.")
-    print_lines(f"Searched in {seconds:.1f} s, with the costs of {request.framework}. {UNTRIED}")
+    print_lines(f"Searched in {seconds:.1f} s, with the costs of {request.framework}. {_origin(made)}")
 
 
 TIMES = ("step, s (80 %)", "tokens/s a GPU", "MFU", "memory", "days", "cost", "MWh", "× BF16")
@@ -337,7 +342,7 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
             number(point.requests),
             _short(point.token_ms),
             _short(point.first_token_ms),
-            f"{number(round(point.tokens_per_s))} ({number(round(point.low))} to {number(round(point.high))})",
+            f"{_short(point.tokens_per_s)} ({_short(point.low)} to {_short(point.high)})",
             f"{point.weights_gb:.0f} GB",
             f"{point.kv_gb:.1f} GB",
             number(point.gpus_needed or None),
@@ -355,11 +360,13 @@ def _show_service(service: ServingRequest, *, as_json: bool) -> None:
         "KV",
         "GPUs needed",
     )
+    is_cpu = service.hardware.generation == "cpu"
     title = f"{service.model.name}, {service.gpus} × {service.hardware.name}, {service.prompt}/{service.answer} tokens"
     print_table(title, columns, cells)
     print_lines(
         *(f"{name}: {reason}" for name, reason in refused.items()),
         *serving_answer(points),
+        *(["No measurement is of a CPU: a server's costs there are those on GPUs."] if is_cpu else []),
         f"As {service.framework} would serve. Predicted from published measurements of TensorRT-LLM and vLLM; octavo's "
         "own server was not among them.",
     )
@@ -391,4 +398,6 @@ def _show_comparison(first: Path, second: Path, *, as_json: bool) -> None:
 
 def _named(path: Path, record: dict[str, Any]) -> str:
     """A plan's file, and of what it is."""
-    return f"{path.name} ({record.get('model')}, {record['gpus']:,} × {record.get('hardware')})"
+    calibration = record.get("calibration")
+    measured = f", calibrated with {calibration.get('file')}" if isinstance(calibration, dict) else ""
+    return f"{path.name} ({record.get('model')}, {record['gpus']:,} × {record.get('hardware')}{measured})"

@@ -40,8 +40,10 @@ class Advice:
     """A verdict with its reasons.
 
     Attributes:
-        use_fp8: the answer.
-        recipe: of the answer; ``bf16`` if FP8 should not be used.
+        use_fp8: the answer; false too where what the program's published trainings have does not gain enough.
+        recipe: of the answer, the fastest of all, which the program may not have; ``bf16`` if FP8 should not be used.
+        program_recipe: of the answer, the fastest that the program's published trainings have, in one of their
+            layouts; None where they have none that runs.
         sentence: the answer in words.
         checks: conditions of when and when not: hardware, gain and tolerance decide, the others explain; hardware
             alone where it has no FP8 units.
@@ -52,6 +54,7 @@ class Advice:
     recipe: str
     sentence: str
     checks: tuple[Check, ...]
+    program_recipe: str | None = "bf16"
     changes: tuple[str, ...] = ()
 
 
@@ -80,19 +83,33 @@ def _verdict(plan: Plan, tolerance: float | None) -> Advice:
     best = plan.best_fp8
     failed = next((check for check in deciding if check.holds is False), None)
     if failed is not None or best is None or best.speedup is None:
-        recipe, sentence = "bf16", f"Stay in BF16: {failed.sentence if failed else 'no FP8 recipe runs there'}."
+        sentence = f"Stay in BF16: {failed.sentence if failed else 'no FP8 recipe runs there'}."
         sentence += f" {plan.layouts_differ}." if plan.layouts_differ else ""
-    else:
-        gain, low, high = map(speedup_text, best.speedup)
-        recipe = best.name
-        program = plan.request.framework
-        who = f"a program with {program}'s costs" if plan.transferred else program
-        sentence = (
-            f"Use FP8 with recipe {recipe}: {who} is predicted to train {gain} times as fast as "
-            f"in BF16 ({low} to {high}, 80 %)."
-        )
-        sentence += "".join(f" {words}." for words in (plan.layouts_differ, plan.transferred) if words)
-    return Advice(use_fp8=recipe != "bf16", recipe=recipe, sentence=sentence, checks=checks)
+        if _own_is_too_slow(plan) and best is not None and best.speedup is not None and _pays(best.speedup):
+            sentence += f" With recipe {best.name} {_gains(plan, best.speedup)} {plan.transferred}."
+        return Advice(use_fp8=False, recipe="bf16", sentence=sentence, checks=checks)
+    sentence = f"Use FP8 with recipe {best.name}: {_gains(plan, best.speedup)}"
+    sentence += "".join(f" {words}." for words in (plan.layouts_differ, plan.transferred) if words)
+    has = best if not plan.transferred else plan.own
+    program_recipe = None if has is None else has.name
+    return Advice(use_fp8=True, recipe=best.name, program_recipe=program_recipe, sentence=sentence, checks=checks)
+
+
+def _gains(plan: Plan, speedup: tuple[float, float, float]) -> str:
+    program, (gain, low, high) = plan.request.framework, map(speedup_text, speedup)
+    who = f"a program with {program}'s costs" if plan.transferred else program
+    return f"{who} is predicted to train {gain} times as fast as in BF16 ({low} to {high}, 80 %)."
+
+
+def _pays(speedup: tuple[float, float, float]) -> bool:
+    gain, low, _ = speedup
+    return gain >= WORTH and low >= 1
+
+
+def _own_is_too_slow(plan: Plan) -> bool:
+    """Whether the gain is a transfer, and what the program has itself does not pay."""
+    own = plan.own
+    return bool(plan.transferred) and own is not None and own.speedup is not None and not _pays(own.speedup)
 
 
 def _without_units(hardware: Hardware) -> Advice:
@@ -135,16 +152,19 @@ def _gain(plan: Plan) -> Check:
     best = plan.best_fp8
     if best is None or best.speedup is None:
         return Check(name="gain", holds=False, sentence="no FP8 recipe runs there")
-    gain, low, _ = best.speedup
+    name, speedup = best.name, best.speedup
+    if _own_is_too_slow(plan) and plan.own is not None and plan.own.speedup is not None:
+        name, speedup = f"{plan.own.name}, the fastest that {plan.request.framework} has,", plan.own.speedup
+    gain, low, _ = speedup
     least = speedup_text(low)
-    words = f"{best.name} is predicted {speedup_text(gain)} times as fast as BF16, at least {least} in 90 % of cases"
+    words = f"{name} is predicted {speedup_text(gain)} times as fast as BF16, at least {least} in 90 % of cases"
     if gain < WORTH:
         words += f"; less than {WORTH:g} does not pay for the further steps that FP8 may take"
     elif low < 1:
         words += ", where it would be slower; measure before deciding"
     elif low < MOST_FURTHER_STEPS:
         words += f"; {least} does not pay for {MOST_FURTHER_STEPS - 1:.0%} more steps, the most that FP8 may take"
-    return Check(name="gain", holds=gain >= WORTH and low >= 1, sentence=words)
+    return Check(name="gain", holds=_pays(speedup), sentence=words)
 
 
 def speedup_text(speedup: float) -> str:

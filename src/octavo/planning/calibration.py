@@ -15,15 +15,16 @@ from typing import Any
 from octavo import recipes
 from octavo.errors import ConfigError, DataError
 from octavo.parsing import read_object
-from octavo.planning.constants import Constants, gemm_seconds
+from octavo.planning.constants import Calibration, Constants, gemm_seconds
 from octavo.planning.gemm_costs import gemm_parts, kernel_part
 from octavo.planning.hardware import Hardware, find_hardware
 from octavo.planning.jobs import GemmJob
-from octavo.planning.precision import Kernel, precision_of_recipe
+from octavo.planning.precision import Kernel, precision_of_recipe, unsupported_reason
 
 __all__ = ["calibrated", "read_calibration"]
 
 MODES = ("CUDA graph", "compiled", "eager")  # the first that was measured counts: launches are the planner's own
+SLOWEST = 20.0  # times as long as at the vendor's peak: the slowest of an H100's layers of 4096³ took 14 times
 Timing = tuple[str, tuple[int, int, int], float]
 
 
@@ -96,9 +97,19 @@ def _shape(title: str) -> tuple[int, int, int] | None:
     return m, n, k
 
 
-def calibrated(constants: Constants, timings: list[Timing], hardware: Hardware) -> Constants:
-    """Return the constants with the kernels' efficiencies that were timed on ``hardware``."""
-    values = dict(constants.values)
+def calibrated(constants: Constants, timings: list[Timing], hardware: Hardware, *, file: str) -> Constants:
+    """Return the constants with the kernels' efficiencies that were timed on ``hardware``.
+
+    Args:
+        constants: of the fit.
+        timings: as of :func:`read_calibration`; those of recipes that the hardware emulates are left out.
+        hardware: that was timed.
+        file: name of the result.
+
+    Raises:
+        DataError: a time is shorter than at the vendor's peak, or far longer.
+    """
+    values, kernels = dict(constants.values), set()
     largest: dict[str, Timing] = {}
     for timing in timings:
         known = largest.get(timing[0])
@@ -106,13 +117,29 @@ def calibrated(constants: Constants, timings: list[Timing], hardware: Hardware) 
             largest[timing[0]] = timing
     for recipe, shape, seconds in largest.values():
         precision = precision_of_recipe(recipe)
-        if precision.hp_grad_weight and not precision.is_bf16:
-            continue  # its kernel is the same recipe's without high precision
+        if (precision.hp_grad_weight and not precision.is_bf16) or unsupported_reason(precision, hardware):
+            continue  # its kernel is the same recipe's without high precision, or none of the hardware's
+        _refuse_implausible(file, recipe, shape, seconds, hardware.peak(precision.bits))
         parts = gemm_parts(GemmJob(shapes=(shape,), hardware=hardware, precision=precision))
         kernel = kernel_part(precision.kernel, hardware)
         others = gemm_seconds({name: value for name, value in parts.items() if name != kernel}, values)["total"]
-        if parts[kernel] > 0 and seconds > 1.05 * float(others):
-            values[kernel] = math.log((seconds - float(others)) / parts[kernel])
+        if seconds <= 1.05 * float(others):
+            raise DataError(
+                f"{file!r} has {seconds:.3g} s of {recipe}, hardly more than its casts and launches are predicted to "
+                f"take, {float(others):.3g} s; measure a larger layer"
+            )
+        values[kernel] = math.log((seconds - float(others)) / parts[kernel])
+        kernels.add(kernel)
     if "bf16" in largest:  # the generation is measured now
         values.setdefault(f"gemm_bf16_{hardware.generation}", values[kernel_part(Kernel.BF16, hardware)])
-    return replace(constants, values=values)
+    return replace(constants, values=values, calibration=Calibration(file=file, kernels=frozenset(kernels)))
+
+
+def _refuse_implausible(file: str, recipe: str, shape: tuple[int, int, int], seconds: float, peak: float) -> None:
+    """Refuse a time of forward and backward that no GPU takes, such as one in milliseconds."""
+    least = 3 * 2.0 * math.prod(shape) / peak
+    if not least <= seconds <= SLOWEST * least:
+        raise DataError(
+            f"{file!r} has {seconds:.3g} s of {recipe}, forward and backward of {'×'.join(map(str, shape))}: at the "
+            f"vendor's peak it is {least:.3g} s; give times in seconds, up to {SLOWEST:g} times that, of a large layer"
+        )

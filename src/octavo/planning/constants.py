@@ -28,6 +28,7 @@ from octavo.planning.jobs import GemmJob, ServingJob, TrainingJob
 
 __all__ = [
     "WORK",
+    "Calibration",
     "Constants",
     "fitted_constants",
     "gemm_seconds",
@@ -63,6 +64,19 @@ INSIDE = ("tp", "tp_overlapped", "cp", "ep", "ep_network", "etp", "pp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Measurement of one's own GPU in place of a part of the fit.
+
+    Attributes:
+        file: its name.
+        kernels: parts of :func:`octavo.planning.gemm_costs.kernel_part` that it timed.
+    """
+
+    file: str
+    kernels: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
     """Results of the fit.
 
@@ -70,11 +84,13 @@ class Constants:
         values: logarithms by name.
         deviations: their standard deviations.
         intervals: by kind of prediction, the logarithm of the factor that 80 % of left-out rows were within.
+        calibration: that some of the values are of; None for the fit alone.
     """
 
     values: dict[str, float] = field(default_factory=dict)
     deviations: dict[str, float] = field(default_factory=dict)
     intervals: dict[str, float] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     def width(self, kind: str, job: TrainingJob | ServingJob | GemmJob) -> float:
         """Return the logarithm of the factor of a prediction's 80 % interval.

@@ -82,6 +82,7 @@ def _fp4(hardware: Hardware) -> float:
     return hardware.fp8 * (3 if "b300" in hardware.name else 2)
 
 
+MEMORY_ROUNDED = 0.1  # B200 is sold with 180 to 192 GB
 SPELLINGS = (
     (r"h100.*96 ?gb", "h100-96gb"),
     (r"gh200.*144 ?gb", "gh200-144gb"),
@@ -122,7 +123,7 @@ def find_hardware(text: str) -> Hardware:
         text: such as ``h100``, ``DGX-GB200`` or "H100 SXM 96GB HBM2e (500W cap)"; a power limit is followed.
 
     Raises:
-        ConfigError: the table has no such accelerator.
+        ConfigError: the table has no such accelerator, or none with that memory, or the name leads to another one.
 
     Example:
         >>> find_hardware("DGX H100 80GB SXM").fp8
@@ -130,11 +131,18 @@ def find_hardware(text: str) -> Hardware:
         >>> find_hardware("A100").has_fp8
         False
     """
+    if re.search(r"→|[-=]>", text):
+        raise ConfigError(
+            f"hardware {text[:60]!r} names one accelerator and then another; give the one that was measured"
+        )
     lower = re.split(r"\b(?:vs\.?|versus|compared)\b", text.lower())[0]
     key = next((key for pattern, key in SPELLINGS if re.search(rf"(?:{pattern})(?!\d)", lower)), None)
     if key is None:
         raise ConfigError(f"no figures are known for hardware {text!r}; use one of {', '.join(hardware_names())}")
     hardware = _table()[key]
+    sizes = [float(size) for size in re.findall(r"(\d+) ?(?:GB|gb|GiB)\b(?! ?/)", text)]  # "Gb" are bits
+    if sizes and not any(abs(size / hardware.memory - 1) <= MEMORY_ROUNDED for size in sizes):
+        raise ConfigError(f"no figures are known for {text[:60]!r}; {key} has {hardware.memory:g} GB")
     limit = re.search(r"(\d+) ?w(?:atts?)? (?:power )?(?:cap|limit)|(?:capped|limited) (?:to|at) (\d+) ?w", lower)
     watts = float(limit[1] or limit[2]) if limit else 0.0
     return hardware.capped(watts) if watts else hardware

@@ -7,7 +7,8 @@ from typing import Any
 
 from octavo import recipes
 from octavo.errors import ConfigError
-from octavo.planning.constants import Constants, training_seconds
+from octavo.planning.constants import Calibration, Constants, training_seconds
+from octavo.planning.gemm_costs import kernel_part
 from octavo.planning.hardware import Hardware
 from octavo.planning.jobs import DIVIDED_AS, MOST, SERVERS, TRAINED_WITH, Framework, Layout, Recompute, TrainingJob
 from octavo.planning.model_shapes import Linear, ModelShape, Part
@@ -118,6 +119,7 @@ class Plan:
         by_layer: of BF16 and of the fastest FP8 recipe, as of :func:`seconds_by_layer`.
         own: the fastest of the recipes and layouts that the program's published trainings have, over BF16's fastest
             of these layouts; None where none of them runs.
+        calibration: that GEMMs' speeds are of; None for the fit alone.
     """
 
     request: PlanRequest
@@ -125,6 +127,23 @@ class Plan:
     layers: tuple[LayerGain, ...]
     by_layer: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     own: Option | None = None
+    calibration: Calibration | None = None
+
+    @property
+    def calibrated(self) -> tuple[str, ...]:
+        """Recipes that run, of whose GEMMs the calibration has timings."""
+        timed = frozenset() if self.calibration is None else self.calibration.kernels
+        hardware, running = self.request.hardware, [each.name for each in self.options if each.candidate is not None]
+        return tuple(name for name in running if kernel_part(precision_of_recipe(name).kernel, hardware) in timed)
+
+    @property
+    def calibrated_with(self) -> str:
+        """Which speeds are measured, in words; "" without a calibration."""
+        if self.calibration is None:
+            return ""
+        words = f"Calibrated with {self.calibration.file}: recipes {', '.join(self.calibrated) or 'none'}"
+        has_others = len(self.calibrated) < sum(option.candidate is not None for option in self.options)
+        return f"{words}; the others are the fit's" if has_others else words
 
     @property
     def bf16(self) -> Candidate:
@@ -211,6 +230,7 @@ class Plan:
             "global_batch": request.batch,
             "tokens": request.tokens,
             "price": request.price,
+            "calibration": self.calibration and {"file": self.calibration.file, "recipes": list(self.calibrated)},
             "options": [self._option_record(option) for option in self.options],
             "layers": [
                 {"name": each.name, "share_of_flops": each.share, "speedup": each.speedup} for each in self.layers
@@ -277,7 +297,7 @@ def make_plan(request: PlanRequest, constants: Constants) -> Plan:
     }
     options += [_option(name, found, in_bf16, constants) for name, found in searched.items()]
     own = _own(request.framework, searched, in_bf16, constants)
-    plan = Plan(request=request, options=tuple(options), layers=(), own=own)
+    plan = Plan(request=request, options=tuple(options), layers=(), own=own, calibration=constants.calibration)
     best = plan.best_fp8
     gains = layer_gains(best.candidate.job, constants) if best is not None and best.candidate is not None else ()
     shown = [option for option in (plan.options[0], best) if option is not None and option.candidate is not None]

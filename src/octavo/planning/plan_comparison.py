@@ -39,16 +39,20 @@ def read_plan(path: Path) -> dict[str, Any]:
     except DataError as error:
         raise DataError(f"{str(path)!r} is not a plan: {error}; {advice}") from error
     options = record.get("options")
-    if not isinstance(options, list) or not all(isinstance(option, dict) for option in options):
+    if not isinstance(options, list) or not options or not all(isinstance(option, dict) for option in options):
         raise DataError(f"{str(path)!r} is not a plan: it has no list of options; {advice}")
-    if not _is_positive(record.get("gpus")):
-        raise DataError(f"{str(path)!r} is not a plan: it has no number of gpus above 0; {advice}")
+    if not _is_positive(record.get("gpus")) or not isinstance(record["gpus"], int):
+        raise DataError(f"{str(path)!r} is not a plan: it has no whole number of gpus above 0; {advice}")
     for option in options:
         numbers = [option.get(name) for name in (*PAIRS, RATE)]
         if not isinstance(option.get("recipe"), str):
             raise DataError(f"{str(path)!r} is not a plan: an option has no recipe; {advice}")
         if option.get("reason") is None and not all(_is_positive(number) for number in numbers):
             raise DataError(f"{str(path)!r} is not a plan: {option['recipe']} has no numbers above 0; {advice}")
+    names = [option["recipe"] for option in options]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{str(path)!r} is not a plan: it has {twice} twice; {advice}")
     return record
 
 

@@ -54,7 +54,8 @@ class Precision:
         kernel: that multiplies.
         bits: of its operands.
         casts: whether the time includes casts; False where the operands were quantized before.
-        covers_dense: whether dense layers use it; ``covers_experts``: whether experts do.
+        covers_dense: whether dense layers use it; ``covers_experts``: whether experts do; ``covers_attention``: whether
+            attention's linear layers do as other dense layers.
         gathers_codes: whether FSDP gathers weights as codes.
         stores_codes: whether activations and optimizer states are kept in FP8 (COAT).
         kv_bytes: bytes of an element of the KV cache.
@@ -71,6 +72,7 @@ class Precision:
     casts: bool = True
     covers_dense: bool = True
     covers_experts: bool = True
+    covers_attention: bool = True
     gathers_codes: bool = False
     stores_codes: bool = False
     kv_bytes: int = 2
@@ -80,6 +82,12 @@ class Precision:
     def is_bf16(self) -> bool:
         """Return whether nothing is cast."""
         return self.kernel == Kernel.BF16
+
+    def covers(self, part: Part) -> bool:
+        """Return whether linear layers of a part use it; the head never does."""
+        if part == Part.EXPERTS:
+            return self.covers_experts
+        return part != Part.HEAD and self.covers_dense and (part != Part.ATTENTION or self.covers_attention)
 
     @property
     def stored_bits(self) -> int:
@@ -142,6 +150,7 @@ CACHE = re.compile(
 )
 ASIDE = re.compile(
     r"(?:no|without|not|w/o) (?:fp8|float8|mxfp8|nvfp4)|(?:fp8|float8) (?:off|disabled|false)|fp8[ -]all-?gather"
+    r"|\bbaseline (?:for|of) (?:fp8|float8|mxfp8|nvfp4)"
 )
 WITHOUT_CASTS = re.compile(
     r"pre-?quanti[sz]|\bkernels? (?:only|alone)\b|already (?:quanti[sz]ed|cast\b)"
@@ -152,7 +161,8 @@ WEIGHTS_ONLY = re.compile(
 )
 FP8_ACTIVATIONS = re.compile(r"w4a8|int4\b.*(?:fp8|float8|e4m3)|fp4\b.*(?:fp8|float8|e4m3)[^,;+]*act")
 NOT_MODELLED = re.compile(r"fp6|\bint[23]\b|ms-?amp")
-IN_BF16 = re.compile(r"(?:bf|fp)16[ -](?:attention|dense|linears)|(?:attention|dense|linears)(?: in)?[ -](?:bf|fp)16")
+IN_BF16 = re.compile(r"(?:bf|fp)16[ -](?:dense|linears)|(?:dense|linears)(?: in)?[ -](?:bf|fp)16")
+ATTENTION_IN_BF16 = re.compile(r"(?:bf|fp)16[ -]attention|attention(?: in)?[ -](?:bf|fp)16")
 EXPERTS = re.compile(r"\b(?:grouped|moe|experts?|both)\b")
 DENSE = re.compile(r"\b(?:linears|linear (?:layers|only)|dense|both)\b")
 
@@ -208,6 +218,7 @@ def find_precision(text: str, *, has_mx: bool = False) -> Precision:
         casts=not WITHOUT_CASTS.search(lower),
         covers_dense=(of_dense or not of_experts) and not (IN_BF16.search(multiplied) and not of_dense),
         covers_experts=of_experts or not of_dense,
+        covers_attention=not ATTENTION_IN_BF16.search(multiplied),
         gathers_codes="all-gather" in lower or "float8 tensorwise" in lower,
         stores_codes="coat" in lower,
         kv_bytes=kv_bytes,
@@ -251,10 +262,7 @@ def unsupported_reason(precision: Precision, hardware: Hardware) -> str | None:
 
 def linear_precision(precision: Precision, linear: Linear) -> Precision:
     """Return the precision of one kind of linear layer; the head and routers stay in BF16."""
-    if linear.part == Part.HEAD:
-        return BF16
-    covered = precision.covers_experts if linear.part == Part.EXPERTS else precision.covers_dense
-    return precision if covered else BF16
+    return precision if precision.covers(linear.part) else BF16
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from octavo.planning.metrics import (
     words_of,
 )
 from octavo.planning.precision import BF16, unsupported_reason
+from octavo.planning.row_words import numbers_of
 from octavo.planning.rows import Row, serving_job, training_job
 from octavo.planning.serving_costs import requests_in_flight, serving_parts
 from octavo.planning.training_costs import training_parts
@@ -145,6 +146,8 @@ def _problem_of_service(row: Row) -> Problem:
     service = serving_job(row)
     _refuse_unsupported(service)
     of_prompts = is_of_prompts(row)
+    if not of_prompts and numbers_of("seq", row["seq"])[1] < 1:
+        raise ConfigError(f"seq {row['seq'][:40]!r} has an answer of no tokens, whose rate is not predicted")
     if is_speedup(row):
         measure = None
     elif of_prompts:

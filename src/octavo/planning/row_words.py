@@ -7,7 +7,10 @@ from octavo.errors import ConfigError
 __all__ = ["as_plain_numbers", "numbers_of", "says", "setting"]
 
 NUMBER = r"(?<![\d.,])(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
-UNIT = r"(?: (?:gpus?|tokens|sequences|seqs|samples))?"
+UNIT = r"(?: (gpus?|tokens|sequences|seqs|samples))?"
+SEQUENCES = ("sequences", "seqs", "samples")
+UNITS = {"gpus": ("gpus", "gpu"), "seq": ("tokens",), "global_batch": SEQUENCES, "micro_batch": SEQUENCES}
+UNITS |= dict.fromkeys(("tp", "pp", "cp"), UNITS["gpus"])
 NO_BEFORE = re.compile(r"(?:\b(?:no|not|non|without|w/o|never))[ -]+$")
 NO_AFTER = re.compile(r"[ =:(]*(?:off|disabled|false|none|not (?:used|timed|included)|0(?![\d.]))\b")
 
@@ -22,7 +25,7 @@ def numbers_of(column: str, text: str) -> list[float]:
     the first one doubled.
 
     Raises:
-        ConfigError: a part is not a number.
+        ConfigError: a part is not a number, or has the unit of another column.
 
     Example:
         >>> numbers_of("seq", "1k/8,192"), numbers_of("gpus", "16 (2 nodes)"), numbers_of("gpus", "64,128")
@@ -37,7 +40,12 @@ def numbers_of(column: str, text: str) -> list[float]:
     matches = [match for cell in cells if (match := re.fullmatch(pattern, cell))]
     if len(matches) < len(cells):
         raise ConfigError(f"{column} {text.strip()[:40]!r} is not a number such as 8192, 8,192, 8k, or 128/256")
-    matches.sort(key=lambda match: (match[1] or match[4] or "").startswith("o"))
+    of_column = UNITS.get(column, ())
+    wrong = next((match[4] for match in matches if match[4] and match[4] not in of_column), None)
+    if wrong:
+        allowed = f"give {of_column[0]}" if of_column else "give a number alone"
+        raise ConfigError(f"{column} {text.strip()[:40]!r} is in {wrong}; {allowed}")
+    matches.sort(key=lambda match: (match[1] or match[5] or "").startswith("o"))
     return [float(match[2].replace(",", "")) * (1024 if match[3] else 1) for match in matches]
 
 

@@ -152,6 +152,8 @@ def training_job(row: Row) -> TrainingJob:
     if precision.weight_bits:
         raise ConfigError("weights alone in fewer bits are for inference; a training on frozen ones is not modelled")
     seq = row.integer("seq", 2048 if "nanochat" in row.notes else 4096)
+    if re.search(r"\d ?k? *(?:[/+]|, )", re.sub(r"\([^)]*\)", "", row["seq"].lower())):
+        raise ConfigError(f"seq {row['seq'][:40]!r} has several lengths; a training's sequences have one")
     micro = _micro_batch(row, layout)
     job = TrainingJob(
         model=model,
@@ -239,12 +241,18 @@ def _overlaps_tp(row: Row) -> bool:
     return says(text, r"\basync(?:hronous)? ?-?tp\b") is True
 
 
+# FSDP1 and FSDP2 are names of programs; one data-parallel rank is no number of GPUs.
+DATA_RANKS = re.compile(r"(?:^|\bd?dp ?)(?!1\b)\d+|\bfsdp ?(?![12]\b)\d+")
+
+
 def _layout(row: Row) -> Layout:
     text = row.notes
     tp, pp, cp = (row.integer(name, 1) or 1 for name in ("tp", "pp", "cp"))
     gpus = row.integer("gpus")
     if not gpus and tp * pp * cp > 1:
         raise ConfigError(f"the row leaves out its number of GPUs, of which TP {tp} × PP {pp} × CP {cp} are one copy")
+    if not gpus and (ranks := DATA_RANKS.search(row["dp_or_fsdp"].lower())):
+        raise ConfigError(f"the row leaves out its number of GPUs, of which {ranks[0]!r} are data-parallel ranks")
     gpus, ep = gpus or 1, row.noted(EXPERT_RANKS)
     return Layout(
         gpus=gpus,
@@ -325,6 +333,8 @@ def serving_job(row: Row) -> ServingJob:
     lengths = numbers_of("seq", row["seq"]) if row["seq"] else []
     if len(lengths) != 2:
         raise ConfigError("a service needs the lengths of prompts and answers in seq, as 1024/128")
+    if lengths[0] < 1:
+        raise ConfigError(f"seq {row['seq'][:40]!r} has a prompt of no tokens; a service needs one or more")
     gpus = row.integer("gpus") or row.integer("tp") or 1
     tp = max(1, row.integer("tp", gpus))
     if row.integer("pp", 1) > 1:

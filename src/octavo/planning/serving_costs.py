@@ -36,8 +36,11 @@ def _precision_of(job: ServingJob, part: Part) -> Precision:
     """The precision of a part; a mixture's may cover its experts alone, or all but them."""
     if part == Part.HEAD:
         return BF16
-    covered = job.precision.covers_experts if part == Part.EXPERTS else job.precision.covers_dense
-    return job.precision if covered or not job.model.experts else replace(BF16, kv_bytes=job.precision.kv_bytes)
+    return (
+        job.precision
+        if job.precision.covers(part) or not job.model.experts
+        else replace(BF16, kv_bytes=job.precision.kv_bytes)
+    )
 
 
 def kv_bytes(job: ServingJob, positions: float) -> float:

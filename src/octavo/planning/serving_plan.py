@@ -165,29 +165,44 @@ def serving_answer(points: list[ServingPoint]) -> tuple[str, ...]:
         )
     within = [WORDS[name] for name, point in now.items() if point.token_ms < LATENCY_MS]
     sentences.append(f"Less than the article's {LATENCY_MS:g} ms: {', '.join(within) or 'none'}.")
-    return (*sentences, *_throughput(formats, cached))
+    return (*sentences, _throughput(formats, cached), *_for_the_load(formats, at))
 
 
-def _throughput(formats: Mapping[str, list[ServingPoint]], cached: list[ServingPoint]) -> Iterator[str]:
-    """Sentences on the most requests that memory holds, and on the GPUs that a load needs."""
+def _throughput(formats: Mapping[str, list[ServingPoint]], cached: list[ServingPoint]) -> str:
+    """Sentence on the most requests that memory holds."""
     fullest = {name: max(found, key=lambda point: point.requests) for name, found in formats.items()}
     words = f"As many requests as memory holds: {_listed(fullest, _rate)}"
-    yield words + (
+    return words + (
         f", {_rate(max(cached, key=lambda point: point.requests))} in {WORDS[FP8_CACHE]}." if cached else "."
     )
-    needed = {name: min(found, key=lambda point: point.gpus_needed) for name, found in formats.items()}
+
+
+def _for_the_load(formats: Mapping[str, list[ServingPoint]], at: int) -> Iterator[str]:
+    """Sentence on the fewest GPUs whose tokens keep the latency, or on those at ``at`` requests where none do."""
+    needed = {}
+    for name, found in formats.items():
+        within = [point for point in found if point.token_ms < LATENCY_MS]
+        needed[name] = min(
+            within or [point for point in found if point.requests == at], key=lambda point: point.gpus_needed
+        )
     if any(point.gpus_needed for point in needed.values()):
-        yield f"GPUs for the load: {_listed(needed, lambda point: f'{point.gpus_needed:,}')}."
+        words = _listed(needed, lambda point: f"{point.gpus_needed:,} ({_requests(point.requests)} at {_ms(point)})")
+        limit = f"below {LATENCY_MS:g} ms a token where a format can be"
+        yield f"GPUs for the load, {limit}; requests of each replica: {words}."
 
 
 def _listed(points: Mapping[str, ServingPoint], words: Callable[[ServingPoint], str]) -> str:
     return ", ".join(f"{words(point)} in {WORDS[name]}" for name, point in points.items())
 
 
+def _ms(point: ServingPoint) -> str:
+    return f"{point.token_ms:.1f} ms"
+
+
 def _token_ms(point: ServingPoint) -> str:
     """Time of a token with the ends of its interval, which are those of the rate."""
     ends = (1e3 * point.requests / rate for rate in (point.high, point.low))
-    return "{:.1f} ms ({:.1f} to {:.1f})".format(point.token_ms, *ends)
+    return "{} ({:.1f} to {:.1f})".format(_ms(point), *ends)
 
 
 def _requests(number: int) -> str:
@@ -195,8 +210,11 @@ def _requests(number: int) -> str:
 
 
 def _rate(point: ServingPoint) -> str:
-    interval = f"{point.low:,.0f} to {point.high:,.0f}"
-    return f"{point.tokens_per_s:,.0f} tokens/s ({interval}, {_requests(point.requests)})"
+    rate, low, high = (
+        f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (point.tokens_per_s, point.low, point.high)
+    )
+    interval = f"{low} to {high}"
+    return f"{rate} tokens/s ({interval}, {_requests(point.requests)})"
 
 
 def _longer(job: ServingJob) -> Iterator[ServingJob]:

@@ -54,6 +54,7 @@ def plan_page(plan: Plan) -> str:
         heading=heading,
         facts=facts,
         answer=answer.sentence,
+        calibrated=plan.calibrated_with,
         checks=[(each.name, HOLDS[each.holds], each.sentence) for each in answer.checks],
         columns=columns,
         peak=f"{request.hardware.bf16:,g}",

@@ -41,7 +41,7 @@ def with_times(
         bf16 = replace(plan.bf16, seconds=seconds)
         candidate = option.candidate and replace(bf16, seconds=seconds | {"total": total})
         options.append(replace(option, candidate=candidate, speedup=speedup, bf16_here=bf16))
-    return replace(plan, options=tuple(options), layers=layers)
+    return replace(plan, options=tuple(options), layers=layers, own=None)
 
 
 def check(advice: Any, name: str) -> Any:
@@ -110,6 +110,55 @@ def test_a_gain_that_may_be_a_loss_is_to_be_measured_first(made, low):
     assert ("measure before deciding" in advice.sentence) != advice.use_fp8
 
 
+@pytest.mark.parametrize(
+    ("own", "is_used", "words"),
+    [
+        (
+            (1.11, 0.99, 1.24),
+            False,
+            "at least 0.99 in 90 % of cases, where it would be slower; measure before deciding",
+        ),
+        (
+            (1.04, 1.01, 1.07),
+            False,
+            "at least 1.01 in 90 % of cases; less than 1.05 does not pay for the further steps",
+        ),
+        ((1.2, 1.11, 1.3), True, ""),
+        (None, True, ""),
+    ],
+)
+def test_what_the_program_has_must_gain_enough_too(made, own, is_used, words):
+    """The fastest recipe gains 1.5 and is none of torchtitan's, whose own the verdict is of first."""
+    plan = with_times(made)
+    delayed = next(each for each in plan.options if each.name == "delayed")
+    tensorwise = next(each for each in plan.options if each.name == "tensorwise")
+    plan = replace(plan, options=(plan.options[0], delayed), own=own and replace(tensorwise, speedup=own))
+    advice = advise(plan)
+    assert plan.transferred
+    assert (advice.use_fp8, check(advice, "gain").holds) == (is_used, is_used)
+    assert (advice.recipe, advice.program_recipe) == (
+        ("delayed", own and "tensorwise") if is_used else ("bf16", "bf16")
+    )
+    transfer = "a program with torchtitan's costs is predicted to train 1.50 times as fast as in BF16 (1.00 to 2.00"
+    assert transfer in advice.sentence
+    if not is_used:
+        first = f"tensorwise, the fastest that torchtitan has, is predicted {own[0]:.2f} times as fast as BF16"
+        assert advice.sentence.startswith(f"Stay in BF16: {first}, {words}")
+        assert f" With recipe delayed {transfer}" in advice.sentence
+
+
+def test_the_recipe_that_a_program_has_is_both(made):
+    plan = with_times(made)
+    layout = Layout(gpus=8)
+    options = tuple(
+        replace(each, candidate=each.candidate and replace(each.candidate, job=replace(plan.bf16.job, layout=layout)))
+        for each in plan.options
+        if each.name in ("bf16", "tensorwise")
+    )
+    advice = advise(replace(plan, options=options))
+    assert (advice.use_fp8, advice.recipe, advice.program_recipe) == (True, "tensorwise", "tensorwise")
+
+
 @pytest.mark.parametrize("gemm", [0.02, 0.08, 0.11, 0.5, 1.0])
 def test_what_linear_layers_take_limits_the_gain(made, gemm):
     """Amdahl: H100 multiplies FP8 twice as fast as BF16, so that half of what linear layers take could be saved."""
@@ -119,6 +168,15 @@ def test_what_linear_layers_take_limits_the_gain(made, gemm):
     assert f"linear layers take {gemm:.0%} of BF16's step, attention {1 - gemm:.0%}" in of_gemms.sentence
     assert f"{limit:.2f} times as fast" in of_gemms.sentence
     assert of_gemms.holds == (STEPS_OF_FP8 / limit < 100)
+
+
+def test_the_limit_waits_for_slower_gpus_too(made):
+    """Half of the linear layers' 0.5 s are saved; a step waits for a quarter of the rest, in FP8 as in BF16."""
+    plan = with_times(made)
+    step = replace(plan.bf16, seconds={"gemm": 0.5, "attention": 0.3, "stragglers": 0.2, "total": 1.0})
+    options = tuple(replace(each, bf16_here=step, candidate=each.candidate and step) for each in plan.options)
+    sentence = check(advise(replace(plan, options=options)), "share of linear layers").sentence
+    assert f"would be {1 / ((0.25 + 0.3) * 1.25):.2f} times as fast" in sentence
 
 
 @pytest.mark.parametrize(

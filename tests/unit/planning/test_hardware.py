@@ -1,5 +1,6 @@
 """Accelerators by their published names, and their figures against what they are made of."""
 
+import re
 import time
 
 import numpy as np
@@ -35,6 +36,33 @@ def test_a_name_has_figures_of_its_own(text, name):
 def test_a_name_that_goes_on_is_another(text):
     with pytest.raises(ConfigError, match="no figures are known"):
         find_hardware(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("H100→B200", "names one accelerator and then another; give the one that was measured"),
+        ("H100 -> B200", "names one accelerator and then another"),
+        ("H100 64GB HBM2", "no figures are known for 'H100 64GB HBM2'; h100 has 80 GB"),
+        ("V100 16 GB", "v100 has 32 GB"),
+    ],
+)
+def test_a_name_of_two_or_of_other_memory_is_refused(text, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        find_hardware(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("B200 192GB", "b200"),
+        ("H100 80GB, 400Gb/s RDMA", "h100"),
+        ("H100, NVLink 900 GB/s", "h100"),
+        ("B300 288GB", "b300"),
+    ],
+)
+def test_memory_of_a_name_may_be_rounded(text, name):
+    assert find_hardware(text).name == name
 
 
 def test_figures_of_datasheets():

@@ -3,7 +3,9 @@
 import pytest
 
 from octavo.planning.hardware import find_hardware
-from octavo.planning.precision import Kernel, find_precision, unsupported_reason
+from octavo.planning.model_names import find_model
+from octavo.planning.model_shapes import Part
+from octavo.planning.precision import Kernel, find_precision, linear_precision, unsupported_reason
 
 
 @pytest.mark.parametrize(
@@ -17,6 +19,8 @@ from octavo.planning.precision import Kernel, find_precision, unsupported_reason
         ("no fp8 (bf16)", "bf16", Kernel.BF16),
         ("bf16, fp8 disabled", "bf16", Kernel.BF16),
         ("bf16 (fp8 all-gather)", "bf16", Kernel.BF16),
+        ("bf16 baseline for fp8", "bf16", Kernel.BF16),
+        ("bf16 baseline of FP8 delayed scaling", "bf16", Kernel.BF16),
         ("fp8 current scaling (TE, hybrid)", "tensorwise", Kernel.TENSOR),
         ("fp8 block scaling (TE, hybrid)", "blockwise", Kernel.BLOCK),
         ("mxfp8 (TE, hybrid)", "mxfp8", Kernel.MX),
@@ -86,6 +90,14 @@ def test_bytes_of_keys_and_values(name, kv_bytes):
 def test_what_a_name_covers(name, dense, experts):
     found = find_precision(name, has_mx=True)
     assert (found.covers_dense, found.covers_experts) == (dense, experts)
+
+
+@pytest.mark.parametrize("name", ["fp8 tensorwise, bf16 attention", "fp8 tensorwise (attention in bf16)"])
+def test_attention_in_bf16_leaves_the_other_layers_in_fp8(name):
+    found = find_precision(name)
+    for model in ("qwen-3-30b-a3b", "llama-3-8b"):
+        for linear in find_model(model).linears():
+            assert linear_precision(found, linear).is_bf16 == (linear.part in (Part.ATTENTION, Part.HEAD))
 
 
 @pytest.mark.parametrize("name", ["MI300X", "L40S", "A100", "H100"])

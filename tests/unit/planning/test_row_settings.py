@@ -291,3 +291,35 @@ def test_a_step_on_unstated_gpus_is_refused_for_that():
     few = predicted(model="Qwen3-30B-A3B", gpus=2, pp=4, notes="EP 8").reason
     assert few == "2 GPUs are not a multiple of TP 1 × PP 4 × CP 1"
     assert predicted(gpus="", tp=8, pp=4, metric="speedup").reason is None
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "words"),
+    [
+        ("global_batch", "1048576 tokens", "global_batch '1048576 tokens' is in tokens; give sequences"),
+        ("global_batch", "64 gpus", "is in gpus; give sequences"),
+        ("micro_batch", "4096 tokens", "is in tokens; give sequences"),
+        ("seq", "64 sequences", "seq '64 sequences' is in sequences; give tokens"),
+        ("tp", "2 tokens", "tp '2 tokens' is in tokens; give gpus"),
+        ("gpus", "64 samples", "is in samples; give gpus"),
+        ("seq", "4096/128", "seq '4096/128' has several lengths; a training's sequences have one"),
+        ("seq", "4k + 128", "has several lengths"),
+    ],
+)
+def test_a_unit_of_another_column_is_refused(column, cell, words):
+    assert words in predicted(**{column: cell}).reason
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [("fsdp64", "'fsdp64'"), ("dp8 (ep8)", "'dp8'"), ("64", "'64'"), ("fsdp64 x dp4", "'fsdp64'"), ("ddp2", "'ddp2'")],
+)
+def test_data_parallel_ranks_are_not_of_an_unstated_number_of_gpus(cell, words):
+    wanted = f"the row leaves out its number of GPUs, of which {words} are data-parallel ranks"
+    assert predicted(gpus="", dp_or_fsdp=cell, metric="step_time_s", global_batch=64).reason == wanted
+
+
+@pytest.mark.parametrize("cell", ["", "1", "dp1", "FSDP2", "fsdp", "ZeRO-2"])
+def test_a_way_to_divide_states_is_no_number_of_gpus(cell):
+    cells = {"model": "SmolLM2-135M", "gpus": "", "metric": "step_time_s", "global_batch": 64}
+    assert predicted(dp_or_fsdp=cell, **cells).reason is None

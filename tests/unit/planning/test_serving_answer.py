@@ -1,5 +1,6 @@
 """The answer of a service, by hand-made points whose times are known; and what it refuses."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,38 @@ def test_rates_and_gpus_are_of_the_prompt_that_was_asked_for():
         "500 tokens/s (450 to 625, 100 requests) in BF16, "
         "2,500 tokens/s (2,250 to 3,125, 400 requests) in FP8 with an FP8 cache."
     )
-    assert found[-1] == "GPUs for the load: 5 in FP8, 7 in BF16."
+    assert found[-1] == (
+        "GPUs for the load, below 50 ms a token where a format can be; requests of each replica: "
+        "12 (16 requests at 50.0 ms) in FP8, 20 (16 requests at 100.0 ms) in BF16."
+    )
     without_load = serving_answer([replace(each, gpus_needed=0) for each in points])
     assert without_load == found[:-1]
+
+
+def test_gpus_of_a_load_keep_the_latency():
+    """The fewest of those points whose tokens take less than 50 ms; more requests need fewer GPUs and take longer."""
+    points = [
+        *(point("fp8", requests, ms, gpus=gpus) for requests, ms, gpus in ((16, 30.0, 72), (64, 49.9, 36))),
+        *(point("fp8", requests, ms, gpus=gpus) for requests, ms, gpus in ((256, 108.0, 18), (400, 160.0, 17))),
+        *(point("bf16", requests, ms, gpus=gpus) for requests, ms, gpus in ((16, 51.0, 118), (256, 163.0, 26))),
+    ]
+    assert serving_answer(points)[-1].endswith(
+        ": 36 (64 requests at 49.9 ms) in FP8, 118 (16 requests at 51.0 ms) in BF16."
+    )
+
+
+def test_slow_rates_have_digits():
+    """A token in 20 s is 0.8 tokens/s of 16 requests, from 0.9 to 1.25 times that."""
+    assert "0.8 tokens/s (0.72 to 1, 16 requests) in BF16" in answer(bf16={16: 20_000.0})
+
+
+def test_gpus_of_a_load_are_of_a_time_that_the_table_has():
+    points, _ = serving_points(request_of(load=20_000.0), CONSTANTS)
+    of_prompt = [each for each in points if each.prompt == 512]
+    for gpus, requests, ms in re.findall(r"([\d,]+) \((\d+) requests? at ([\d.]+) ms\)", serving_answer(points)[-1]):
+        same = [each for each in of_prompt if each.gpus_needed == int(gpus) and each.requests == int(requests)]
+        assert any(f"{each.token_ms:.1f}" == ms for each in same)
+        assert float(ms) < 50
 
 
 def request_of(**settings: Any) -> ServingRequest:

@@ -47,6 +47,13 @@ def test_layouts_that_are_not_modelled_are_refused(cells, words):
     assert words in predicted(**cells).reason
 
 
+def test_a_service_without_tokens_is_refused():
+    """A prompt's own time does not depend on its answer, which may be none."""
+    assert "'0/128' has a prompt of no tokens" in predicted(seq="0/128").reason
+    assert "'128/0' has an answer of no tokens" in predicted(seq="128/0").reason
+    assert predicted(seq="128/0", metric="ttft_ms").reason is None
+
+
 def test_ranks_of_latent_attention_have_requests_of_their_own():
     cells = {"model": "DeepSeek-R1", "hardware": "H200", "gpus": 8, "tp": 8}
     assert predicted(**cells).value == predicted(**cells, notes="DEP8").value
