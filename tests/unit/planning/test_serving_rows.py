@@ -101,7 +101,7 @@ def test_numbers_are_read_in_their_usual_spellings(cell):
 
 @pytest.mark.parametrize("cell", ["n/a", "not stated", ">1 (not stated)", ""])
 def test_cells_that_say_nothing_are_left_out(cell):
-    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8, "seq": 8192}
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8, "seq": 8192, "global_batch": 64}
     assert predicted(cp=cell, **cells).value == predicted(**cells).value is not None
 
 
