@@ -95,8 +95,8 @@ def test_what_a_user_sees_needs_the_number_of_requests(metric):
 
 @pytest.mark.parametrize("cell", ["8,192", "8k", "8K", "8192 (packed)", "4096/8192", "8192.0"])
 def test_numbers_are_read_in_their_usual_spellings(cell):
-    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8}
-    assert predicted(seq=cell, **cells).value == predicted(seq="8192", **cells).value
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8, "global_batch": 64}
+    assert predicted(seq=cell, **cells).value == predicted(seq="8192", **cells).value is not None
 
 
 @pytest.mark.parametrize("cell", ["n/a", "not stated", ">1 (not stated)", ""])
