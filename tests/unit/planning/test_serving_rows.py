@@ -93,16 +93,16 @@ def test_what_a_user_sees_needs_the_number_of_requests(metric):
     assert predicted(metric=metric, micro_batch=4).reason is None
 
 
-@pytest.mark.parametrize("cell", ["8,192", "8k", "8K", "8192 (packed)", "4096/8192", "8192.0"])
+@pytest.mark.parametrize("cell", ["8,192", "8k", "8K", "8192 (packed)", "8192.0"])
 def test_numbers_are_read_in_their_usual_spellings(cell):
-    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8}
-    assert predicted(seq=cell, **cells).value == predicted(seq="8192", **cells).value
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8, "global_batch": 64}
+    assert predicted(seq=cell, **cells).value == predicted(seq="8192", **cells).value is not None
 
 
 @pytest.mark.parametrize("cell", ["n/a", "not stated", ">1 (not stated)", ""])
 def test_cells_that_say_nothing_are_left_out(cell):
-    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8}
-    assert predicted(cp=cell, **cells).value == predicted(**cells).value
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8, "seq": 8192, "global_batch": 64}
+    assert predicted(cp=cell, **cells).value == predicted(**cells).value is not None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_cells_that_say_nothing_are_left_out(cell):
     [("seq", "2^13"), ("gpus", "16x8"), ("gpus", "8 nodes"), ("global_batch", "1,02"), ("tp", "2-4")],
 )
 def test_cells_whose_number_cannot_be_told_are_refused(column, cell):
-    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8} | {column: cell}
+    cells = {"kind": "train", "metric": "step_time_s", "gpus": 8, "seq": 8192} | {column: cell}
     assert predicted(**cells).reason.startswith(f"{column} '{cell}' is not a number")
 
 
