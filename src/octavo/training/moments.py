@@ -2,11 +2,12 @@
 
     first moment    E4M3, a scale for each 128 elements of a row
     second moment   E5M2, likewise
-    fp8-expanded    what is rounded is sign(m) · |m|^k, of which the result is the 1/k-th power, where
+    fp8-expanded    what is rounded is sign(m) · (|m| / max)^k, of which the result is max times the 1/k-th power, where
 
                         k = log(max / min of the format) / log(max / min of the block's magnitudes that are not 0)
 
-                    gives the block the range of the format
+                    gives the block the range of the format. Without the division |m|^k of small magnitudes, or of
+                    magnitudes that differ little, whose k is large, is 0
 
 The arithmetic is that of an optimizer that stores codes; the moments themselves stay in FP32, so no memory is saved.
 Vectors (norms, biases) are not rounded. A second moment that becomes 0 makes its element's step as large as 1/``eps``
@@ -73,15 +74,15 @@ def rounded_moment(moment: Tensor, fmt: Format, *, expanded: bool) -> Tensor:
     spec = CastSpec(format=fmt, granularity=BLOCK)
     if not expanded:
         return cast(moment, spec).output.dequantize()
-    power = _power(moment.double().abs(), fmt)
-    codes = cast(moment.double().abs().pow(power).float(), spec)
-    return (codes.output.dequantize().double().pow(1 / power) * moment.sign()).float()
-
-
-def _power(magnitudes: Tensor, fmt: Format) -> Tensor:
-    """The exponent k of each element's block; 1 for a block of one magnitude."""
+    magnitudes = moment.double().abs()
     largest = BLOCK.reduce_max(magnitudes)
+    power, scale = (BLOCK.expand(each, moment.shape) for each in (_power(magnitudes, largest, fmt), largest))
+    codes = cast(torch.where(scale > 0, magnitudes / scale, 0).pow(power).float(), spec)
+    return (codes.output.dequantize().double().pow(1 / power) * scale * moment.sign()).float()
+
+
+def _power(magnitudes: Tensor, largest: Tensor, fmt: Format) -> Tensor:
+    """The exponent k of each block; 1 for a block of one magnitude."""
     smallest = 1 / BLOCK.reduce_max(torch.where(magnitudes == 0, 0, 1 / magnitudes))
     spread = (largest / smallest).log()
-    power = torch.where(spread > 0, math.log(fmt.max / (fmt.min_subnormal or fmt.min_normal)) / spread, 1.0)
-    return BLOCK.expand(power, magnitudes.shape)
+    return torch.where(spread > 0, math.log(fmt.max / (fmt.min_subnormal or fmt.min_normal)) / spread, 1.0)

@@ -30,10 +30,11 @@ def written_out(moment, fmt, *, expanded):
             power = 1.0
             if expanded and magnitudes.max() > magnitudes.min():
                 power = math.log(largest / smallest) / math.log(magnitudes.max() / magnitudes.min())
-            values = (np.abs(block) ** power).astype(np.float32)
+            unit = magnitudes.max() if expanded else 1.0
+            values = ((np.abs(block) / unit) ** power).astype(np.float32)
             scale = np.float32(largest / float(values.max()))
             codes = (values * scale).astype(np.float32).astype(TYPES[fmt]).astype(np.float64)
-            decoded = (codes * np.float32(1 / scale)) ** (1 / power)
+            decoded = (codes * np.float32(1 / scale)) ** (1 / power) * unit
             result[row, start : start + 128] = np.sign(block) * decoded
     return result
 
@@ -55,6 +56,18 @@ def test_expansion_keeps_small_second_moments_from_zero():
     moment = 10 ** torch.linspace(-14, -2, 128)[None]
     assert (rounded_moment(moment, E5M2, expanded=False) == 0).any()
     assert (rounded_moment(moment, E5M2, expanded=True) > 0).all()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("exponent", [-60, -30, 30, 60])
+def test_expansion_is_the_same_at_every_scale(fmt, exponent):
+    """|m|^k is not: it leaves FP32 where magnitudes are small, and where they differ little, whose k is large."""
+    generator = torch.Generator().manual_seed(1)
+    moment = torch.randn(2, 256, generator=generator)
+    moment[1] = 1 + moment[1] / 100
+    found = rounded_moment(moment * 2.0**exponent, fmt, expanded=True) / 2.0**exponent
+    assert torch.equal(found, rounded_moment(moment, fmt, expanded=True))
+    torch.testing.assert_close(found[1], moment[1], rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("moments", [Moments.FP8, Moments.FP8_EXPANDED])
@@ -82,7 +95,9 @@ def test_steps_are_those_of_an_adamw_that_stores_codes(moments):
             if p.ndim == 2:  # rounding is not continuous: go on from the optimizer's own
                 for name, fmt, own in (("exp_avg", E4M3, means), ("exp_avg_sq", E5M2, squares)):
                     wanted = rounded_moment(own[p].float(), fmt, expanded=moments == Moments.FP8_EXPANDED)
-                    equal = torch.isclose(state[name], wanted, rtol=1e-5, atol=0)
+                    # FP32 cancels digits of a block's smallest magnitude, on which all powers of the block depend.
+                    far = 1e-3 if moments == Moments.FP8_EXPANDED else 1e-5
+                    equal = torch.isclose(state[name], wanted, rtol=far, atol=0)
                     assert equal.float().mean() > 0.97, "but for numbers next to a tie"
                     assert not torch.equal(state[name], own[p].float())
                     own[p] = state[name].double()
