@@ -315,11 +315,14 @@ READERS: dict[str, Reader] = {
         functions=(read_calibration,),
         write=lambda folder: (folder / "result.json").write_text(
             '{"facts": {"device": "NVIDIA H100"},'
-            ' "parts": [{"sections": [{"title": "Linear, eager, forward and backward, 64×128×256",'
-            ' "raw": {"seconds": {"bf16, eager": [0.5, 0.25], "tensorwise, eager": [0.25]}}}]}]}'
+            ' "parts": [{"sections": [{"title": "Linear, eager, forward and backward, 4096×4096×4096",'
+            ' "raw": {"seconds": {"bf16, eager": [6e-4, 5e-4], "tensorwise, eager": [4e-4]}}}]}]}'
         ),
         read=lambda folder: calibrated(
-            fitted_constants(), read_calibration(folder / "result.json", find_hardware("h100")), find_hardware("h100")
+            fitted_constants(),
+            read_calibration(folder / "result.json", find_hardware("h100")),
+            find_hardware("h100"),
+            file="result.json",
         ),
     ),
     "model's configuration": Reader(

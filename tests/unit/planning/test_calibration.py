@@ -124,6 +124,7 @@ def test_an_emulated_recipe_is_left_out(tmp_path):
     """An H100 took 239 ms, 18 times its peak of FP8, to emulate MX scales; its plans refuse the recipe."""
     timings = read_calibration(written(tmp_path, IN_SECONDS | {"mxfp8": 0.239}), H100)
     constants = calibrated(fitted_constants(), timings, H100, file="result.json")
+    assert constants.calibration is not None
     assert constants.calibration.kernels == {"gemm_bf16_hopper", "gemm_tensor_hopper"}
 
 
