@@ -76,8 +76,7 @@ class ScaledLayer(StatefulModule):
         self.scale_updates.begins_anew |= self.trained_recipe is not None
         history = getattr(self, "amax_history", None)
         if history is None or history.spec != recipe.history:
-            self.keep_history(None)
-            self._history_for(recipe, create=True)
+            self.keep_history(None if recipe.history is None else self.new_history(recipe.history))
         else:
             history.updates, history.path = self.scale_updates, path
         follow_optimizers(self)
