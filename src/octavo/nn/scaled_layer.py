@@ -136,7 +136,7 @@ class ScaledLayer(StatefulModule):
         scaling = LayerScaling(nonfinite=counts, watch=watch, records_weight=self.records_weight)
         if recipe.has_static_input:
             scaling.input_scale = self._checked_input_scale()
-        history = self._history_for(recipe, create=self._is_learning)
+        history = self._history_for(recipe)
         if history is not None:
             repeated = inside_backward()  # activation checkpointing runs a forward of this step again
             if self.training and has_values and not repeated:
@@ -252,7 +252,7 @@ class ScaledLayer(StatefulModule):
         device = self.stored_weight.device
         return AmaxHistory(spec, updates=self.scale_updates, path=self.path, device=device, experts=self.experts)
 
-    def _history_for(self, recipe: Recipe, *, create: bool) -> AmaxHistory | None:
+    def _history_for(self, recipe: Recipe) -> AmaxHistory | None:
         """This layer's history for a delayed ``recipe``; never shared by two specifications.
 
         Evaluation creates none: without one its scales are dynamic. Ranks that reduce amaxes create those of all layers
@@ -263,7 +263,7 @@ class ScaledLayer(StatefulModule):
         if self.amax_history is None:
             is_compiled = torch.compiler.is_compiling()
             on_ranks = not is_compiled and torch.is_grad_enabled() and reduces(self.scale_updates)
-            if not create and not on_ranks:
+            if not self._is_learning and not on_ranks:
                 return None
             if is_compiled:  # a graph cannot create modules; the first call runs eagerly
                 torch._dynamo.graph_break(msg=f"{self.called} has no amax history yet; run it once before compiling")  # noqa: SLF001

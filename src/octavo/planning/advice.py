@@ -85,7 +85,7 @@ def _verdict(plan: Plan, tolerance: float | None) -> Advice:
     if failed is not None or best is None or best.speedup is None:
         sentence = f"Stay in BF16: {failed.sentence if failed else 'no FP8 recipe runs there'}."
         sentence += f" {plan.layouts_differ}." if plan.layouts_differ else ""
-        if _own_is_too_slow(plan) and best is not None and best.speedup is not None and _pays(best.speedup):
+        if _slow_own(plan) and best is not None and best.speedup is not None and _pays(best.speedup):
             sentence += f" With recipe {best.name} {_gains(plan, best.speedup)} {plan.transferred}."
         return Advice(use_fp8=False, recipe="bf16", sentence=sentence, checks=checks)
     sentence = f"Use FP8 with recipe {best.name}: {_gains(plan, best.speedup)}"
@@ -106,10 +106,12 @@ def _pays(speedup: tuple[float, float, float]) -> bool:
     return gain >= WORTH and low >= 1
 
 
-def _own_is_too_slow(plan: Plan) -> bool:
-    """Whether the gain is a transfer, and what the program has itself does not pay."""
+def _slow_own(plan: Plan) -> tuple[str, tuple[float, float, float]] | None:
+    """The program's own fastest recipe, where the plan's best is a transfer and this one does not pay."""
     own = plan.own
-    return bool(plan.transferred) and own is not None and own.speedup is not None and not _pays(own.speedup)
+    if not plan.transferred or own is None or own.speedup is None or _pays(own.speedup):
+        return None
+    return own.name, own.speedup
 
 
 def _without_units(hardware: Hardware) -> Advice:
@@ -153,8 +155,8 @@ def _gain(plan: Plan) -> Check:
     if best is None or best.speedup is None:
         return Check(name="gain", holds=False, sentence="no FP8 recipe runs there")
     name, speedup = best.name, best.speedup
-    if _own_is_too_slow(plan) and plan.own is not None and plan.own.speedup is not None:
-        name, speedup = f"{plan.own.name}, the fastest that {plan.request.framework} has,", plan.own.speedup
+    if slow := _slow_own(plan):
+        name, speedup = f"{slow[0]}, the fastest that {plan.request.framework} has,", slow[1]
     gain, low, _ = speedup
     least = speedup_text(low)
     words = f"{name} is predicted {speedup_text(gain)} times as fast as BF16, at least {least} in 90 % of cases"

@@ -12,23 +12,13 @@ from octavo.training.config import RunConfig
 from octavo.training.rank_layout import _check_gpus
 
 
-class TwoRanks(Ranks):
-    """The second of two ranks; the first has the GPU ``first``, both are number 0 of what their process sees."""
-
-    __slots__ = ("first",)
-    first: str
-
-    def gathered(self, value):
-        return [value.replace("UUID-1", self.first), value]
-
-
 @pytest.mark.parametrize(("first", "is_refused"), [("UUID-0", False), ("UUID-1", True)])
 def test_ranks_must_have_different_gpus_whatever_their_numbers(first, is_refused):
-    ranks = TwoRanks(rank=1, size=2)
-    object.__setattr__(ranks, "first", first)
-    config = RunConfig()
+    """Each is number 0 of what its process sees."""
+    ranks, config = Ranks(rank=1, size=2), RunConfig()
     gpu = SimpleNamespace(name="H100", uuid="UUID-1")
     with (
+        mock.patch.object(Ranks, "gathered", lambda _, value: [value.replace("UUID-1", first), value]),
         mock.patch("octavo.training.rank_layout.resolve_device", return_value=torch.device("cuda")),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
