@@ -66,20 +66,23 @@ measured() {
 what=${1:-}
 [ $# -gt 0 ] && shift
 case $what in
-tests) tested tests/gpu/test_casts.py tests/gpu tests/triton --ignore tests/triton/test_hopper_build.py "$@" ;;
+tests) # but those of what machines without a GPU build and trace
+    tested tests/gpu/test_casts.py tests/gpu tests/triton --ignore tests/triton/test_hopper_build.py \
+        --ignore tests/triton/test_traced_layers.py "$@"
+    ;;
 unit)
     mapfile -t files < <(grep -rl 'mark\.gpu' tests/unit --include='test_*.py') # others import what is not there
     tested -m gpu "${files[@]}" "$@"
     ;;
 prebuild)
     [ $# -gt 0 ] || set -- casts:0/2 casts:1/2 linears:0/2 linears:1/2 layer:0/3 layer:1/3 layer:2/3 \
-        training:0/1 accumulation+gemms:0/1
+        training:0/1 accumulation+experts+gemms:0/1
     prebuilt "$@"
     ;;
 bench)
     out=${1:?scripts/gpu.sh bench DIR: say where the results go}
     shift
-    [ $# -gt 0 ] || set -- accumulation=40 casts+linears=150 layer=130 training+gemms=90
+    [ $# -gt 0 ] || set -- accumulation=40 casts+linears=150 layer=130 training+experts+gemms=90
     measured "$out" "$@"
     ;;
 *)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from benchmarks.hopper.bars import still_owed
-from benchmarks.hopper.parts import accumulation, card, casts, gemms, layer, linears, training
+from benchmarks.hopper.parts import accumulation, card, casts, experts, gemms, layer, linears, training
 from benchmarks.hopper.session import OutOfTimeError, Session, failure_of
 from octavo._lazy import own_version
 from octavo.bench.results import Failure, PartRecord, Report, Section, Verdict
@@ -54,6 +54,7 @@ PARTS = (
     Part("linears", linears.measure, 0.21, linears.bars),
     Part("layer", layer.measure, 0.29, layer.bars),
     Part("training", training.measure, 0.14, training.bars),
+    Part("experts", experts.measure, 0.05, experts.bars),
     Part("gemms", gemms.measure, 0.08),
 )
 

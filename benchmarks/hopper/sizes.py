@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["HOPPER", "REHEARSAL", "LayerSize", "LinearCase", "ModelSize", "Sizes"]
+__all__ = ["HOPPER", "REHEARSAL", "ExpertCase", "LayerSize", "LinearCase", "ModelSize", "Sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,27 @@ class LinearCase:
     def name(self) -> str:
         """M×K×N, or the side's cube."""
         return f"{self.m}³" if self.m == self.k == self.n else f"{self.m}×{self.k}×{self.n}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCase:
+    """Experts with as many tokens each, [tokens, K] times [N, K] transposed.
+
+    Attributes:
+        experts, tokens, k, n: their shape.
+        bar: required speed of one launch over a launch an expert.
+    """
+
+    experts: int
+    tokens: int
+    k: int
+    n: int
+    bar: float
+
+    @property
+    def name(self) -> str:
+        """Number of experts, tokens and the weight's shape."""
+        return f"{self.experts} experts of {self.k}×{self.n}, {self.tokens:,} tokens each"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +88,7 @@ class Sizes:
         cast: shape of the input of casts.
         gemms: M, K, N of the products.
         linears: the linear layers.
+        experts: the experts.
         layer: the transformer layer.
         model: the decoder.
         chain_side: rows and columns of the GEMMs whose results are compared bit by bit.
@@ -80,6 +102,7 @@ class Sizes:
     cast: tuple[int, int]
     gemms: tuple[tuple[int, int, int], ...]
     linears: tuple[LinearCase, ...]
+    experts: tuple[ExpertCase, ...]
     layer: LayerSize
     model: ModelSize
     chain_side: int
@@ -113,6 +136,10 @@ HOPPER = Sizes(
         LinearCase(m=8192, k=16384, n=4096, blockwise_bar=1.40),
         LinearCase(m=1024, k=1024, n=1024, published=0.42),
     ),
+    experts=(
+        ExpertCase(experts=64, tokens=8, k=2048, n=1408, bar=2.0),
+        ExpertCase(experts=64, tokens=1024, k=2048, n=1408, bar=1.0),
+    ),
     layer=LayerSize(batch=4, length=2048, hidden=4096, heads=32, kv_heads=8, ffn=14336),
     model=ModelSize(
         vocabulary=32768,
@@ -139,6 +166,7 @@ REHEARSAL = Sizes(
         LinearCase(m=32, k=32, n=32, published=0.84, bar=1.25, compiled=True),
         LinearCase(m=32, k=64, n=48, blockwise_bar=1.40),
     ),
+    experts=(ExpertCase(experts=4, tokens=16, k=32, n=48, bar=2.0),),
     layer=LayerSize(batch=2, length=16, hidden=32, heads=4, kv_heads=2, ffn=64),
     model=ModelSize(
         vocabulary=64,

@@ -167,6 +167,7 @@ def spread_out(module: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, p in module.named_parameters():
             width = p.shape[-1] if p.ndim == 2 else 9
-            p.normal_(0.0, 1.5 / math.sqrt(width), generator=generator)
+            drawn = torch.empty_like(p, device="cpu").normal_(0.0, 1.5 / math.sqrt(width), generator=generator)
+            p.copy_(drawn)
             if "norm" in name and name.endswith("weight"):
                 p.add_(1)

@@ -143,10 +143,8 @@ def _unsupported_reasons(problem: MatmulProblem) -> Iterator[str]:
 def _unsupported_block_reasons(problem: MatmulProblem, capability: tuple[int, int]) -> Iterator[str]:
     groups = (problem.a_granularity, problem.b_granularity)
     if set(groups) - set(_BLOCKS) or groups[0] == groups[1] == _BLOCKS[1]:
-        yield (
-            "cuBLAS takes 1x128 by 1x128, 1x128 by 128x128 and 128x128 by 1x128, not block scales of "
-            f"{' by '.join(f'{g.rows}x{g.columns}' if isinstance(g, PerBlock) else str(g) for g in groups)}"
-        )
+        # those given stand in the problem; a traced graph that writes a size serves no other size
+        yield "cuBLAS takes 1x128 by 1x128, 1x128 by 128x128 and 128x128 by 1x128, not other block scales"
         return
     if capability[0] != 9 or _CUDA < _VECTORS_SINCE:
         yield "cuBLAS has block scales on compute capability 9.0 alone, since CUDA 12.9"
@@ -154,7 +152,7 @@ def _unsupported_block_reasons(problem: MatmulProblem, capability: tuple[int, in
         yield "in which order cuBLAS scales and adds the sums of blocks is not documented"
     multiple = _SQUARES_OF_K if _BLOCKS[1] in groups else 128
     if problem.m % 4 or problem.n % _MULTIPLE or problem.k % multiple:
-        # M, N and K as given stand in the problem; a traced graph that writes a size serves no other size
+        # and so do M, N and K
         yield f"with these block scales M must be a multiple of 4, N of {_MULTIPLE} and K of {multiple}"
 
 
