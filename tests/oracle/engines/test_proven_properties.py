@@ -56,7 +56,7 @@ def other_values(original: EngineCast, name: str) -> Iterator[EngineCast]:
     value = getattr(original, name)
     values = {getattr(each, name) for each in CASTS} | (set(type(value)) if isinstance(value, StrEnum) else set())
     for other in values - {value}:
-        changes = {name: other}
+        changes: dict[str, Any] = {name: other}
         if name == "division" and other not in ENCODE_DIVISIONS:
             changes["power_of_two"] = ENCODE_ROUNDINGS.get(original.power_of_two, original.power_of_two)
         try:
