@@ -14,7 +14,7 @@ Values are those of all profiles and, of an enum, all. Not counted are changes t
 - between multiplying by a power of two and dividing by its reciprocal, and of that result's dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any, cast
@@ -67,40 +67,60 @@ def other_values(original: EngineCast, name: str) -> Iterator[EngineCast]:
 
 def is_same_for_all_tensors(original: EngineCast, changed: EngineCast, name: str) -> bool:
     """Whether one of the reasons above makes a change invisible."""
-    match name:
-        case "zero_amax":
-            limits = (original.zero_amax, changed.zero_amax)
-            if None in limits:
-                return False
-            without = replace(original, zero_scale=None)
-            scales = {float(_scale_of(without, amax)) for amax in (2.0**-149, *filter(None, limits))}
-            return scales == {original.zero_scale}
-        case "amax_floor":
-            least, floor = (
-                _scale_of(original, amax) for amax in (2.0**-149, max(original.amax_floor, changed.amax_floor))
-            )
-            return torch.equal(least, floor)
-        case "zero_encode":
-            if original.application is Application.DIVIDE:
-                return True
-            values = {each.zero_encode for each in (original, changed)}
-            return isinstance(original.zero_scale, float) and values == {None, 1 / original.zero_scale}
-        case "divided_in":
-            return {original.divided_in, changed.divided_in} == {torch.float32, torch.float64} and (
-                original.division in (Division.AMAX_BY_LIMIT, Division.LIMIT_BY_AMAX)
-            )
-        case "division":
-            return original.divided_in is torch.float64 and RECIPROCAL.get(original.division) is changed.division
-        case "saturation":
-            return {original.saturation, changed.saturation} == {Saturation.PROPAGATE, Saturation.SATURATE} and (
-                original.amax_of is AmaxOf.ALL
-                and original.nonfinite_scale is None
-                and original.scale_format == FP32
-                and original.scaling == "dynamic"
-            )
-        case "application" | "applied_in":
-            return original.power_of_two is not PowerOfTwo.NONE
-    return False
+    rule = SAME.get(name)
+    return rule is not None and rule(original, changed)
+
+
+def _same_zero_amax(original: EngineCast, changed: EngineCast) -> bool:
+    limits = (original.zero_amax, changed.zero_amax)
+    without = replace(original, zero_scale=None)
+    scales = {float(_scale_of(without, amax)) for amax in (2.0**-149, *filter(None, limits))}
+    return None not in limits and scales == {original.zero_scale}
+
+
+def _same_amax_floor(original: EngineCast, changed: EngineCast) -> bool:
+    higher = max(original.amax_floor, changed.amax_floor)
+    return torch.equal(_scale_of(original, 2.0**-149), _scale_of(original, higher))
+
+
+def _same_zero_encode(original: EngineCast, changed: EngineCast) -> bool:
+    values = {original.zero_encode, changed.zero_encode}
+    is_reciprocal = isinstance(original.zero_scale, float) and values == {None, 1 / original.zero_scale}
+    return is_reciprocal or original.application is Application.DIVIDE
+
+
+def _same_divided_in(original: EngineCast, changed: EngineCast) -> bool:
+    divides_once = original.division in (Division.AMAX_BY_LIMIT, Division.LIMIT_BY_AMAX)
+    return divides_once and {original.divided_in, changed.divided_in} == {torch.float32, torch.float64}
+
+
+def _same_division(original: EngineCast, changed: EngineCast) -> bool:
+    return original.divided_in is torch.float64 and RECIPROCAL.get(original.division) is changed.division
+
+
+def _same_saturation(original: EngineCast, changed: EngineCast) -> bool:
+    is_measured = original.amax_of is AmaxOf.ALL and original.scaling == "dynamic"
+    has_infinite_scale = is_measured and original.nonfinite_scale is None and original.scale_format == FP32
+    return has_infinite_scale and {original.saturation, changed.saturation} == {
+        Saturation.PROPAGATE,
+        Saturation.SATURATE,
+    }
+
+
+def _has_powers_of_two(original: EngineCast, _: EngineCast) -> bool:
+    return original.power_of_two is not PowerOfTwo.NONE
+
+
+SAME: dict[str, Callable[[EngineCast, EngineCast], bool]] = {
+    "zero_amax": _same_zero_amax,
+    "amax_floor": _same_amax_floor,
+    "zero_encode": _same_zero_encode,
+    "divided_in": _same_divided_in,
+    "division": _same_division,
+    "saturation": _same_saturation,
+    "application": _has_powers_of_two,
+    "applied_in": _has_powers_of_two,
+}
 
 
 def _scale_of(original: EngineCast, amax: float) -> Tensor:
