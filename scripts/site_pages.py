@@ -297,8 +297,9 @@ ORACLES = "tests/oracle/engines"
 ENGINES_HEAD = f"""# Engines
 
 What each engine computes for a linear layer, from `octavo.engines`: casts of weights and inputs, the GEMM, and the
-cache. A proof is a test that runs the project's own code on a CPU and compares codes and scales bit for bit;
-this table names it in `{ORACLES}`.
+cache. A proof is a test that runs the project's own code on a CPU and compares codes and scales bit for bit, on tensors
+that would show any other value of the property (`test_proven_properties.py`); this table names it in `{ORACLES}`.
+Triton's interpreter divides and takes logarithms as IEEE 754 says; a GPU's may differ in the last bits.
 
 | engine | | proof of the weights' cast | proof of the inputs' cast |
 | --- | --- | --- | --- |

@@ -83,8 +83,9 @@ def pairs(parts: list[str]) -> Iterator[str]:
         yield from (f"- {'; '.join(group)}" for group in groups)
     if "trials" in parts:
         rows = list(trial_rows(model, windows[0, :128]))
-        named = sum(row[2] == "yes" for row in rows)
-        yield from ("", f"## Faulty servers: {named} of {len(rows)} named by 128 tokens", "")
+        named, near = (sum(row[column] == "yes" for row in rows) for column in (2, 5))
+        heading = f"## Faulty servers: of {len(rows)}, {named} named by 128 tokens, {near} with other last bits"
+        yield from ("", heading, "")
         yield from markdown_table(TRIAL_COLUMNS, rows)
 
 

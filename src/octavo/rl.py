@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.caller_warnings import warn_caller
-from octavo.engines.agreement import copies_for, resolved
-from octavo.engines.model import EngineModel
+from octavo.engines.agreement import copies_for, needs_calibration, resolved
+from octavo.engines.model import EngineCopies, EngineModel
 from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
@@ -163,7 +163,12 @@ def mismatch(trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mis
 
 @torch.no_grad()
 def log_probs(
-    model: nn.Module, tokens: Tensor, *, profile: str | EngineProfile | None = None, temperature: float = 1.0
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    profile: str | EngineProfile | None = None,
+    calibration: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Log-probability of each token after those before it, float64 [B, T - 1].
 
@@ -171,13 +176,15 @@ def log_probs(
         model: octavo's Llama, a decoder of transformers, or an ``EngineModel`` of one, in its own mode: dropout is not
             turned off.
         tokens: int64 [B, T], at least two each.
-        profile: engine under which the model is read, or its name; None reads it as it is. Scales that an engine takes
-            from a calibration are those of these tokens. Rows are computed alone (``octavo.engines.RowByRow``): in any
-            batch the result has the bits of ``octavo serve --as``.
+        profile: engine under which the model is read, or its name; None reads it as it is. Rows are computed alone
+            (``octavo.engines.RowByRow``): in any batch the result has the bits of ``octavo serve --as``.
+        calibration: int64 [B, T], texts whose amaxes give the scales that an engine takes from calibration or past
+            steps; those of :func:`sample_rollout`, so that an engine agrees with itself. Unused by other engines.
         temperature: divides the logits, as it did when the tokens were drawn.
 
     Raises:
-        ConfigError: an unknown profile, one that does not fit the model, other shapes, or a temperature not above 0.
+        ConfigError: an unknown profile, one that does not fit the model or lacks its ``calibration``, other shapes, or
+            a temperature not above 0.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig
@@ -188,7 +195,7 @@ def log_probs(
     """
     _check_texts("tokens", tokens, least=2)
     _check_temperature(temperature)
-    logits = _logits(_under(model, profile, tokens), tokens[:, :-1])
+    logits = _logits(_under(model, profile, calibration), tokens[:, :-1])
     texts = zip(logits, tokens[:, 1:], strict=True)
     return torch.stack([_row(text, temperature).gather(1, ids[:, None])[:, 0] for text, ids in texts])
 
@@ -200,6 +207,7 @@ def sample_rollout(
     *,
     max_new_tokens: int,
     profile: str | EngineProfile | None = None,
+    calibration: Tensor | None = None,
     temperature: float = 1.0,
     stop_id: int | None = None,
     generator: torch.Generator | None = None,
@@ -214,6 +222,7 @@ def sample_rollout(
         prompts: int64 [B, P], at least one token each.
         max_new_tokens: most tokens to draw for each.
         profile: engine that draws, or its name; None draws with the model as it is.
+        calibration: as for :func:`log_probs`; None is the prompts.
         temperature: divides the logits.
         stop_id: token after which a text ends; None never ends early.
         generator: on the CPU; None for torch's global one.
@@ -232,7 +241,7 @@ def sample_rollout(
     _check_texts("prompts", prompts, least=1)
     _check_temperature(temperature)
     check_whole("max_new_tokens", max_new_tokens, least=1)
-    engine, tokens = _under(model, profile, prompts), prompts
+    engine, tokens = _under(model, profile, prompts if calibration is None else calibration), prompts
     running = torch.ones(len(prompts), dtype=torch.bool)
     drawn_probs: list[Tensor] = []
     masks: list[Tensor] = []
@@ -254,12 +263,20 @@ def sample_rollout(
     )
 
 
-def _under(model: nn.Module, profile: str | EngineProfile | None, tokens: Tensor) -> nn.Module:
+def _under(model: nn.Module, profile: str | EngineProfile | None, calibration: Tensor | None) -> nn.Module:
     """The model, or a copy under a profile."""
     if profile is None:
         return model
     engine = resolved(profile)
-    return copies_for(model, (engine,), tokens).of(engine)
+    if calibration is not None:
+        _check_texts("the calibration's texts", calibration, least=1)
+        return copies_for(model, (engine,), calibration).of(engine)
+    if needs_calibration(engine):
+        raise ConfigError(
+            f"{engine.name} takes scales of inputs from calibration or past steps; give calibration=, the texts that "
+            "sample_rollout had (its prompts by default)"
+        )
+    return EngineCopies(model).of(engine)
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -19,9 +19,7 @@ def test_every_property_of_a_profile_is_listed(page, name):
     assert len(rows) == len(properties_of(PROFILES[name]))
     for prop, value in properties_of(PROFILES[name]).items():
         source = source_of(PROFILES[name], prop)
-        expected = (
-            f"| `{prop}` | {value} | {source.project} {source.version}, `{source.file}` | {source.test or NOT_RUN} |"
-        )
+        expected = f"| `{prop}` | {value} | {source.project} {source.version}, `{source.file}` | {source.proof} |"
         assert expected in rows
 
 

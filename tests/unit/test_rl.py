@@ -53,6 +53,19 @@ def test_a_rollout_keeps_the_log_probabilities_of_a_teacher_forced_pass(policy, 
     assert not torch.equal(log_probs(policy, drawn.tokens)[drawn.mask], drawn.log_probs[drawn.mask])
 
 
+@pytest.mark.parametrize("profile", ["vllm-tensor", "te-delayed", "modelopt"])
+@pytest.mark.parametrize("texts", [None, [[9, 8, 7, 6, 5], [1, 0, 3, 2, 20]]])
+def test_an_engine_with_calibrated_scales_agrees_with_itself(policy, profile, texts):
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    calibration = None if texts is None else torch.tensor(texts)
+    drawn = sample_rollout(
+        policy, prompts, max_new_tokens=6, profile=profile, calibration=calibration, generator=seeded()
+    )
+    again = log_probs(policy, drawn.tokens, profile=profile, calibration=prompts if texts is None else calibration)
+    assert torch.equal(again[drawn.mask], drawn.log_probs[drawn.mask])
+    assert not torch.equal(log_probs(policy, drawn.tokens, profile=profile, calibration=drawn.tokens), again)
+
+
 def test_tokens_are_drawn_from_the_engine_at_the_temperature(policy):
     """10,000 first tokens have the engine's frequencies by a chi-squared test."""
     count, temperature = 10_000, 1.5
@@ -148,6 +161,7 @@ def test_a_monitor_warns_once():
         (lambda policy: log_probs(policy, torch.tensor([[1]])), "at least 2"),
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), temperature=0), "temperature"),
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile="vllm"), "no engine"),
+        (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile="modelopt"), "give calibration="),
         (lambda policy: sample_rollout(policy, torch.zeros(0, 2, dtype=torch.long), max_new_tokens=1), "at least 1"),
         (lambda policy: sample_rollout(policy, torch.tensor([[1]]), max_new_tokens=0), "max_new_tokens"),
     ],

@@ -38,6 +38,7 @@ __all__ = [
     "check_windows",
     "copies_for",
     "mean_of",
+    "needs_calibration",
     "nudge",
     "resolved",
 ]
@@ -189,8 +190,13 @@ def resolved(profile: str | EngineProfile, accumulate: Accumulate | None = None)
 def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
     """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
     decoder = model.model if isinstance(model, LanguageModel) else model
-    needed = any(each.input is not None and each.input.scaling != Scaling.DYNAMIC for each in profiles)
+    needed = any(map(needs_calibration, profiles))
     return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
+
+
+def needs_calibration(profile: EngineProfile) -> bool:
+    """Whether a profile's scales of inputs are not those of the inputs themselves."""
+    return profile.input is not None and profile.input.scaling != Scaling.DYNAMIC
 
 
 def nudge(model: EngineModel, seed: int) -> None:

@@ -10,12 +10,13 @@ For each property, swapped alone from the trainer's value to the server's:
 that small effects look alike end to end; a layer's outputs on the same inputs show them in order.
 
 The path is greedy: properties become equal in the order of what remains, on the trainer's side or the server's, until
-the KL is within the bar.
+the KL is within the bar. Then those that it can do without are left out, so that none is unneeded.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,12 @@ from torch import Tensor, nn
 from octavo.engines.agreement import Agreement, Progress, copies_for
 from octavo.engines.layer_differences import compare_codes, relative_error
 from octavo.engines.model import EngineCopies, EngineModel, watching
-from octavo.engines.properties import differences, proof_of, value_in_words, with_property
+from octavo.engines.properties import differences, is_proven, value_in_words, with_property
 from octavo.engines.token_scores import divergences
 from octavo.errors import BackendError, ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.language_model import LanguageModel
-from octavo.recipes.engines.profile import NOT_RUN, EngineProfile
+from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["Attribution", "Change", "LayerProbe", "PropertyEffect", "attribute"]
 
@@ -58,7 +59,7 @@ class PropertyEffect:
     @property
     def changes_nothing(self) -> bool:
         """Whether no number on this text depends on it."""
-        return not (self.layer_error or self.alone.estimate or self.alone.error)
+        return not (self.layer_error or self.alone.estimate or self.alone.error > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,24 +157,20 @@ def attribute(
                 alone=runs.kl(logits, ours),
                 remaining=runs.kl(theirs, logits),
                 layer_error=probe.error(runs.copies.of(changed)),
-                is_proven=_is_proven(trainer, name) and _is_proven(server, name),
+                is_proven=is_proven(trainer, name) and is_proven(server, name),
             )
         )
         on_progress("attribute", index + 1, len(names))
     bar, path = agreement.max_kl, list[Change]()
     if bar is not None and total.estimate > bar:
         order = [each.name for each in sorted(effects, key=lambda effect: effect.remaining.estimate)]
-        path = _path(runs, agreement, [*order, *inseparable], (ours, theirs), on_progress)
+        path = _Path(runs, agreement, (ours, theirs)).changes([*order, *inseparable], on_progress)
     return Attribution(
         total=total,
         effects=tuple(sorted(effects, key=lambda effect: (-effect.layer_error, -effect.alone.estimate))),
         path=tuple(path),
         inseparable=tuple(inseparable),
     )
-
-
-def _is_proven(profile: EngineProfile, name: str) -> bool:
-    return proof_of(profile, name) != NOT_RUN
 
 
 class _Runs:
@@ -203,27 +200,48 @@ class _Runs:
         return student_interval([float(divergences(theirs, ours).mean()) for theirs, ours in windows])
 
 
-def _path(
-    runs: _Runs,
-    agreement: Agreement,
-    order: Sequence[str],
-    logits: tuple[Sequence[Tensor], Sequence[Tensor]],
-    on_progress: Progress,
-) -> list[Change]:
-    """Make properties equal, the one that leaves least first, until one side's change meets the bar."""
-    (trainer, server), (ours, theirs) = (agreement.trainer, agreement.server), logits
-    path: list[Change] = []
-    for index, name in enumerate(order):
-        trainer = with_property(trainer, name, agreement.server)
-        server = with_property(server, name, agreement.trainer)
-        near_server, near_trainer = runs.logits(trainer), runs.logits(server)
-        change = Change(
-            properties=tuple(order[: index + 1]),
-            on_trainer=math.inf if near_server is None else runs.kl(theirs, near_server).estimate,
-            on_server=math.inf if near_trainer is None else runs.kl(near_trainer, ours).estimate,
-        )
-        path.append(change)
-        on_progress("find a path", index + 1, len(order))
-        if agreement.max_kl is not None and min(change.on_trainer, change.on_server) <= agreement.max_kl:
-            break
-    return path
+class _Path:
+    """Properties made equal, the one that leaves least first, until one side's change meets the bar."""
+
+    def __init__(self, runs: _Runs, agreement: Agreement, logits: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
+        assert agreement.max_kl is not None
+        self._runs, self._profiles, self._logits = runs, (agreement.trainer, agreement.server), logits
+        self._bar = agreement.max_kl
+
+    def changes(self, order: Sequence[str], on_progress: Progress) -> list[Change]:
+        """Steps of the path, none of which is unneeded."""
+        for count in range(1, len(order) + 1):
+            change = self._change(order[:count])
+            on_progress("find a path", count, len(order))
+            if self._is_met(change):
+                break
+        else:
+            count = len(order)
+        needed, steps = self._needed(order[:count], on_trainer=change.on_trainer <= self._bar), list[Change]()
+        while len(steps) < len(needed) and not (steps and self._is_met(steps[-1])):
+            steps.append(self._change(needed[: len(steps) + 1]))
+        return steps
+
+    def _needed(self, properties: Sequence[str], *, on_trainer: bool) -> Sequence[str]:
+        """Properties without those that a side can leave out and still meet the bar, last ones first."""
+        for name in reversed(properties):
+            fewer = [each for each in properties if each != name]
+            if self._kl(fewer, on_trainer=on_trainer) <= self._bar:
+                return self._needed(fewer, on_trainer=on_trainer)
+        return properties
+
+    def _is_met(self, change: Change) -> bool:
+        return min(change.on_trainer, change.on_server) <= self._bar
+
+    def _change(self, properties: Sequence[str]) -> Change:
+        on_trainer, on_server = (self._kl(properties, on_trainer=side) for side in (True, False))
+        return Change(properties=tuple(properties), on_trainer=on_trainer, on_server=on_server)
+
+    def _kl(self, properties: Sequence[str], *, on_trainer: bool) -> float:
+        """KL(server ‖ trainer) after one side has taken the other's values; infinite if it cannot."""
+        (ours, theirs), (trainer, server) = self._logits, self._profiles
+        profile, other = (trainer, server) if on_trainer else (server, trainer)
+        logits = self._runs.logits(reduce(lambda each, name: with_property(each, name, other), properties, profile))
+        if logits is None:
+            return math.inf
+        return (self._runs.kl(theirs, logits) if on_trainer else self._runs.kl(logits, ours)).estimate

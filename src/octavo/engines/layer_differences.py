@@ -58,23 +58,28 @@ def compare_codes(ours: QuantizedTensor, theirs: QuantizedTensor) -> CodesDiffer
         >>> compare_codes(a, b).is_equal
         True
     """
-    a, b = ours.data.float().nan_to_num(nan=torch.inf), theirs.data.float().nan_to_num(nan=torch.inf)
-    differ = a != b
+    differ = _differ(ours.data.float(), theirs.data.float())
     places = differ.nonzero()
     scale, other = ours.fp32_scale, theirs.fp32_scale
     if ours.granularity != theirs.granularity:
         scale = ours.granularity.expand(scale, ours.shape).expand(ours.shape)
         other = theirs.granularity.expand(other, theirs.shape).expand(theirs.shape)
-    ratio = torch.where(scale == other, 1.0, other.double() / scale.double())
+    scales_differ = _differ(scale, other)
+    ratio = torch.where(scales_differ, other.double() / scale.double(), 1.0)
     return CodesDifference(
         codes=differ.numel(),
         codes_differ=len(places),
         first=tuple(places[0].tolist()) if len(places) else None,
         largest_step=_largest_step(ours, theirs) if ours.data.dtype == theirs.data.dtype else None,
         scales=scale.numel(),
-        scales_differ=int((scale != other).sum()),
+        scales_differ=int(scales_differ.sum()),
         largest_scale=float((ratio - 1).abs().max()) if ratio.numel() else 0.0,
     )
+
+
+def _differ(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Where numbers differ; two NaN are equal."""
+    return (ours != theirs) & ~(ours.isnan() & theirs.isnan())
 
 
 def total_of(parts: "list[CodesDifference]") -> CodesDifference:

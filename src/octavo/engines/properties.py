@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from octavo.numerics.engine_cast import ENCODE_DIVISIONS, ENCODE_ROUNDINGS, EngineCast
-from octavo.recipes.engines.profile import NOT_RUN, EngineProfile, in_words, properties_of, source_of
+from octavo.recipes.engines.profile import EngineProfile, Source, in_words, properties_of, source_of
 
-__all__ = ["differences", "neighbours", "proof_of", "unproven", "value_in_words", "with_property"]
+__all__ = ["differences", "is_proven", "neighbours", "proof_of", "unproven", "value_in_words", "with_property"]
 
 TOGETHER = (  # E8M0 holds powers of two; static scales are one a tensor; a limit is one of the format
     ("power_of_two", "scale_format"),
@@ -88,16 +88,31 @@ def value_in_words(profile: EngineProfile, name: str) -> str:
 
 
 def proof_of(profile: EngineProfile, name: str) -> str:
-    """The test that proves a property, or :data:`NOT_RUN`."""
+    """The test that proves a property, with what limits it, or "read, not run"."""
+    return _weakest_source(profile, name).proof
+
+
+def is_proven(profile: EngineProfile, name: str) -> bool:
+    """Whether a test proves a property by the engine's own code.
+
+    Example:
+        >>> from octavo.engines import get
+        >>> is_proven(get("vllm-token"), "input.division"), is_proven(get("vllm-block"), "input.division")
+        (True, False)
+    """
+    return _weakest_source(profile, name).is_proven
+
+
+def _weakest_source(profile: EngineProfile, name: str) -> Source:
     role, _, first = name.partition(".")
-    if not first:
-        return source_of(profile, name).proof
-    proofs = [source_of(profile, f"{role}.{field}").proof for field in _group(first)]
-    return NOT_RUN if NOT_RUN in proofs else proofs[0]
+    sources = (
+        [source_of(profile, f"{role}.{field}") for field in _group(first)] if first else [source_of(profile, name)]
+    )
+    return min(sources, key=lambda source: (source.is_proven, bool(source.test)))
 
 
 def unproven(profile: EngineProfile) -> tuple[str, ...]:
-    """Properties of a profile that are read, not run.
+    """Properties of a profile that are read, not run, on the engine's own hardware.
 
     Example:
         >>> from octavo.engines import get
@@ -108,7 +123,7 @@ def unproven(profile: EngineProfile) -> tuple[str, ...]:
     every: list[str] = []
     for name in names:
         every += [f"{name}.{group[0]}" for group in CAST_PROPERTIES] if name in CASTS else [name]
-    return tuple(name for name in every if proof_of(profile, name) == NOT_RUN)
+    return tuple(name for name in every if not is_proven(profile, name))
 
 
 def _group(first: str) -> tuple[str, ...]:

@@ -1,7 +1,11 @@
 """Checkpoint format whose codes and scales an engine multiplies as the folder has them."""
 
+from dataclasses import replace
+
 from octavo.checkpoints.schemes import Inputs, scheme_of
 from octavo.errors import ConfigError
+from octavo.numerics import EngineCast
+from octavo.numerics.fnuz import OCP_FORMATS
 from octavo.recipes.engines import EngineProfile, forward_recipe, get
 
 __all__ = ["engine_to_write_for", "format_of_engine"]
@@ -24,6 +28,9 @@ BY_INPUTS = {
 def engine_to_write_for(name: str) -> EngineProfile:
     """Profile of an engine, or of a family such as "vllm" by what it runs if nothing else is said.
 
+    That of an engine with FNUZ codes has the OCP codes that it reads and makes its own of: the same bytes, with twice
+    the scale.
+
     Raises:
         ConfigError: an unknown name.
 
@@ -32,9 +39,17 @@ def engine_to_write_for(name: str) -> EngineProfile:
         'sglang-block'
     """
     try:
-        return get(FAMILIES.get(name, name))
+        engine = get(FAMILIES.get(name, name))
     except ConfigError as error:
         raise ConfigError(f"{error}; or of {', '.join(FAMILIES)}") from error
+    return replace(engine, weight=_in_ocp(engine.weight), input=None if engine.input is None else _in_ocp(engine.input))
+
+
+def _in_ocp(cast: EngineCast) -> EngineCast:
+    """The cast whose codes are the same bytes, of twice the value, with half the scale."""
+    if cast.format not in OCP_FORMATS:
+        return cast
+    return replace(cast, format=OCP_FORMATS[cast.format], limit=2 * cast.largest, scale_floor=cast.scale_floor / 2)
 
 
 def format_of_engine(engine: EngineProfile) -> str:

@@ -5,26 +5,19 @@ It makes no codes for an input but rounds it to E4M3 and back, in the input's dt
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 
 from octavo.engines import get, quantize_as
-from tests.oracle.engines.adversarial import FINITE, finite_tensors, input_cast, nonfinite_tensors
+from tests.oracle.engines.adversarial import input_cast, tensor
+from tests.oracle.engines.compared import every_tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
 TOKEN = QuantizationArgs(**E4M3, strategy="token", dynamic=True)
 CHANNEL = QuantizationArgs(**E4M3, strategy="channel")
 TENSOR = QuantizationArgs(**E4M3, strategy="tensor")
-every_tensor = pytest.mark.parametrize("name", [*FINITE, "Inf", "NaN"])
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def tensor(name, dtype):
-    return (finite_tensors(dtype) | nonfinite_tensors(dtype))[name]
 
 
 def equal(ours, theirs):
@@ -33,8 +26,7 @@ def equal(ours, theirs):
     assert torch.equal(ours.nan_to_num(-7777), theirs.nan_to_num(-7777))
 
 
-@every_dtype
-@every_tensor
+@every_tensor("compressed-tensors", "input")
 def test_inputs(name, dtype):
     x = tensor(name, dtype)[None]  # [B, T, K]: of two dimensions all tokens would share a scale
     scale, zero_point = compute_dynamic_scales_and_zp(x, TOKEN, SimpleNamespace())
@@ -44,8 +36,7 @@ def test_inputs(name, dtype):
     equal(ours.dequantize(), theirs[0])
 
 
-@every_dtype
-@every_tensor
+@every_tensor("compressed-tensors", "weight")
 def test_weights(name, dtype):
     x = tensor(name, dtype)
     scale, zero_point = calculate_qparams(x.amin(1, keepdim=True), x.amax(1, keepdim=True), CHANNEL)
@@ -55,9 +46,7 @@ def test_weights(name, dtype):
     equal(ours.data.float(), theirs.float())
 
 
-@every_dtype
-@every_tensor
-@pytest.mark.parametrize("value", [1e-3, 0.37, 2.0])
+@every_tensor("compressed-tensors-static", "input")
 def test_static_inputs(value, name, dtype):
     x = tensor(name, dtype)
     scale = torch.tensor([value], dtype=dtype)

@@ -1,4 +1,4 @@
-"""A folder read by transformers with compressed-tensors: each layer's output on its own inputs, bit for bit."""
+"""A folder read by transformers with compressed-tensors: layers on its own inputs, and all logits, bit for bit."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -55,4 +55,4 @@ def test_layers_compute_what_its_own_code_does(kind, tmp_path):
     assert len(seen) == len(ours.layers) == LINEARS
     for path, (x, y) in seen.items():
         assert torch.equal(ours.layers[path](x), y), path
-    assert (ours(TOKENS) - expected).norm() < 0.02 * expected.norm()
+    assert torch.equal(ours(TOKENS), expected)

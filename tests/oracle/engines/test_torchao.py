@@ -7,19 +7,18 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from octavo.engines import get, quantize_as
-from tests.oracle.engines.adversarial import FINITE, finite_tensors, input_cast, nonfinite_tensors, same_codes
+from tests.oracle.engines.adversarial import input_cast, same_codes, tensor
+from tests.oracle.engines.compared import every_tensor
 
-DTYPES = (torch.float32, torch.bfloat16)
 RECIPES = {"torchao-tensorwise": {}, "torchao-rowwise": {"scaling_granularity": ScalingGranularity.AXISWISE}}
 RECIPES["torchao-rowwise"] |= {"axiswise_dim": -1, "round_scales_to_power_of_2": True}
 
 
 @pytest.mark.parametrize("role", ["weight", "input"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*FINITE, "Inf", "NaN"])
+@every_tensor("torchao-rowwise", "input")
 @pytest.mark.parametrize("engine", RECIPES)
 def test_codes_and_scales(engine, name, dtype, role):
-    x = (finite_tensors(dtype) | nonfinite_tensors(dtype))[name]
+    x = tensor(name, dtype)
     theirs = hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig(), **RECIPES[engine])
     ours = quantize_as(x, getattr(get(engine), role))
     assert same_codes(ours.data, theirs._data)

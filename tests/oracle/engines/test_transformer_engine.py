@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from octavo.engines import get, quantize_as
-from tests.oracle.engines.adversarial import FINITE, finite_tensors, input_cast, same_codes
+from tests.oracle.engines.adversarial import input_cast, same_codes, tensor
+from tests.oracle.engines.compared import every_tensor
 from tests.oracle.engines.sources import load_engine_module
 
 PACKAGE = "transformer_engine.pytorch.custom_recipes"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Quantizer:
@@ -45,10 +45,9 @@ def theirs(x, *, power_of_two):
     return result.data, result.scale
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FINITE)
+@every_tensor("te-current", "input")
 def test_current_scaling(name, dtype):
-    x = finite_tensors(dtype)[name]
+    x = tensor(name, dtype)
     data, scale = theirs(x, power_of_two=False)
     ours = quantize_as(x, input_cast("te-current"))
     assert same_codes(ours.data, data)
@@ -57,10 +56,9 @@ def test_current_scaling(name, dtype):
 
 
 @pytest.mark.parametrize("role", ["weight", "input"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FINITE)
+@every_tensor("te-block", "input")
 def test_block_scaling(name, dtype, role):
-    x = finite_tensors(dtype)[name]
+    x = tensor(name, dtype)
     cast = getattr(get("te-block"), role)
     ours = quantize_as(x, cast)
     rows = cast.granularity.rows

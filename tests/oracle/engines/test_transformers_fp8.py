@@ -2,20 +2,19 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from octavo.engines import get, quantize_as
-from tests.oracle.engines.adversarial import FINITE, finite_tensors, nonfinite_tensors, same_codes
+from tests.oracle.engines.adversarial import same_codes, tensor
+from tests.oracle.engines.compared import every_tensor
 
 CONFIG = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*FINITE, "Inf", "NaN"])
+@every_tensor("transformers-fp8", "weight")
 def test_weights(name, dtype):
-    x = (finite_tensors(dtype) | nonfinite_tensors(dtype))[name].repeat(16, 1)  # whole blocks
+    x = tensor(name, dtype).repeat(16, 1)  # whole blocks
     theirs = Fp8Quantize(SimpleNamespace(quantization_config=CONFIG)).convert({"a.weight": x})  # type: ignore[arg-type]  # it takes a dict, whatever its annotation
     ours = quantize_as(x, get("transformers-fp8").weight)
     assert same_codes(ours.data, theirs["a.weight"])

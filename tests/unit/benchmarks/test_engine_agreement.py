@@ -9,6 +9,7 @@ from benchmarks.engine_agreement import matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
 from benchmarks.engine_agreement.saved_steps import SavedSteps
 from octavo.engines import PROFILES, agree, find_suspects
+from octavo.engines.suspects import EXACT
 from tests.unit.quantization.tiny_models import language_model, windows
 
 
@@ -51,6 +52,9 @@ def test_trials_name_the_fault_and_go_on_where_they_stopped(tmp_path, monkeypatc
     assert rows[0] == first
     assert [row[2] for row in rows] == ["yes", "yes"]
     assert all(row[1] in row[3] for row in rows)
+    for row in rows:  # another server's last bits: no match is exact, and the nearest profile decides
+        assert float(row[7]) > EXACT
+        assert row[5] == "no" or row[1] in row[6]
     monkeypatch.setattr(trials, "find_suspects", lambda *_: pytest.fail("run again"))
     assert list(trials.trial_rows(model, window, trials=2)) == rows
 

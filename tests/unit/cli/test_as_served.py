@@ -9,12 +9,15 @@ from safetensors.torch import load_file
 from octavo.checkpoints import load_quantized
 from octavo.convert import restore
 from octavo.engines import get, model_as, weight_as
+from octavo.formats import E4M3
 from octavo.language_model import load_language_model
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import rounded_parameters
+from octavo.numerics.fnuz import to_fnuz
 from octavo.quantization import load_qat
 from octavo.training.config import load_config
 from octavo.training.run_folder import load_run
+from tests.oracle.engines.adversarial import same_codes
 
 QAT = ["--steps", 3, "--batch-size", 2, "--context", 16, "--eval-windows", 3, "--warmup", 1, "--lr", 1e-3]
 IDS = torch.arange(64).reshape(2, 32) % 200
@@ -47,6 +50,26 @@ def test_train_and_export(octavo, setting, tmp_path):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["format"] == "compressed-tensors"
     file_is_of(served, plain, "vllm-token")
+
+
+@pytest.mark.usefixtures("forked_verification")
+def test_export_for_fnuz_codes(octavo, finished_run, tmp_path):
+    """The folder's OCP codes and scales become the engine's as vLLM converts them."""
+    served = tmp_path / "served"
+    result = octavo("export", finished_run, "--for", "vllm-fnuz", "--out", served)
+    assert result.exit_code == 0, result.output
+    plain, layers = load_language_model(finished_run).model, 0
+    for path, layer in load_quantized(served).model.named_modules():
+        if isinstance(layer, Linear) and (stored := layer.stored_codes()) is not None:
+            assert stored.format == E4M3
+            ours, expected = (
+                to_fnuz(stored),
+                weight_as(plain.get_submodule(path).weight.detach().bfloat16(), get("vllm-fnuz")),
+            )
+            assert same_codes(ours.tensor.data, expected.data), path
+            assert torch.equal(ours.tensor.scale, expected.scale), path
+            layers += 1
+    assert layers
 
 
 @pytest.mark.long
@@ -103,7 +126,6 @@ def test_qat_and_export(octavo, finished_run, text, tmp_path, engine):
         ("qat", ["--as-served-by", "vllm-tensor", "--scales", "learned"], "use scales='tracked'"),
         ("export", ["--for", "te-block"], "te-block trains, and reads no checkpoint in FP8"),
         ("export", ["--for", "modelopt-mxfp8"], "no format holds what modelopt-mxfp8 multiplies"),
-        ("export", ["--for", "vllm-fnuz"], "casts to E4M3_FNUZ"),
         ("export", ["--for", "vllm", "--format", "hf-fp8"], "--for chooses the format"),
         ("export", ["--for", "vllm", "--recipe", "rowwise"], "as --recipe does"),
         ("export", ["--for", "vllm-tensor"], "or calibrate on data"),

@@ -10,7 +10,7 @@ from octavo.engines import agree, get, model_as, quantize_as
 from octavo.engines.agreement import mean_of, nudge
 from octavo.engines.layer_differences import compare_codes, relative_error, total_of
 from octavo.errors import ConfigError
-from octavo.numerics import Accumulate, PerBlock, PerRow
+from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
 from tests.oracle.engines.adversarial import input_cast
 from tests.unit.engines.test_model import seen_layers
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
@@ -27,6 +27,17 @@ def model():
 @pytest.fixture(scope="module")
 def blocks(model):
     return agree(model, "te-block", "vllm-block", TOKENS, max_kl=1e-9)
+
+
+def test_equal_nan_scales_are_equal_and_e5m2_s_infinity_is_no_nan():
+    codes = torch.tensor([[1.0, torch.inf]]).to(torch.float8_e5m2)
+    other = torch.tensor([[1.0, torch.nan]]).to(torch.float8_e5m2)
+    scale, granularity = torch.full((1, 1), torch.nan), PerRow()
+    ours, theirs = (QuantizedTensor(each, scale, granularity, torch.float32) for each in (codes, other))
+    assert compare_codes(ours, ours).is_equal
+    assert compare_codes(theirs, theirs).is_equal
+    found = compare_codes(ours, theirs)
+    assert (found.codes_differ, found.first, found.scales_differ, found.largest_scale) == (1, (0, 1), 0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["te-block", "vllm-tensor", "te-delayed", "compressed-tensors", "vllm-fnuz"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import reduce
 
 import pytest
 import torch
@@ -65,6 +66,27 @@ def test_the_path_makes_properties_equal_until_the_bar_is_met(model, attribution
     assert [len(each.properties) for each in attribution.path] == list(range(1, len(attribution.path) + 1))
     met = agree(model, "te-block", "vllm-block", TOKENS, max_kl=1.0)
     assert attribute(model, met, TOKENS[:1]).path == ()
+
+
+def test_no_swap_of_a_path_is_unneeded(model):
+    """Of seven properties that differ, floors and zeros change no number of this text: they must not be listed."""
+    trainer, server = get("sglang-block"), get("transformers-fp8")
+    (*_, last) = attribute(model, agree(model, trainer, server, TOKENS, max_kl=1e-9), TOKENS).path
+    assert min(last.on_trainer, last.on_server) <= 1e-9
+    is_trainer = last.on_trainer <= 1e-9
+    side, other = (trainer, server) if is_trainer else (server, trainer)
+    for name in last.properties:
+        others = [each for each in last.properties if each != name]
+        changed = reduce(lambda profile, each: with_property(profile, each, other), others, side)
+        pair = (changed, server) if is_trainer else (trainer, changed)
+        assert agree(model, *pair, TOKENS).kl.estimate > 1e-9, name
+
+
+def test_one_window_tells_what_changes_nothing(model):
+    found = attribute(model, agree(model, "te-block", "vllm-block", TOKENS[:1]), TOKENS[:1])
+    nothing = {effect.name for effect in found.effects if effect.changes_nothing}
+    assert {"input.zero_scale", "input.amax_floor", "input.nonfinite_scale"} <= nothing
+    assert "input.power_of_two" not in nothing
 
 
 def test_what_no_engine_can_have_alone_is_said(model):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from octavo.engines import NOT_RUN, PROFILES, get, names, properties_of, source_of
+from octavo.engines.properties import is_proven, unproven
 from octavo.errors import ConfigError
+from octavo.recipes.engines.profile import INTERPRETED
 from tests.policy.source_tree import ROOT
 
 CAST = ("weight", "input")
@@ -27,7 +29,7 @@ def test_at_least_seven_engines_are_proven_by_their_own_code():
     proven = {
         name
         for name, profile in PROFILES.items()
-        if source_of(profile, "input.division").test and source_of(profile, "input.division").project != "octavo"
+        if is_proven(profile, "input.division") and source_of(profile, "input.division").project != "octavo"
     }
     assert len(proven) >= 7, proven
 
@@ -50,7 +52,17 @@ def test_a_property_without_a_source_is_refused():
 def test_the_longest_name_counts():
     profile = get("sglang-block")
     assert source_of(profile, "input.amax_of").proof == NOT_RUN
-    assert source_of(profile, "input.division").proof.endswith("test_sglang.py")
+    assert source_of(profile, "input.limit").proof.endswith("test_sglang.py")
+
+
+@pytest.mark.parametrize("name", ["vllm-block", "vllm-block-ue8m0", "sglang-block", "sglang-block-ue8m0"])
+def test_division_and_logarithm_of_triton_kernels_are_not_proven_for_a_gpu(name):
+    """NVIDIA's FP32 division is not IEEE's, which Triton's interpreter computes."""
+    for prop in ("input.division", "input.application", "input.power_of_two"):
+        assert source_of(get(name), prop).proof.endswith(f".py {INTERPRETED}")
+        assert not is_proven(get(name), prop)
+        assert prop in unproven(get(name))
+    assert is_proven(get(name), "input.amax_floor")
 
 
 def test_names():

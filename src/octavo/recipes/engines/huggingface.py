@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from octavo.numerics import PerBlock, PerRow, Scaling
 from octavo.numerics.engine_cast import AmaxOf, Application, Division, EngineCast
-from octavo.recipes.engines.profile import EngineProfile, Products, Source
+from octavo.recipes.engines.profile import GIVEN_SCALE, EngineProfile, Products, Source, not_run
 
 __all__ = ["HUGGINGFACE"]
 
@@ -62,7 +62,7 @@ HUGGINGFACE = (
         weight=QDQ,
         input=replace(QDQ, granularity=EngineCast().granularity, scaling=Scaling.STATIC),
         products=Products.DECODED,
-        sources=COMPRESSED_SOURCES,
+        sources=COMPRESSED_SOURCES | not_run(COMPRESSED_SOURCES["input"], "input", *GIVEN_SCALE),
     ),
     EngineProfile(
         name="transformers-fp8",

@@ -1,11 +1,13 @@
 """Profile of an engine: what it computes for a decoder's linear layers and its cache, and how that is known.
 
 Every property has a :class:`Source`: the project's file that says so, and the test that runs the project's own code and
-compares, bit for bit. A property without such a test is "read, not run" wherever it is shown.
+compares, bit for bit; it proves a property whose every other value it would notice. All others are "read, not run"
+wherever they are shown. Kernels for GPUs that run under Triton's interpreter prove what IEEE arithmetic gives: a GPU's
+division and logarithm may differ in the last bit, so that the properties that rest on them are not proven there.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 import torch
@@ -15,9 +17,35 @@ from octavo.numerics import Accumulate
 from octavo.numerics.engine_cast import EngineCast
 from octavo.numerics.granularity import granularity_in_words
 
-__all__ = ["NOT_RUN", "EngineProfile", "Products", "Source", "properties_of", "source_of"]
+__all__ = [
+    "GIVEN_SCALE",
+    "INTERPRETED",
+    "NOT_RUN",
+    "EngineProfile",
+    "Products",
+    "Source",
+    "interpreted",
+    "not_run",
+    "properties_of",
+    "source_of",
+]
 
+GIVEN_SCALE = (  # properties that a scale from elsewhere leaves without effect
+    "amax_of",
+    "amax_floor",
+    "division",
+    "divided_in",
+    "scale_floor",
+    "power_of_two",
+    "scale_format",
+    "zero_scale",
+    "zero_amax",
+    "zero_encode",
+    "infinite_encode",
+    "nonfinite_scale",
+)
 NOT_RUN = "read, not run"
+INTERPRETED = f"under Triton's interpreter; on a GPU {NOT_RUN}"
 
 
 class Products(StrEnum):
@@ -36,17 +64,24 @@ class Source:
         version: its release; "main" is a file of its repository that no package has.
         file: path in the project.
         test: test that runs the project's code; "" if the file was only read.
+        interpreted: whether a GPU may compute other last bits than the interpreter that the test runs the code under.
     """
 
     project: str
     version: str
     file: str
     test: str = ""
+    interpreted: bool = False
 
     @property
     def proof(self) -> str:
-        """The test, or :data:`NOT_RUN`."""
-        return self.test or NOT_RUN
+        """The test, :data:`INTERPRETED` where that limits it, or :data:`NOT_RUN`."""
+        return f"{self.test} {INTERPRETED}" if self.interpreted else self.test or NOT_RUN
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a test proves the property on the engine's own hardware."""
+        return bool(self.test) and not self.interpreted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +124,22 @@ class EngineProfile:
     def __post_init__(self) -> None:
         for name in properties_of(self):
             source_of(self, name)
+
+
+def not_run(source: Source, role: str, *names: str) -> dict[str, Source]:
+    """Sources of a cast's properties that were only read, though a test runs the cast.
+
+    Example:
+        >>> source = Source(project="vLLM", version="0.33.0", file="fp8.py", test="tests/test_vllm.py")
+        >>> not_run(source, "input", "saturation")["input.saturation"].proof
+        'read, not run'
+    """
+    return dict.fromkeys((f"{role}.{name}" for name in names), replace(source, test=""))
+
+
+def interpreted(source: Source, role: str, *names: str) -> dict[str, Source]:
+    """Sources of a cast's properties whose proof holds for Triton's interpreter."""
+    return dict.fromkeys((f"{role}.{name}" for name in names), replace(source, interpreted=True))
 
 
 def source_of(profile: EngineProfile, name: str) -> Source:

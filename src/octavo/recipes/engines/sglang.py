@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from octavo.numerics import Accumulate, PerBlock
 from octavo.numerics.engine_cast import AmaxOf, Application, EngineCast, PowerOfTwo
-from octavo.recipes.engines.profile import EngineProfile, Source
+from octavo.recipes.engines.profile import EngineProfile, Source, interpreted, not_run
 
 __all__ = ["SGLANG"]
 
@@ -20,9 +20,8 @@ TRITON = _source(KERNELS, "tests/oracle/engines/test_sglang.py")
 LAYER = _source("sglang/srt/layers/quantization/fp8.py")
 COMMON = (
     {"input": TRITON}
-    | dict.fromkeys(  # the interpreter does not show what a GPU does with NaN
-        ("input.amax_of", "input.saturation"), _source(KERNELS)
-    )
+    | interpreted(TRITON, "input", "division", "application", "power_of_two")
+    | not_run(TRITON, "input", "amax_of", "saturation", "nonfinite_scale")  # the interpreter's NaN is not a GPU's
     | {"weight": _source("sglang/srt/layers/quantization/fp8_utils.py")}
     | dict.fromkeys(
         ("requantizes", "activations", "fused_cast", "products", "accumulate", "output", "head", "kv_cache", "skipped"),
@@ -49,6 +48,6 @@ SGLANG = (
         input=replace(GROUP, power_of_two=UP, application=Application.DIVIDE),
         requantizes=True,
         accumulate=Accumulate.HOPPER_SLOW,
-        sources=COMMON,
+        sources=COMMON | not_run(TRITON, "input", "divided_in"),
     ),
 )

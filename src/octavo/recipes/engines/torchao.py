@@ -6,7 +6,7 @@ import torch
 
 from octavo.numerics import Accumulate, PerRow
 from octavo.numerics.engine_cast import Division, EngineCast, PowerOfTwo
-from octavo.recipes.engines.profile import EngineProfile, Source
+from octavo.recipes.engines.profile import EngineProfile, Source, not_run
 
 __all__ = ["TORCHAO"]
 
@@ -21,7 +21,11 @@ CAST = _source("float8_utils.py", "tests/oracle/engines/test_torchao.py")
 LAYER = _source("float8_linear.py")
 TENSOR = EngineCast(division=Division.LIMIT_BY_RECIPROCAL, divided_in=torch.float64, amax_floor=1e-12)
 ROW = replace(TENSOR, granularity=PerRow(), power_of_two=PowerOfTwo.ENCODE_DOWN_BY_LOG2)
-SOURCES = {"weight": CAST, "input": CAST} | dict.fromkeys(
+SOURCES = (
+    {"weight": CAST, "input": CAST}
+    | not_run(CAST, "weight", "infinite_encode")
+    | not_run(CAST, "input", "infinite_encode")
+) | dict.fromkeys(
     ("requantizes", "activations", "fused_cast", "products", "output", "head", "kv_cache", "skipped"), LAYER
 )
 

@@ -1,7 +1,7 @@
 """NVIDIA's Transformer Engine: the forward pass of its four FP8 recipes.
 
 Scales are made by ``compute_scale_from_amax``; the Python reference that the package ships makes the same scales of
-finite tensors. Current and block scaling read the norm's output in BF16.
+finite tensors; of others the kernels were read. Current and block scaling read the norm's output in BF16.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from dataclasses import replace
 from octavo.formats import E4M3, E8M0
 from octavo.numerics import Accumulate, PerBlock, Scaling
 from octavo.numerics.engine_cast import AmaxOf, Division, EngineCast, PowerOfTwo
-from octavo.recipes.engines.profile import EngineProfile, Source
+from octavo.recipes.engines.profile import EngineProfile, Source, not_run
 
 __all__ = ["TRANSFORMER_ENGINE"]
 
@@ -57,7 +57,12 @@ GROUP = EngineCast(
     zero_encode=1.0,  # in place of 2^127
 )
 SCALED = {"weight": REFERENCE, "input": REFERENCE} | {
-    f"{role}.{name}": KERNEL for role in ("weight", "input") for name in ("amax_of", "nonfinite_scale")
+    f"{role}.{name}": KERNEL for role in ("weight", "input") for name in ("amax_of", "nonfinite_scale", "saturation")
+}
+BLOCKS = {
+    name: _read(RECIPES) if "granularity" in name else source
+    for role in ("weight", "input")
+    for name, source in not_run(REFERENCE, role, "granularity", "division", "infinite_encode").items()
 }
 
 TRANSFORMER_ENGINE = (
@@ -85,7 +90,7 @@ TRANSFORMER_ENGINE = (
         weight=replace(TILE, granularity=PerBlock(128, 128)),
         input=TILE,
         accumulate=Accumulate.HOPPER_SLOW,
-        sources=COMMON | SCALED | {"weight.granularity": _read(RECIPES), "input.granularity": _read(RECIPES)},
+        sources=COMMON | SCALED | BLOCKS,
     ),
     EngineProfile(
         name="te-mxfp8",

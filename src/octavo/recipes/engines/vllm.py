@@ -9,7 +9,7 @@ from dataclasses import replace
 from octavo.formats import E4M3, E4M3_FNUZ
 from octavo.numerics import Accumulate, PerBlock, PerRow, Scaling
 from octavo.numerics.engine_cast import AmaxOf, Application, Division, EngineCast, PowerOfTwo, Saturation
-from octavo.recipes.engines.profile import EngineProfile, Source
+from octavo.recipes.engines.profile import GIVEN_SCALE, EngineProfile, Source, interpreted, not_run
 
 __all__ = ["VLLM"]
 
@@ -30,12 +30,14 @@ def _kernel(file: str) -> Source:
 
 NATIVE = _source(f"{QUANTIZATION}/input_quant_fp8.py", TEST)
 TRITON = _source(f"{QUANTIZATION}/utils/fp8_utils.py", TEST)
-TRITON_GROUPS = {  # the interpreter does not show what a GPU does with NaN
-    "input": TRITON,
-    "input.amax_of": _source(f"{QUANTIZATION}/utils/fp8_utils.py"),
-    "input.saturation": _source(f"{QUANTIZATION}/utils/fp8_utils.py"),
-}
+TRITON_GROUPS = (
+    {"input": TRITON}
+    | interpreted(TRITON, "input", "division", "application", "power_of_two")
+    | not_run(TRITON, "input", "amax_of", "saturation", "nonfinite_scale")  # the interpreter's NaN is not a GPU's
+)
 DEEP_GEMM = _source("vllm/utils/deep_gemm.py", TEST)
+BLOCKS = {"weight": DEEP_GEMM} | not_run(DEEP_GEMM, "weight", "scale_floor")
+TOKENS = {"input": NATIVE} | not_run(NATIVE, "input", "amax_floor")
 LAYER = _source(f"{QUANTIZATION}/fp8.py")
 COMMON = dict.fromkeys(
     ("requantizes", "activations", "fused_cast", "products", "output", "head", "kv_cache", "skipped"), LAYER
@@ -66,7 +68,7 @@ VLLM = (
         weight=replace(STATIC, scaling=Scaling.DYNAMIC),
         input=STATIC,
         accumulate=Accumulate.HOPPER_FAST,
-        sources=COMMON | {"weight": _kernel("common.cu"), "input": NATIVE},
+        sources=COMMON | {"weight": _kernel("common.cu"), "input": NATIVE} | not_run(NATIVE, "input", *GIVEN_SCALE),
     ),
     EngineProfile(
         name="vllm-token",
@@ -74,7 +76,7 @@ VLLM = (
         weight=CHANNEL,
         input=TOKEN,
         accumulate=Accumulate.HOPPER_FAST,
-        sources=COMMON | {"weight": _kernel("common.cu"), "input": NATIVE},
+        sources=COMMON | TOKENS | {"weight": _kernel("common.cu")},
     ),
     EngineProfile(
         name="vllm-token-cuda",
@@ -90,7 +92,7 @@ VLLM = (
         weight=BLOCK,
         input=GROUP,
         accumulate=Accumulate.HOPPER_SLOW,
-        sources=COMMON | TRITON_GROUPS | {"weight": DEEP_GEMM},
+        sources=COMMON | TRITON_GROUPS | BLOCKS,
     ),
     EngineProfile(
         name="vllm-block-cuda",
@@ -98,7 +100,7 @@ VLLM = (
         weight=BLOCK,
         input=GROUP_KERNEL,
         accumulate=Accumulate.HOPPER_SLOW,
-        sources=COMMON | {"weight": DEEP_GEMM, "input": _kernel("per_token_group_quant.cu")},
+        sources=COMMON | BLOCKS | {"input": _kernel("per_token_group_quant.cu")},
     ),
     EngineProfile(
         name="vllm-block-ue8m0",
@@ -107,13 +109,13 @@ VLLM = (
         input=replace(GROUP, power_of_two=UP),
         requantizes=True,
         accumulate=Accumulate.HOPPER_SLOW,
-        sources=COMMON | TRITON_GROUPS | {"weight": DEEP_GEMM, "requantizes": TRITON},
+        sources=COMMON | TRITON_GROUPS | BLOCKS | not_run(DEEP_GEMM, "weight", "divided_in") | {"requantizes": TRITON},
     ),
     EngineProfile(
         name="vllm-fnuz",
         engine="vLLM on MI300, per token, FNUZ codes",
         weight=replace(FNUZ_TOKEN, scale_floor=0.0),
         input=FNUZ_TOKEN,
-        sources=COMMON | {"weight": _kernel("amd/quant_utils.cuh"), "input": NATIVE},
+        sources=COMMON | TOKENS | {"weight": _kernel("amd/quant_utils.cuh")},
     ),
 )
