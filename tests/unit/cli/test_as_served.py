@@ -62,10 +62,8 @@ def test_export_for_fnuz_codes(octavo, finished_run, tmp_path):
     for path, layer in load_quantized(served).model.named_modules():
         if isinstance(layer, Linear) and (stored := layer.stored_codes()) is not None:
             assert stored.format == E4M3
-            ours, expected = (
-                to_fnuz(stored),
-                weight_as(plain.get_submodule(path).weight.detach().bfloat16(), get("vllm-fnuz")),
-            )
+            weight = plain.get_parameter(f"{path}.weight").detach().bfloat16()
+            ours, expected = to_fnuz(stored), weight_as(weight, get("vllm-fnuz"))
             assert same_codes(ours.tensor.data, expected.data), path
             assert torch.equal(ours.tensor.scale, expected.scale), path
             layers += 1
