@@ -3,7 +3,7 @@
 #   make venv      .venv with the versions of requirements.lock, and octavo itself from this checkout
 #   make demo      train a small language model in FP32, BF16 and FP8 and compare the three
 #   make test      format, lint, types, tests but the long ones
-#   make test-all  the same with every test, as CI runs it at each landing
+#   make test-all  the same with every test
 #   make docs      the documentation as a site in build/site; a broken link is an error
 #   make fmt       let ruff format the code and fix what it can
 #   make clean     remove .venv, caches and build leftovers (runs/ stays)

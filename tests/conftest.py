@@ -1,4 +1,4 @@
-"""Fixed seed, no time limits from hypothesis, the tokens of tiny runs, and a count of the GPU tests that did not run.
+"""Fixed seed, no time limits from hypothesis, the tokens of tiny runs, time for a run, and a count of GPU tests.
 
 A GPU test carries the marker ``gpu``. Where there is no CUDA device it is skipped, and the closing summary says how
 many were, so that a green run on a CPU is not mistaken for a green run on a GPU.
@@ -7,8 +7,10 @@ Triton's kernels run in its interpreter where there is no GPU. It must be told b
 """
 
 import gc
+import hashlib
 import os
 import random
+import time
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -28,6 +30,13 @@ if not torch.cuda.is_available():
 # No test asserts a time, not even by accident: a slow machine must not make a property fail.
 hypothesis.settings.register_profile("octavo", parent=hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("octavo")
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="begin no test marked long after so many; each run another order")
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +63,26 @@ def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("minutes") is not None:
+        items.sort(key=_turn)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
+
+
+def _turn(item: pytest.Item) -> str:
+    """Key that puts long tests last, file by file, in an order of this run that all of its workers share."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+    return hashlib.sha256(f"{run}{item.path}".encode()).hexdigest() if item.get_closest_marker("long") else ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and item.get_closest_marker("long") and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(f"long: the run's {minutes:g} minutes were over")
 
 
 def pytest_collection_finish() -> None:
