@@ -1,8 +1,8 @@
 """Trials of a server with one fault: whether its log-probabilities name the property that is not as claimed.
 
-A trial claims one profile and serves another that differs in one property, drawn at random from those that change a
-number on the text. The log-probabilities pass through a file, as a real server's do, and ``find_suspects`` ranks every
-change of one property. The fault is named if its line comes first and exact, and neither the claimed profile nor
+A trial claims one profile and serves another that differs in one property or setting, drawn at random from those that
+change a number on the text. The log-probabilities pass through a file, as a real server's do, and ``find_suspects``
+ranks every such change. The fault is named if its line comes first and exact, and neither the claimed profile nor
 another property shares it; changes that give the same numbers cannot be told apart, and are listed.
 
 No server has octavo's kernels, so that nothing is exact: each fault is served again with the last bits of the
@@ -28,6 +28,7 @@ from octavo.engines import (
     get,
     neighbours,
     read_server_logprobs,
+    server_settings,
 )
 from octavo.engines.agreement import copies_for, nudge
 from octavo.engines.token_scores import text_log_probabilities
@@ -55,7 +56,8 @@ def trial_rows(model: LanguageModel, window: Tensor, *, trials: int = TRIALS) ->
     """A row a trial; each is saved when it is done."""
     steps = SavedSteps("trials")
     for claimed in CLAIMED:
-        candidates = list(neighbours(get(claimed), PROFILES.values()))
+        copies = copies_for(model, (get(claimed),), window[None])
+        candidates = [*neighbours(get(claimed), PROFILES.values()), *server_settings(copies, get(claimed))]
         random.Random(claimed).shuffle(candidates)
         done = 0
         for name, value, profile in candidates:

@@ -6,7 +6,7 @@ from octavo.engines.linear import linear_as, weight_as
 from octavo.engines.model import EngineCopies, EngineModel, input_amaxes, model_as
 from octavo.engines.properties import differences, neighbours, with_property
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement, agree_with_itself
-from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs
+from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs, server_settings
 from octavo.engines.training import convert_as_served
 from octavo.kernels.row_by_row import RowByRow
 from octavo.numerics import EngineCast, quantize_as
@@ -55,6 +55,7 @@ __all__ = [
     "quantize_as",
     "read_server_logprobs",
     "served_recipe",
+    "server_settings",
     "source_of",
     "weight_as",
     "with_property",

@@ -3,7 +3,7 @@
     linear layers      those that ``octavo.convert`` takes, the head where the profile casts it: :class:`EngineLinear`
     a folder in FP8    those that it stores as codes; codes are kept, unless the profile requantizes
     everything else    parameters rounded to ``profile.activations``; the residual stream and logits have that dtype
-    keys and values    through ``profile.kv_cache``
+    keys and values    through ``profile.kv_cache``, of whose static casts the scale is 1
 
 :class:`EngineCopies` makes copies of one model that share what they have in common: parameters of one dtype, and codes
 of one cast. A layer's weight is rounded to the activations' dtype before its cast, as an engine loads it.
@@ -252,8 +252,10 @@ def _shared_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Modul
 
 
 def _cached_as(cast: EngineCast) -> KVTransform:
+    scale = torch.ones(()) if cast.scaling == Scaling.STATIC else None  # what servers take where a folder has none
+
     def through(_: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_as(keys, cast).dequantize(), quantize_as(values, cast).dequantize()
+        return quantize_as(keys, cast, scale=scale).dequantize(), quantize_as(values, cast, scale=scale).dequantize()
 
     return through
 

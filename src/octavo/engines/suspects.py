@@ -1,31 +1,34 @@
 """The property in which a real server differs from the profile that it is said to have.
 
 Its log-probabilities of a text's tokens are compared with those of every profile one property away from the claimed
-one, with the values that any profile of the catalogue has for that property. The best match comes first: an exact one,
-then the smallest mean |Δ log p|. Changes that alter no number on this text cannot be told from the claimed profile, nor
-two that give the same numbers from each other: they share a place.
+one, with the values that any profile of the catalogue has for that property, and with those of
+:func:`server_settings`. The best match comes first: an exact one, then the smallest mean |Δ log p|. Changes that alter
+no number on this text cannot be told from the claimed profile, nor two that give the same numbers from each other: they
+share a place.
 
 A file of log-probabilities has a line a window, each a list of numbers: those of tokens 2 to T, in nats. A leading null
 is skipped, as vLLM's ``prompt_logprobs`` has one for the first token.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from octavo.engines.agreement import Progress, copies_for
-from octavo.engines.properties import neighbours
+from octavo.engines.model import EngineCopies
+from octavo.engines.properties import neighbours, value_in_words
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError, DataError
 from octavo.language_model import LanguageModel
+from octavo.numerics import EngineCast, Scaling
 from octavo.parsing import parse_json
 from octavo.recipes.engines.catalog import PROFILES
 from octavo.recipes.engines.profile import EngineProfile
 
-__all__ = ["AS_CLAIMED", "EXACT", "Suspect", "find_suspects", "read_server_logprobs"]
+__all__ = ["AS_CLAIMED", "EXACT", "Suspect", "find_suspects", "read_server_logprobs", "server_settings"]
 
 EXACT = 1e-5  # nats: what FP32 log-probabilities, printed with seven digits, lose
 AS_CLAIMED = "as claimed"
@@ -83,6 +86,7 @@ def find_suspects(
     tokens, theirs = tokens[: len(logprobs)], torch.cat(list(logprobs)).double()
     candidates = [(AS_CLAIMED, "", claimed), *neighbours(claimed, catalogue)]
     copies = copies_for(model, [profile for *_, profile in candidates], tokens)
+    candidates += server_settings(copies, claimed)
     groups: dict[bytes, tuple[Tensor, list[tuple[str, str]]]] = {}
     for index, (name, value, profile) in enumerate(candidates):
         on_progress("try every property", index, len(candidates))
@@ -94,6 +98,23 @@ def find_suspects(
         groups.setdefault(ours.numpy().tobytes(), (ours, []))[1].append((name, value))
     suspects = [_suspect(ours, theirs, changes) for ours, changes in groups.values()]
     return tuple(sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta)))
+
+
+def server_settings(copies: EngineCopies, claimed: EngineProfile) -> Iterator[tuple[str, str, EngineProfile]]:
+    """Profiles that differ in what servers let a user choose and no profile has by default: name, value, profile.
+
+    An FP8 cache with the scale 1; and, unless a folder's codes decide it, the head in FP8, or a kind of layer, such as
+    every down_proj, in high precision.
+    """
+    choices: list[tuple[str, object]] = [("kv_cache", EngineCast(scaling=Scaling.STATIC))]
+    weights = copies.weights_of(claimed)
+    if all(isinstance(weight, Tensor) for weight in weights.values()):
+        kinds = sorted({path.rpartition(".")[2] for path in weights})
+        choices += [("head", not claimed.head), *(("skipped", (f"*.{kind}",)) for kind in kinds)]
+    for name, value in choices:
+        profile = replace(claimed, **{name: value})  # type: ignore[arg-type]
+        if profile != claimed:
+            yield name, value_in_words(profile, name), profile
 
 
 def _suspect(ours: Tensor, theirs: Tensor, changes: Sequence[tuple[str, str]]) -> Suspect:

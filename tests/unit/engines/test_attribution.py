@@ -16,8 +16,10 @@ from octavo.engines import (
     model_as,
     neighbours,
     read_server_logprobs,
+    server_settings,
     with_property,
 )
+from octavo.engines.agreement import copies_for
 from octavo.engines.suspects import AS_CLAIMED
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import DataError
@@ -132,6 +134,28 @@ def test_a_fault_is_named_in_every_trial(model, name):
         if trials == 5:
             return
     pytest.fail(f"only {trials} faults change a number")
+
+
+@pytest.mark.parametrize("name", ["vllm-block", "vllm-tensor"])
+def test_what_users_choose_on_a_server_is_named(model, name):
+    """An FP8 cache, the head in FP8, and each kind of layer in high precision, and nothing else beside it."""
+    copies = copies_for(model, [get(name)], TOKENS)
+    for setting, value, profile in server_settings(copies, get(name)):
+        engine = copies.of(profile)
+        logprobs = [text_log_probabilities(engine(window[None, :-1])[0], window[1:]) for window in TOKENS]
+        best, *_ = find_suspects(model, get(name), TOKENS, logprobs, catalogue=[])
+        assert best.is_exact
+        assert best.changes == ((setting, value),)
+
+
+def test_a_cache_with_the_scale_1_holds_torchs_codes(model):
+    copies = copies_for(model, [get("vllm-token")], TOKENS)
+    (_, _, profile), *_ = server_settings(copies, get("vllm-token"))
+    transform = model_as(model.model, profile).kv_transform
+    x = torch.randn(1, 9, 2, 8) * 100
+    keys, values = transform(0, x, x.bfloat16())
+    assert torch.equal(keys, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert torch.equal(values, x.bfloat16().float().clamp(-448, 448).to(torch.float8_e4m3fn).bfloat16())
 
 
 def test_a_server_as_claimed_is_found_so(model):
