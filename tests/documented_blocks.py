@@ -50,7 +50,7 @@ RUN_BY = {
         '"--nnodes=2"',
     ),
     "make demo": ("scripts/wheel.sh", "octavo demo --quick"),
-    "make test": (".ci/run", "make test"),
+    "make test": (".ci/run", "scripts/check.sh"),
 }
 # Commands that CI cannot run, by how they begin, and why.
 GPU = "needs an H100 or H200"
@@ -67,6 +67,7 @@ NOT_RUN = {
     "octavo serve repository --engine triton": "needs NVIDIA's server, as above",
     "python -m benchmarks.hopper --out": GPU,
     "scripts/gpu.sh ": GPU,
+    "python -m benchmarks.study --parts": "trains for hours; tests/unit/benchmarks/test_study.py runs what it is made of",
 }
 # Blocks of text, by how they begin: what compares them, or why nothing can.
 FORMATS = "test_documented_commands.py compares it with octavo formats"
