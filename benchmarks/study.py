@@ -14,7 +14,8 @@ import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.measure import hardware, markdown_table, publish
@@ -23,7 +24,7 @@ from octavo.experiments.bars import read_bars
 from octavo.experiments.cells import CellResult, Variant
 from octavo.experiments.grid import CELLS, Grid, finished_cells
 from octavo.experiments.grid_comparison import GridComparison
-from octavo.experiments.presets import PRESETS, outcome
+from octavo.experiments.presets import PRESETS, Outcome, outcomes
 from octavo.experiments.run_measures import MEASURES
 from octavo.files import write_atomically
 from octavo.text.corpus import Split
@@ -33,6 +34,7 @@ from octavo.training.evaluate import unigram_entropy
 
 CONFIG = Path(__file__).with_name("study.toml")
 RECIPES = ("bf16", "tensorwise", "fp32", "rowwise", "blockwise", "delayed", "mxfp8")
+PICTURE = Path(__file__).parents[1] / "docs/images/study.svg"
 SEEDS, OF_FIRST_TWO, OF_PRESETS = 5, 8, 3
 
 
@@ -100,13 +102,19 @@ def comparison_of(grids: Sequence[Grid], base: RunConfig, folder: Path) -> GridC
     )
 
 
-def tables(part: str, comparison: GridComparison) -> Iterator[str]:
+def claims_of(comparisons: Mapping[str, GridComparison]) -> dict[str, list[Outcome]]:
+    """Outcomes of the parts' claims, all tested together."""
+    tests = [(part, claim) for part in comparisons if part in PRESETS for claim in PRESETS[part].claims]
+    found = outcomes([(claim, comparisons[part]) for part, claim in tests])
+    return {name: [one for one, (part, _) in zip(found, tests, strict=True) if part == name] for name in comparisons}
+
+
+def tables(part: str, comparison: GridComparison, claims: Sequence[Outcome]) -> Iterator[str]:
     """Lines of a part's tables."""
     measures = [comparison.measures(group) for group in comparison.groups]
     yield from ("", f"## {part}", "")
     if part in PRESETS:
-        outcomes = [outcome(claim, comparison) for claim in PRESETS[part].claims]
-        yield from (*markdown_table(grid_tables.CLAIM_COLUMNS, grid_tables.claim_rows(outcomes)), "")
+        yield from (*markdown_table(grid_tables.CLAIM_COLUMNS, grid_tables.claim_rows(claims)), "")
     yield from markdown_table(grid_tables.GAP_COLUMNS, grid_tables.gap_rows(comparison, measures))
     if part in PRESETS:
         return
@@ -120,6 +128,38 @@ def tables(part: str, comparison: GridComparison) -> Iterator[str]:
         yield from ("", note)
 
 
+def introduction(comparison: GridComparison) -> Iterator[str]:
+    """Lines above the tables: model, bars."""
+    bars = ", ".join(f"{name} {value}" for name, value in asdict(comparison.bars).items())
+    yield "1.3 million parameters, 450 steps of 1,024 tokens; a row's gap is to the part's first row."
+    yield from ("", f"Bars, written before the runs: {bars}. Claims are tested together, by Holm's p-values.")
+
+
+def picture(comparison: GridComparison) -> str:
+    """SVG of the recipes' gaps with their intervals, and the bar."""
+    gaps = [(f"{each.group[0]}, {each.seeds} seeds", each.gap) for each in map(comparison.measures, comparison.groups)]
+    rows = [(name, gap) for name, gap in gaps if gap is not None]
+    widest, height = max(max(abs(gap.low), abs(gap.high)) for _, gap in rows), 30 * len(rows) + 70
+
+    def x(nats: float) -> float:
+        return round(370 + 220 * nats / widest, 1)
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" font-family="sans-serif" font-size="14">',
+        f'<rect width="720" height="{height}" fill="white"/>',
+    ]
+    bar = comparison.bars.gap_nats
+    for nats, colour, text in ((0.0, "#666", "BF16"), (bar, "#1f6e43", f"bar: +{bar:g}")):
+        lines.append(f'<path d="M{x(nats)} 30V{height - 40}" stroke="{colour}" stroke-dasharray="4 3"/>')
+        lines.append(f'<text x="{x(nats)}" y="20" fill="{colour}" text-anchor="middle">{text}</text>')
+    for y, (name, gap) in zip(range(50, height, 30), rows, strict=False):
+        lines.append(f'<text x="10" y="{y + 5}">{name}</text><text x="640" y="{y + 5}">{gap.estimate:+.4f}</text>')
+        lines.append(f'<path d="M{x(gap.low)} {y}H{x(gap.high)}" stroke="#c2410c" stroke-width="2"/>')
+        lines.append(f'<circle cx="{x(gap.estimate)}" cy="{y}" r="5" fill="#c2410c"/>')
+    lines.append(f'<text x="370" y="{height - 15}" text-anchor="middle">final loss above BF16, nats, 95 %</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def main() -> None:
     """Train, compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,7 +170,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     machine, base, finished = hardware(), load_config(CONFIG), FinishedRuns(arguments.known)
-    lines = ["1.3 million parameters, 450 steps of 1,024 tokens; a row's gap is to the part's first row."]
+    comparisons = {}
     for part in arguments.parts.split(","):
         folder = arguments.out / part
         grids = grids_of(part)
@@ -138,7 +178,12 @@ def main() -> None:
             finished.give(grid, base, folder)
             run(part, grid, folder, arguments.jobs)
             finished.add(folder)
-        lines += tables(part, comparison_of(grids, base, folder))
+        comparisons[part] = comparison_of(grids, base, folder)
+    lines, claims = list(introduction(next(iter(comparisons.values())))), claims_of(comparisons)
+    for part, comparison in comparisons.items():
+        lines += tables(part, comparison, claims[part])
+    if not arguments.no_write and "recipes" in comparisons:
+        write_atomically(PICTURE, picture(comparisons["recipes"]))
     title = "What FP8 costs in accuracy, and published claims rerun"
     publish("study", lines, title=title, machine=machine, write=not arguments.no_write)
 

@@ -67,7 +67,7 @@ NOT_RUN = {
     "octavo serve repository --engine triton": "needs NVIDIA's server, as above",
     "python -m benchmarks.hopper --out": GPU,
     "scripts/gpu.sh ": GPU,
-    "python -m benchmarks.study --parts": "trains for hours; tests/unit/benchmarks/test_study.py runs what it is made of",
+    "python -m benchmarks.study --parts": "trains for hours; tests/unit/benchmarks/test_study.py is short",
 }
 # Blocks of text, by how they begin: what compares them, or why nothing can.
 FORMATS = "test_documented_commands.py compares it with octavo formats"

@@ -14,12 +14,12 @@ from octavo.cli.study_run import DATA, REPORT, check_same_config
 from octavo.cli.thread_choice import threads_of
 from octavo.errors import ConfigError
 from octavo.experiments import grid_tables
-from octavo.experiments.bars import Bars, read_bars, save_bars
+from octavo.experiments.bars import Bars, read_bars, save_bars, study_bars
 from octavo.experiments.cells import CellResult, Variant
 from octavo.experiments.grid import Grid, locked, run_grid
 from octavo.experiments.grid_comparison import GridComparison
 from octavo.experiments.grid_results import write_results
-from octavo.experiments.presets import Preset, outcome, preset_named
+from octavo.experiments.presets import Preset, outcomes, preset_named
 from octavo.experiments.run_measures import Phase
 from octavo.experiments.study import DEFAULT_RECIPES, check_study_data
 from octavo.parallel.process_group import Place
@@ -190,7 +190,7 @@ def _bars(own: Path, given: Path | None) -> Bars:
     """The folder's bars, or the given ones in a new folder."""
     if not own.exists():
         return Bars() if given is None else read_bars(given)
-    bars = read_bars(own)
+    bars = study_bars(own)
     if given is not None and read_bars(given) != bars:
         raise ConfigError(
             f"{str(own)!r} was written before this study's runs and holds other bars than {str(given)!r}; "
@@ -210,7 +210,10 @@ def _begun(
     with locked(out / ".data.lock", wait=True):  # another process may have begun meanwhile, with its threads
         config = _with_threads(config, out, ranks)
         check_same_config(config, out)
-        save_bars(bars, out / BARS)
+        if not (out / BARS).exists():
+            save_bars(bars, out / BARS)
+        elif study_bars(out / BARS) != bars:
+            raise ConfigError(f"another process has begun {str(out)!r} with other bars; give the same to all of them")
         with preparing(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show) as tokens:
             check_study_data(tokens, config)
         save_config(config, out / CONFIG)
@@ -264,23 +267,25 @@ def _print(
     comparison: GridComparison, preset: Preset | None, out: Path, names: tuple[str, ...], *, as_json: bool
 ) -> None:
     measures = [comparison.measures(group) for group in comparison.groups]
-    outcomes = [outcome(claim, comparison) for claim in preset.claims] if preset else []
+    found = outcomes([(claim, comparison) for claim in preset.claims]) if preset else []
     if as_json:
         print_json(
             {
                 "folder": str(out),
                 "bars": asdict(comparison.bars),
                 "groups": [asdict(one) | {"verdict": comparison.verdict(one)} for one in measures],
-                "claims": [asdict(one) for one in outcomes],
+                "claims": [asdict(one) for one in found],
             }
         )
         return
     print_table("", grid_tables.GAP_COLUMNS, grid_tables.gap_rows(comparison, measures))
-    if outcomes:
-        print_table("Claims", grid_tables.CLAIM_COLUMNS, grid_tables.claim_rows(outcomes))
-    ranking = comparison.ranking(*next(iter(comparison.groups))[1:])
+    if found:
+        print_table("Claims", grid_tables.CLAIM_COLUMNS, grid_tables.claim_rows(found))
+    ranking = comparison.ranking(*comparison.factors)
     if ranking:
-        print_table("Pairs", grid_tables.RANKING_COLUMNS, grid_tables.ranking_rows(ranking))
+        print_table(
+            f"Pairs{grid_tables.at(comparison.factors)}", grid_tables.RANKING_COLUMNS, grid_tables.ranking_rows(ranking)
+        )
     for note in filter(None, (grid_tables.seeds_note(measures),)):
         stdout().print(note, "", sep="\n", markup=False)
     print_lines(f"Files: {out}/ {', '.join((REPORT, *names, CONFIG, BARS))}, cells/")

@@ -9,6 +9,7 @@ spike = 6.0           # a training loss this many robust deviations above the me
 ```
 """
 
+import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from octavo.parsing import read_toml
 from octavo.training.comparison import GAP_BAR_NATS
 from octavo.training.config_values import section
 
-__all__ = ["Bars", "read_bars", "save_bars"]
+__all__ = ["Bars", "read_bars", "save_bars", "study_bars"]
+
+SEAL = "# Written before the first run; SHA-256 of these lines: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ def read_bars(path: str | Path) -> Bars:
         ConfigError: the file is missing, is not TOML, or has an unknown key or an invalid value.
     """
     try:
-        return section(Bars, read_toml(Path(path)), "bars")
+        return section(Bars, read_toml(Path(path)), "bars.")
     except OSError as error:
         raise ConfigError(f"cannot read the bars {str(path)!r}: {error.strerror}; name an existing file") from error
     except DataError as error:
@@ -55,8 +58,29 @@ def read_bars(path: str | Path) -> Bars:
 
 
 def save_bars(bars: Bars, path: Path) -> None:
-    """Write a TOML file that ``read_bars`` reads back to the same bars."""
+    """Write a TOML file that ``read_bars`` reads back to the same bars, sealed by a comment."""
     import tomli_w
 
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(bars).items()}
-    write_atomically(path, tomli_w.dumps(plain))
+    text = tomli_w.dumps(plain)
+    write_atomically(path, f"{SEAL}{_digest(text)}\n{text}")
+
+
+def study_bars(path: Path) -> Bars:
+    """Read the bars that ``save_bars`` wrote for a study.
+
+    Raises:
+        ConfigError: they were changed since, or as for ``read_bars``.
+    """
+    bars = read_bars(path)
+    first, _, rest = path.read_text(encoding="utf-8").partition("\n")
+    if first.startswith(SEAL) and first != f"{SEAL}{_digest(rest)}":
+        raise ConfigError(
+            f"{str(path)!r} was changed after the study began; bars do not change once there are results: restore it, "
+            "or name another folder with --out and your bars with --bars"
+        )
+    return bars
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,7 +1,7 @@
 """A study's grid: variants x seeds x factors of learning rate and warm-up, run by any number of processes.
 
     out_dir/
-      config.toml grid.json          the configuration of all runs and the grid, written first
+      config.toml bars.toml          the configuration of all runs and the bars, written first
       cells/<name>/                  a run each (:mod:`octavo.experiments.cells`)
       results.jsonl results.parquet  a row for each finished cell
 
@@ -63,6 +63,8 @@ class Grid:
         for what, factors in (("learning rate", self.lr_factors), ("warm-up", self.warmup_factors)):
             if any(not 0 < factor < 1000 for factor in factors):
                 raise ConfigError(f"factors of the {what} must be above 0 and below 1000, not {list(factors)}")
+            if len({f"{factor:g}" for factor in factors}) < len(factors):
+                raise ConfigError(f"factors of the {what} must differ in their first six digits, not {list(factors)}")
 
     @property
     def cells(self) -> tuple[Cell, ...]:

@@ -1,12 +1,14 @@
 """Comparison of a grid's variants with its baseline, over paired seeds and windows.
 
-    gap         mean over seeds and windows of run − baseline; its interval: :mod:`octavo.experiments.intervals`
+    gap         mean over seeds and windows of run − baseline; its interval, from two seeds on:
+                :mod:`octavo.experiments.intervals`
     spread      standard deviation over seeds of the baseline's final loss
     tail slope  least-squares slope of the validation gap over the last ``bars.tail`` of the steps, nats in 1,000 steps
     spikes      training losses above median + bars.spike · 1.4826 · MAD of the 32 before, in 1,000 steps
     diverged    the loss became NaN or infinite, or ended at or above the unigram entropy
 
-Diverged runs are counted; gaps and slopes are of the seeds that both finished.
+Diverged runs are counted; gaps and slopes are of the seeds that both finished. A variant that lost seeds which the
+baseline finished is within no bar.
 """
 
 import itertools
@@ -16,11 +18,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.curves import difference
 from octavo.experiments.bars import Bars
 from octavo.experiments.cells import CellResult
-from octavo.experiments.intervals import Interval, holm, paired_interval, seeds_needed, slope, student_interval
+from octavo.experiments.intervals import (
+    CONFIDENCE,
+    Interval,
+    holm,
+    paired_interval,
+    seeds_needed,
+    slope,
+    student_interval,
+)
 from octavo.training.comparison import RunMeasures, steps_to, value_at
 
 __all__ = ["GridComparison", "Group", "Ranking", "VariantMeasures", "spikes"]
@@ -40,14 +51,15 @@ class VariantMeasures:
         group: variant and factors.
         seeds: number of runs.
         diverged: how many of them diverged.
+        lost: how many of them diverged where the baseline's run of the same seed did not.
         nats: mean final loss over the seeds that did not.
         gap: gap to the baseline at the same factors; None for the baseline and without a common seed.
         spread: standard deviation over seeds of the baseline's final loss, nats; None with fewer than two.
         tail_slope: slope of the gap at the end, nats in 1,000 steps; None as for ``gap``, or without two evaluations.
-        steps_to_targets: median over seeds of steps to each target over the baseline's; None where one never came.
+        steps_to_targets: mean over seeds of steps to each target over the baseline's; None where one never came.
         seconds_to_targets: the same of seconds.
         spikes: in 1,000 steps.
-        gradient_variance: median over seeds, relative to the baseline's.
+        gradient_variance: mean over seeds, relative to the baseline's.
         gradient_error: median distance to the FP32 gradient.
         noise_scale: median, in micro-batches.
         tokens_per_second: median.
@@ -58,14 +70,15 @@ class VariantMeasures:
     group: Group
     seeds: int
     diverged: int
+    lost: int
     nats: float | None
     gap: Interval | None
     spread: float | None
     tail_slope: Interval | None
-    steps_to_targets: tuple[float | None, ...]
-    seconds_to_targets: tuple[float | None, ...]
+    steps_to_targets: tuple[Interval | None, ...]
+    seconds_to_targets: tuple[Interval | None, ...]
     spikes: float
-    gradient_variance: float | None
+    gradient_variance: Interval | None
     gradient_error: float | None
     noise_scale: float | None
     tokens_per_second: float | None
@@ -100,6 +113,12 @@ class GridComparison:
             cell = result.cell
             self.groups.setdefault((cell.variant.name, cell.lr, cell.warmup), {})[cell.seed] = result
 
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Factors of learning rate and warm-up at which variants are ranked and drawn: 1 if the grid has them."""
+        every = [group[1:] for group in self.groups]
+        return (1.0, 1.0) if (1.0, 1.0) in every else every[0]
+
     def has_diverged(self, result: CellResult) -> bool:
         """True for a run that broke, or that predicts no better than token frequencies."""
         return result.diverged or result.run.nats >= self.unigram_nats
@@ -107,15 +126,17 @@ class GridComparison:
     def measures(self, group: Group) -> VariantMeasures:
         """The measures of a group."""
         runs = self._finished(group)
-        base = self._finished((self.baseline, *group[1:]))
+        base_group = (self.baseline, *group[1:])
+        base = self._finished(base_group)
         common = [] if group[0] == self.baseline else sorted(runs.keys() & base.keys())
         pairs = [(runs[seed], base[seed]) for seed in common]
-        gap = self.gap(group, (self.baseline, *group[1:])) if pairs else None
+        gap = self.gap(group, base_group) if pairs else None
         results = self.groups[group].values()
         return VariantMeasures(
             group=group,
             seeds=len(results),
             diverged=sum(map(self.has_diverged, results)),
+            lost=len((self.groups[group].keys() & base.keys()) - runs.keys()),
             nats=statistics.fmean(run.nats for run in runs.values()) if runs else None,
             gap=gap,
             spread=statistics.stdev(run.nats for run in base.values()) if len(base) > 1 else None,
@@ -123,7 +144,7 @@ class GridComparison:
             steps_to_targets=self._costs(pairs, lambda _: 1.0),
             seconds_to_targets=self._costs(pairs, lambda run: 1 / run.tokens_per_second),
             spikes=_rate(results, self.bars.spike),
-            gradient_variance=_median(
+            gradient_variance=_mean(
                 run.gradient_variance / other.gradient_variance
                 for run, other in pairs
                 if run.gradient_variance is not None and other.gradient_variance
@@ -132,26 +153,40 @@ class GridComparison:
             noise_scale=_median(result.noise_scale for result in results),
             tokens_per_second=_median(run.tokens_per_second for run in runs.values()),
             peak_memory_bytes=max((run.peak_memory_bytes or 0 for run in runs.values()), default=0) or None,
-            seeds_needed=self._seeds_needed(pairs),
+            seeds_needed=self.seeds_needed(group, base_group) if pairs else None,
         )
 
-    def gap(self, group: Group, base: Group, *, beyond: tuple[Group, Group] | None = None) -> Interval | None:
-        """Gap of one group over another on the seeds that all finished; None without one.
+    def gap(self, group: Group, base: Group, *beyond: Group) -> Interval | None:
+        """Gap of one group over another on the seeds that all finished, without an interval from one; None from none.
 
         Args:
             group: whose loss is counted.
             base: whose loss is subtracted.
-            beyond: two groups whose gap is subtracted too.
+            beyond: none, or two groups whose gap is subtracted too.
         """
-        runs = [self._finished(each) for each in (group, base, *(beyond or ()))]
-        common = sorted(set.intersection(*map(set, runs)))
-        if not common:
+        if not (gaps := self._gaps(group, base, *beyond)):
             return None
+        return paired_interval(gaps) if len(gaps) > 1 else student_interval([float(np.mean(gaps))])
+
+    def seeds_needed(self, group: Group, base: Group, *beyond: Group) -> int | None:
+        """Paired seeds that would see 0.005 nats of a gap with a chance of 80 %; None with fewer than two seeds."""
+        gaps = [float(np.mean(each)) for each in self._gaps(group, base, *beyond)]
+        return seeds_needed(statistics.stdev(gaps), DETECTABLE_NATS) if len(gaps) > 1 else None
+
+    def _gaps(self, *groups: Group) -> list[NDArray[np.float64]]:
+        """Differences of two groups, or of two and two, in each window of each seed that all finished."""
+        runs = [self._finished(each) for each in groups]
         gaps = []
-        for seed in common:
+        for seed in sorted(set.intersection(*map(set, runs))):
             windows = [np.asarray(each[seed].window_nats) for each in runs]
-            gaps.append(windows[0] - windows[1] - (windows[2] - windows[3] if beyond else 0.0))
-        return paired_interval(gaps)
+            gaps.append(windows[0] - windows[1] - (windows[2] - windows[3] if len(windows) > 2 else 0.0))
+        return gaps
+
+    def finish_alike(self, groups: Iterable[Group]) -> bool:
+        """Whether groups diverged in the same ones of the seeds that all have."""
+        every = list(groups)
+        common = set.intersection(*(set(self.groups.get(group, ())) for group in every))
+        return len({frozenset(self._finished(group).keys() & common) for group in every}) == 1
 
     def gradient_error(self, group: Group) -> float | None:
         """Median distance to the FP32 gradient, over the seeds that did not diverge; None without one."""
@@ -180,20 +215,27 @@ class GridComparison:
     def verdict(self, measures: VariantMeasures) -> str:
         """Whether a variant loses accuracy, by both bars, in one sentence."""
         gap, bars = measures.gap, self.bars
+        if measures.lost:
+            return f"{measures.lost} of {measures.seeds} runs diverged where the baseline's did not"
         if gap is None:
             return "baseline" if measures.group[0] == self.baseline else "no seed that the baseline finished too"
         if math.isnan(gap.error):
-            return "one seed and one window: no interval"
+            return "one seed: no interval"
         if gap.high <= bars.gap_nats:
             within = f"within {bars.gap_nats:g} nats"
         elif gap.low > bars.gap_nats:
             within = f"above {bars.gap_nats:g} nats"
         else:
             within = f"undecided at {bars.gap_nats:g} nats"
-        if measures.spread is None:
-            return within
-        inside = gap.estimate <= bars.spread * measures.spread
-        return f"{within}, {'inside' if inside else 'outside'} the baseline's spread"
+        if measures.spread is not None:
+            inside = gap.high <= bars.spread * measures.spread
+            within += f", {'inside' if inside else 'outside'} the baseline's spread"
+        grows = measures.tail_slope is not None and measures.tail_slope.p_above_zero < 1 - CONFIDENCE
+        return f"{within}; the gap grows at the end" if grows else within
+
+    def is_within(self, measures: VariantMeasures) -> bool:
+        """Whether the gap's interval ends within the bar, and no seed was lost."""
+        return measures.gap is not None and not measures.lost and measures.gap.high <= self.bars.gap_nats
 
     def _finished(self, group: Group) -> dict[int, RunMeasures]:
         return {
@@ -212,19 +254,14 @@ class GridComparison:
 
     def _costs(
         self, pairs: Sequence[tuple[RunMeasures, RunMeasures]], cost: Callable[[RunMeasures], float]
-    ) -> tuple[float | None, ...]:
-        """Median over seeds of the relative cost to each target; None where a seed did not reach it."""
-        medians = []
+    ) -> tuple[Interval | None, ...]:
+        """Mean over seeds of the relative cost to each target; None where a seed did not reach it."""
+        means = []
         for share in self.bars.targets:
             costs = [_cost_to(run, other, share, cost) for run, other in pairs]
-            medians.append(None if not costs or None in costs else _median(costs))
-        return tuple(medians)
-
-    @staticmethod
-    def _seeds_needed(pairs: Sequence[tuple[RunMeasures, RunMeasures]]) -> int | None:
-        if len(pairs) < 2:
-            return None
-        return seeds_needed(statistics.stdev(run.nats - other.nats for run, other in pairs), DETECTABLE_NATS)
+            known = [each for each in costs if each is not None]
+            means.append(_mean(known) if len(known) == len(costs) else None)
+        return tuple(means)
 
 
 def spikes(losses: Sequence[float], height: float) -> int:
@@ -254,6 +291,11 @@ def _cost_to(run: RunMeasures, base: RunMeasures, share: float, cost: Callable[[
     target = value_at(base.validation_curve, share * base.steps)
     steps, own = steps_to(run.validation_curve, target), steps_to(base.validation_curve, target)
     return None if steps is None or not own else steps * cost(run) / (own * cost(base))
+
+
+def _mean(values: Iterable[float]) -> Interval | None:
+    known = list(values)
+    return student_interval(known) if known else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -11,19 +11,29 @@ __all__ = [
     "CLAIM_COLUMNS",
     "GAP_COLUMNS",
     "RANKING_COLUMNS",
+    "at",
     "claim_rows",
     "cost_columns",
     "cost_rows",
     "gap_rows",
+    "perplexity",
     "ranking_rows",
     "seeds_note",
     "signed",
 ]
 
 NOTHING = "–"
-GAP_COLUMNS = ("variant", "runs", "diverged", "nats", "gap [95 %], nats", "tail slope [95 %]", "verdict")
+GAP_COLUMNS = ("variant", "runs (diverged)", "nats", "gap [95 %], nats", "perplexity [95 %]", "verdict")
 RANKING_COLUMNS = ("better", "worse", "by [95 %], nats", "p (Holm)")
-CLAIM_COLUMNS = ("claim", "source", "worse − better [95 %], nats", "gradient error: better, worse", "outcome")
+CLAIM_COLUMNS = (
+    "claim",
+    "source",
+    "worse − better [95 %], nats",
+    "p (Holm)",
+    "seeds for 0.005 nats",
+    "gradient error: better, worse",
+    "outcome",
+)
 
 
 def signed(interval: Interval | None) -> str:
@@ -40,16 +50,28 @@ def signed(interval: Interval | None) -> str:
     return f"{interval.estimate:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
+def perplexity(gap: Interval | None) -> str:
+    """Relative change of perplexity, exp(gap) − 1, with its interval.
+
+    Example:
+        >>> perplexity(Interval(estimate=0.0012, error=0.0002, freedom=1000))
+        '+0.12 % [+0.08, +0.16]'
+    """
+    if gap is None:
+        return NOTHING
+    estimate, low, high = (100 * math.expm1(nats) for nats in (gap.estimate, gap.low, gap.high))
+    return f"{estimate:+.2f} % " + ("[one run]" if math.isnan(gap.error) else f"[{low:+.2f}, {high:+.2f}]")
+
+
 def gap_rows(comparison: GridComparison, measures: Sequence[VariantMeasures]) -> list[tuple[str, ...]]:
     """A row for each variant at each learning rate and warm-up."""
     return [
         (
             _name(one.group),
-            str(one.seeds),
-            str(one.diverged),
+            f"{one.seeds} ({one.diverged})",
             _number(one.nats, ".4f"),
             signed(one.gap),
-            signed(one.tail_slope),
+            perplexity(one.gap),
             comparison.verdict(one),
         )
         for one in measures
@@ -59,15 +81,24 @@ def gap_rows(comparison: GridComparison, measures: Sequence[VariantMeasures]) ->
 def cost_columns(targets: Sequence[float]) -> tuple[str, ...]:
     """Columns of :func:`cost_rows`."""
     reached = [f"{what} to {share:.0%}" for share in targets for what in ("steps", "time")]
-    return ("variant", *reached, "gradient variance", "gradient error", "noise scale", "spikes/1,000", "peak MiB")
+    return (
+        "variant",
+        "tail slope [95 %]",
+        *reached,
+        "gradient variance",
+        "gradient error",
+        "noise scale",
+        "spikes/1,000",
+        "peak MiB",
+    )
 
 
 def cost_rows(measures: Sequence[VariantMeasures]) -> list[tuple[str, ...]]:
-    """Steps and time to the targets over the baseline's, and the noise, a row for each group."""
+    """The gap's slope at the end, steps and time to the targets over the baseline's, and the noise, a row a group."""
     rows = []
     for one in measures:
         reached = [
-            _number(value, ".2f")
+            _relative(value)
             for pair in zip(one.steps_to_targets, one.seconds_to_targets, strict=True)
             for value in pair
         ]
@@ -75,8 +106,9 @@ def cost_rows(measures: Sequence[VariantMeasures]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 _name(one.group),
+                signed(one.tail_slope),
                 *reached,
-                _number(one.gradient_variance, ".3f"),
+                _relative(one.gradient_variance),
                 _number(one.gradient_error, ".4f"),
                 _number(one.noise_scale, ".1f"),
                 _number(one.spikes, ".2f"),
@@ -98,6 +130,8 @@ def claim_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
             one.claim.text,
             one.claim.source,
             signed(one.difference),
+            _number(one.p_value, ".2g"),
+            NOTHING if one.seeds_needed is None else f"{one.seeds_needed:,}",
             ", ".join(_number(error, ".4f") for error in one.gradient_errors),
             one.verdict,
         )
@@ -122,10 +156,27 @@ def _from_zero(interval: Interval) -> Interval:
     return Interval(estimate=abs(interval.estimate), error=interval.error, freedom=interval.freedom)
 
 
+def at(factors: tuple[float, float]) -> str:
+    """Factors of learning rate and warm-up that are not 1, after a space.
+
+    Example:
+        >>> at((0.5, 1.0)), at((1.0, 1.0))
+        (' lr ×0.5', '')
+    """
+    return "".join(
+        f" {what} ×{factor:g}" for what, factor in zip(("lr", "warm-up"), factors, strict=True) if factor != 1
+    )
+
+
 def _name(group: Group) -> str:
-    name, lr, warmup = group
-    factors = [f"{what} ×{factor:g}" for what, factor in (("lr", lr), ("warm-up", warmup)) if factor != 1]
-    return " ".join([name, *factors])
+    return f"{group[0]}{at(group[1:])}"
+
+
+def _relative(ratio: Interval | None) -> str:
+    """A ratio with the half width of its interval over seeds."""
+    if ratio is None:
+        return NOTHING
+    return f"{ratio.estimate:.3f}" + ("" if math.isnan(ratio.error) else f" ± {ratio.half_width:.3f}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,24 +1,27 @@
 """Grids that rerun published claims, each with what would confirm it.
 
 A claim is an order of two groups of the grid: the first ends at a lower held-out loss than the second, or less far
-above a baseline of its own. It is confirmed if the 95 % interval of their paired difference lies on the claimed side of
-0, contradicted if it lies on the other, and open if it holds 0: more seeds, or a larger model, would have to decide.
+above a baseline of its own. It is confirmed if their paired difference lies on the claimed side of 0 with a p-value
+below 0.05, contradicted if it lies on the other, and open otherwise: more seeds, or a larger model, would have to
+decide. p-values are Holm's over all claims that are tested together.
 
-A claim that the second group loses nothing is confirmed if the interval ends at or below the study's bar
-(``bars.gap_nats``), contradicted if it begins above it, and open otherwise.
+A claim that the second group loses nothing is tested against the study's bar (``bars.gap_nats``) instead of 0. A claim
+is open where a group diverged in a seed that another of its groups finished.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.experiments.cells import Variant
 from octavo.experiments.grid import Grid
 from octavo.experiments.grid_comparison import GridComparison, Group
-from octavo.experiments.intervals import Interval
+from octavo.experiments.intervals import CONFIDENCE, Interval, holm
 from octavo.parsing import did_you_mean
 
-__all__ = ["PRESETS", "Claim", "Outcome", "Preset", "outcome", "preset_named"]
+__all__ = ["PRESETS", "Claim", "Outcome", "Preset", "outcomes", "preset_named"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,11 @@ class Claim:
     worse: Group
     baselines: tuple[Group, Group] | None = None
     loses_nothing: bool = False
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups whose difference it is of: worse, better, and their baselines."""
+        return (self.worse, self.better, *(() if self.baselines is None else (self.baselines[1], self.baselines[0])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,8 @@ class Outcome:
         claim: the claim.
         verdict: "confirmed", "contradicted" or "open".
         difference: worse − better, nats; None without a seed that all finished.
+        p_value: of the difference, or of its distance to the bar, by Holm over all claims; None without an interval.
+        seeds_needed: paired seeds that would see 0.005 nats with a chance of 80 %; None with fewer than two.
         gradient_errors: of the better and the worse group, the median distance of a gradient to FP32's at the run's
             final weights, over FP32's size. It shows what a cast costs one step, before the steps' chaos hides it.
     """
@@ -71,24 +81,41 @@ class Outcome:
     claim: Claim
     verdict: str
     difference: Interval | None
+    p_value: float | None
+    seeds_needed: int | None
     gradient_errors: tuple[float | None, float | None]
 
 
-def outcome(claim: Claim, comparison: GridComparison) -> Outcome:
-    """Test a claim."""
-    beyond = None if claim.baselines is None else (claim.baselines[1], claim.baselines[0])
-    difference = comparison.gap(claim.worse, claim.better, beyond=beyond)
-    bar = comparison.bars.gap_nats
-    if difference is None or not difference.error > 0:
-        verdict = "open"
-    elif difference.high <= bar if claim.loses_nothing else difference.low > 0:
-        verdict = "confirmed"
-    elif difference.low > bar if claim.loses_nothing else difference.high < 0:
-        verdict = "contradicted"
-    else:
-        verdict = "open"
-    errors = comparison.gradient_error(claim.better), comparison.gradient_error(claim.worse)
-    return Outcome(claim=claim, verdict=verdict, difference=difference, gradient_errors=errors)
+def outcomes(tests: Sequence[tuple[Claim, GridComparison]]) -> list[Outcome]:
+    """Test claims together, each on its grid."""
+    gaps = [comparison.gap(*claim.groups) for claim, comparison in tests]
+    distances = {
+        str(index): _distance(claim, comparison, gap)
+        for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True))
+        if gap is not None and not math.isnan(gap.error)
+    }
+    p_values = holm({key: distance.p_value for key, distance in distances.items()})
+    found = []
+    for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True)):
+        p_value, verdict = p_values.get(str(index)), "open"
+        if p_value is not None and p_value < 1 - CONFIDENCE and comparison.finish_alike(claim.groups):
+            verdict = "confirmed" if distances[str(index)].estimate > 0 else "contradicted"
+        found.append(
+            Outcome(
+                claim=claim,
+                verdict=verdict,
+                difference=gap,
+                p_value=p_value,
+                seeds_needed=comparison.seeds_needed(*claim.groups),
+                gradient_errors=(comparison.gradient_error(claim.better), comparison.gradient_error(claim.worse)),
+            )
+        )
+    return found
+
+
+def _distance(claim: Claim, comparison: GridComparison, gap: Interval) -> Interval:
+    """Interval that is above 0 if the claim holds: of the difference, or of what the bar leaves of it."""
+    return replace(gap, estimate=comparison.bars.gap_nats - gap.estimate) if claim.loses_nothing else gap
 
 
 def preset_named(name: str) -> Preset:

@@ -6,7 +6,7 @@ from typing import Any
 from octavo.curves import difference
 from octavo.experiments import grid_tables
 from octavo.experiments.grid_comparison import GridComparison, VariantMeasures
-from octavo.experiments.presets import Outcome, Preset, outcome
+from octavo.experiments.presets import Outcome, Preset, outcomes
 from octavo.html.wording import counted
 from octavo.reports.figures import MUTED, PALETTE, add_level, add_line, new_figure
 from octavo.reports.rendering import check_report_extra, render
@@ -30,22 +30,22 @@ def grid_page(comparison: GridComparison, preset: Preset | None, facts: Mapping[
     check_report_extra("report.html")
     measures = [comparison.measures(group) for group in comparison.groups]
     compared = [one for one in measures if one.gap is not None]
-    outcomes = [outcome(claim, comparison) for claim in preset.claims] if preset else []
-    first = next(iter(comparison.groups))
+    found = outcomes([(claim, comparison) for claim in preset.claims]) if preset else []
     return render(
         "grid",
-        headline=_claims_headline(outcomes) if outcomes else _headline(comparison, compared),
+        headline=_claims_headline(found) if found else _headline(comparison, compared),
         bars=comparison.bars,
         baseline=comparison.baseline,
         intervals=_intervals(comparison, compared),
         curves=_curves(comparison),
         curve_legend=list(zip(_names_at(comparison), COLOURS * len(compared), strict=False)),
         claim_columns=grid_tables.CLAIM_COLUMNS,
-        claims=grid_tables.claim_rows(outcomes),
+        claims=grid_tables.claim_rows(found),
         gap_columns=grid_tables.GAP_COLUMNS,
         gaps=grid_tables.gap_rows(comparison, measures),
         ranking_columns=grid_tables.RANKING_COLUMNS,
-        ranking=grid_tables.ranking_rows(comparison.ranking(*first[1:])),
+        ranking=grid_tables.ranking_rows(comparison.ranking(*comparison.factors)),
+        at=grid_tables.at(comparison.factors),
         cost_columns=grid_tables.cost_columns(comparison.bars.targets),
         costs=grid_tables.cost_rows(measures),
         facts=facts,
@@ -61,7 +61,7 @@ def _claims_headline(outcomes: Sequence[Outcome]) -> str:
 
 
 def _headline(comparison: GridComparison, compared: list[VariantMeasures]) -> str:
-    within = [one for one in compared if one.gap is not None and one.gap.high <= comparison.bars.gap_nats]
+    within = [one for one in compared if comparison.is_within(one)]
     return (
         f"{len(within)} of {len(compared)} variants end within {comparison.bars.gap_nats:g} nats of "
         f"{comparison.baseline}, by the upper end of their 95 % intervals"
@@ -87,15 +87,15 @@ def _intervals(comparison: GridComparison, compared: list[VariantMeasures]) -> A
 
 
 def _names_at(comparison: GridComparison) -> list[str]:
-    """Variants at the first factors, without the baseline."""
-    first = next(iter(comparison.groups))
-    return [name for name, *factors in comparison.groups if tuple(factors) == first[1:] and name != comparison.baseline]
+    """Variants at the comparison's factors, without the baseline."""
+    every = [name for name, *factors in comparison.groups if tuple(factors) == comparison.factors]
+    return [name for name in every if name != comparison.baseline]
 
 
 def _curves(comparison: GridComparison) -> Any:
     """Validation gaps of every seed over the steps."""
     figure = new_figure("gap, nats a token")
-    factors = next(iter(comparison.groups))[1:]
+    factors = comparison.factors
     base = comparison.groups[comparison.baseline, *factors]
     for name, colour in zip(_names_at(comparison), COLOURS * len(comparison.groups), strict=False):
         runs = comparison.groups[name, *factors]

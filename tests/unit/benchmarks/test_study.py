@@ -1,6 +1,7 @@
 """The benchmark of docs/study.md, with a tiny configuration."""
 
 import json
+import xml.etree.ElementTree as ET
 
 import pytest
 
@@ -43,6 +44,7 @@ def tiny(tmp_path_factory, monkeypatch):
     config.write_text(TINY.format(text=text))
     monkeypatch.setattr(study, "CONFIG", config)
     monkeypatch.setattr(study, "RECIPES", ("bf16", "tensorwise"))
+    monkeypatch.setattr(study, "PICTURE", folder / "study.svg")
     for name, seeds in (("SEEDS", 2), ("OF_FIRST_TWO", 3), ("OF_PRESETS", 2)):
         monkeypatch.setattr(study, name, seeds)
     return folder
@@ -61,6 +63,9 @@ def test_parts_share_their_runs(tiny, monkeypatch, written, capfd):
     assert "## head" in lines
     assert any(line.startswith("Standard deviation of the baseline over its seeds: 0.") for line in lines)
     assert any(line.startswith(f"| {PRESETS['head'].claims[0].text} |") for line in lines)
+    svg = (tiny / "study.svg").read_text()
+    assert ET.fromstring(svg).tag.endswith("svg")
+    assert "tensorwise, 3 seeds" in svg
     trained = {path.parent.name for path in out.glob("head/cells/*/metrics.jsonl")}
     assert trained == {f"head-in-fp8-lr1-warmup1-seed{seed}" for seed in (0, 1)}
     before = [json.loads(line) for line in (out / "head/results.jsonl").read_text().splitlines()]

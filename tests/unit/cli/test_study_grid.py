@@ -52,9 +52,23 @@ def test_other_bars_are_refused_once_there_are_results(octavo, printed, argument
     assert "bars do not change once there are results" in " ".join(result.stderr.split())
 
 
+@pytest.mark.long
+def test_bars_that_were_edited_after_the_runs_are_refused(octavo, printed, arguments, folder):
+    path = folder / "bars.toml"
+    before = path.read_text()
+    path.write_text(before.replace("gap_nats = 0.005", "gap_nats = 5.0"))
+    try:
+        result = octavo(*arguments)
+    finally:
+        path.write_text(before)
+    assert result.exit_code == 2
+    assert "was changed after the study began" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        (["--seeds", "2", "--lr-factors", "1,1.0000001"], "must differ in their first six digits"),
         (["--jobs", "2"], "--jobs needs a study of several seeds"),
         (["--seeds", "2", "--prompt", "a"], "--prompt needs a study of one seed"),
         (["--seeds", "2", "--force"], "--force needs a study of one seed"),

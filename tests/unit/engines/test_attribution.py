@@ -153,6 +153,7 @@ def test_a_cache_with_the_scale_1_holds_torchs_codes(model):
     (_, _, profile), *_ = server_settings(copies, get("vllm-token"))
     transform = model_as(model.model, profile).kv_transform
     x = torch.randn(1, 9, 2, 8) * 100
+    assert transform is not None
     keys, values = transform(0, x, x.bfloat16())
     assert torch.equal(keys, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
     assert torch.equal(values, x.bfloat16().float().clamp(-448, 448).to(torch.float8_e4m3fn).bfloat16())

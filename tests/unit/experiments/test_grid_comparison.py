@@ -9,7 +9,7 @@ import pytest
 from octavo.experiments.bars import Bars
 from octavo.experiments.cells import Cell, CellResult, Variant
 from octavo.experiments.grid_comparison import GridComparison, spikes
-from octavo.experiments.presets import Claim, outcome
+from octavo.experiments.presets import Claim, outcomes
 from octavo.training.comparison import RunMeasures
 
 STEPS = 100
@@ -33,6 +33,11 @@ def result(name, seed, nats, *, windows=64, slope=0.0, failed_at=None, lr=1.0, t
     )
     cell = Cell(variant=Variant(name=name, recipe=name), seed=seed, lr=lr)
     return CellResult(cell=cell, run=run, failed_at=failed_at)
+
+
+def outcome(claim, comparison):
+    (found,) = outcomes([(claim, comparison)])
+    return found
 
 
 def compared(results, **bars):
@@ -63,9 +68,36 @@ def test_a_gap_beyond_the_bar_is_above_it():
 def test_diverged_runs_are_counted_and_leave_the_gap():
     others = [result("rowwise", seed, 4.001 + 0.01 * seed) for seed in range(3)]
     others += [result("rowwise", 3, 7.0), result("rowwise", 4, 4.0, failed_at=17)]
-    measures = compared(BASE + others).measures(("rowwise", 1.0, 1.0))
-    assert (measures.seeds, measures.diverged) == (5, 2)
+    comparison = compared(BASE + others)
+    measures = comparison.measures(("rowwise", 1.0, 1.0))
+    assert (measures.seeds, measures.diverged, measures.lost) == (5, 2, 2)
     assert measures.gap.estimate == pytest.approx(0.001, abs=2e-4)
+    assert comparison.verdict(measures) == "2 of 5 runs diverged where the baseline's did not"
+    assert not comparison.is_within(measures)
+
+
+def test_seeds_that_the_baseline_lost_too_are_nobodys_loss():
+    runs = [
+        result(name, seed, 7.0 if seed == 4 else 4.0 + 0.01 * seed) for name in ("bf16", "rowwise") for seed in range(5)
+    ]
+    comparison = compared(runs)
+    measures = comparison.measures(("rowwise", 1.0, 1.0))
+    assert (measures.diverged, measures.lost) == (1, 0)
+    assert comparison.is_within(measures)
+
+
+def test_one_seed_gives_no_interval_no_order_and_no_verdict():
+    """However many windows: the next seed may end elsewhere."""
+    comparison = compared([result("bf16", 0, 4.0), result("rowwise", 0, 4.05)])
+    measures = comparison.measures(("rowwise", 1.0, 1.0))
+    assert measures.gap.estimate == pytest.approx(0.05, abs=2e-4)
+    assert math.isnan(measures.gap.error)
+    assert comparison.verdict(measures) == "one seed: no interval"
+    assert not comparison.is_within(measures)
+    assert comparison.ranking(1.0, 1.0) == []
+    claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
+    found = outcome(claim, comparison)
+    assert (found.verdict, found.p_value, found.seeds_needed) == ("open", None, None)
 
 
 def test_the_tail_slope_is_that_of_the_gap():
@@ -75,12 +107,32 @@ def test_the_tail_slope_is_that_of_the_gap():
     assert measures.tail_slope.p_above_zero < 1e-4
 
 
+def test_a_gap_that_grows_early_alone_does_not_grow_at_the_end():
+    """Over the last third of the steps, not over the run: the first fall is steep."""
+    others = []
+    for seed in range(5):
+        one = result("rowwise", seed, 4.0 + 0.01 * seed)
+        curve = tuple((step, nats - 0.5 * (step < 60)) for step, nats in one.run.validation_curve)
+        others.append(replace(one, run=replace(one.run, validation_curve=curve)))
+    comparison = compared(BASE + others)
+    measures = comparison.measures(("rowwise", 1.0, 1.0))
+    assert measures.tail_slope.estimate == pytest.approx(0.0, abs=1e-9)
+    assert "grows" not in comparison.verdict(measures)
+
+
+def test_a_gap_that_grows_is_said_to():
+    others = [result("rowwise", seed, 4.0 + 0.01 * seed, slope=0.5 + 0.01 * seed) for seed in range(5)]
+    comparison = compared(BASE + others)
+    assert comparison.verdict(comparison.measures(("rowwise", 1.0, 1.0))).endswith("; the gap grows at the end")
+
+
 def test_steps_and_seconds_to_targets_are_relative():
     """A run that falls 1.25 times as fast reaches each loss in 0.8 of the steps; half its speed doubles the time."""
     others = [result("rowwise", seed, 4.0 + 0.01 * seed, faster=1.25, tokens_per_second=500.0) for seed in range(5)]
     measures = compared(BASE + others, targets=(0.5,)).measures(("rowwise", 1.0, 1.0))
-    assert measures.steps_to_targets[0] == pytest.approx(0.8, abs=0.01)
-    assert measures.seconds_to_targets[0] == pytest.approx(2 * measures.steps_to_targets[0])
+    steps, seconds = measures.steps_to_targets[0], measures.seconds_to_targets[0]
+    assert steps.estimate == pytest.approx(0.8, abs=0.01)
+    assert seconds.estimate == pytest.approx(2 * steps.estimate)
 
 
 def test_a_target_that_a_seed_misses_has_no_ratio():
@@ -99,6 +151,56 @@ def test_pairs_are_ranked_by_corrected_p_values():
         ("bf16", "rowwise"), ("bf16", "mxfp8"), ("rowwise", "mxfp8")
     }  # fmt: skip
     assert all(pair.p_value < 0.05 for pair in ranking)
+
+
+def noisy(name, gap, seed_effect):
+    return [result(name, seed, 4.0 + gap + 0.01 * seed + seed_effect * (seed - 2)) for seed in range(5)]
+
+
+def test_a_pair_that_is_unlikely_alone_is_not_among_many():
+    """p = 0.03 of one pair is 0.09 of three."""
+    results = BASE + noisy("rowwise", 0.0052, 0.0025) + noisy("mxfp8", 0.0, 0.0)
+    comparison = compared(results)
+    raw = comparison.gap(("rowwise", 1.0, 1.0), ("bf16", 1.0, 1.0)).p_value
+    (pair,) = [one for one in comparison.ranking(1.0, 1.0) if {one.better, one.worse} == {"bf16", "rowwise"}]
+    assert 0.01 < raw < 0.05
+    assert pair.p_value > 0.05
+
+
+def test_claims_are_tested_together():
+    comparison = compared(BASE + noisy("rowwise", 0.0052, 0.0025) + noisy("mxfp8", 0.0, 0.001))
+    claims = [
+        Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=(name, 1.0, 1.0)) for name in ("rowwise", "mxfp8")
+    ]
+    assert outcome(claims[0], comparison).verdict == "confirmed"
+    alone = outcome(claims[0], comparison).p_value
+    together = outcomes([(claim, comparison) for claim in claims * 2])[0]
+    assert together.p_value == pytest.approx(4 * alone)
+    assert together.verdict == "open"
+
+
+@pytest.mark.parametrize("who", ["rowwise", "bf16"])
+def test_a_claim_is_open_where_one_group_lost_seeds(who):
+    results = [
+        result(name, seed, 7.0 if name == who and seed == 4 else nats + 0.01 * seed)
+        for name, nats in (("bf16", 4.0), ("rowwise", 4.01))
+        for seed in range(5)
+    ]
+    claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
+    assert outcome(claim, compared(results)).verdict == "open"
+
+
+def test_equal_runs_lose_nothing():
+    runs = [result("bf16", seed, 4.0 + 0.01 * seed) for seed in range(3)]
+    equal = [replace(one, cell=replace(one.cell, variant=Variant(name="other", recipe="bf16"))) for one in runs]
+    claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("other", 1.0, 1.0), loses_nothing=True)
+    assert outcome(claim, compared(runs + equal)).verdict == "confirmed"
+
+
+def test_variants_are_ranked_at_the_configurations_own_rate_if_it_is_there():
+    results = [result(name, seed, 4.0, lr=lr) for lr in (0.5, 1.0) for name in ("bf16", "rowwise") for seed in range(2)]
+    assert compared(results).factors == (1.0, 1.0)
+    assert compared(results[:4]).factors == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(("gap", "verdict"), [(0.01, "confirmed"), (-0.01, "contradicted"), (0.0, "open")])

@@ -41,6 +41,19 @@ def test_both_effects_make_the_error():
     assert (interval.low, interval.high) == pytest.approx((mean - bound, mean + bound))
 
 
+def test_few_seeds_are_never_surer_than_their_means():
+    """Of two to four seeds the wider interval: means that agree by chance would else leave the windows' freedom."""
+    random, wider = np.random.default_rng(7), 0
+    for seeds in (2, 3, 4):
+        for _ in range(50):
+            table = random.standard_normal((seeds, 40)) + 0.2 * random.standard_normal((1, 40))
+            by_seed = student_interval(table.mean(axis=1))
+            interval = paired_interval(table)
+            assert interval.half_width >= by_seed.half_width
+            wider += interval == by_seed
+    assert 0 < wider < 150
+
+
 @pytest.mark.parametrize("shape", [(1, 12), (12, 1)])
 def test_one_seed_or_one_window_gives_the_interval_of_student(shape):
     values = np.random.default_rng(2).standard_normal(12)
@@ -69,17 +82,20 @@ def test_a_single_number_has_no_interval():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("seeds", "windows", "of_seed", "of_window"),
-    [(5, 200, 0.003, 0.01), (8, 200, 0.003, 0.01), (5, 100, 0.001, 0.02), (8, 100, 0.0, 0.02), (3, 100, 0.004, 0.0)],
+    [
+        *[(5, 200, 0.003, 0.01), (8, 200, 0.003, 0.01), (5, 100, 0.001, 0.02), (8, 100, 0.0, 0.02)],
+        *[(3, 100, 0.004, 0.0), (2, 100, 0.003, 0.0), (3, 100, 0.003, 0.0)],
+    ],
 )
 def test_95_percent_intervals_hold_a_known_gap_in_93_to_97_percent_of_studies(seeds, windows, of_seed, of_window):
-    """2,000 studies each: effects of seeds normal, those of windows with Student's heavy tails."""
+    """2,000 studies each: effects of seeds normal, those of windows with Student's heavy tails. Few seeds hold more."""
     random, gap, held = np.random.default_rng(3), 0.004, 0
     for _ in range(2000):
         table = gap + 0.02 * random.standard_normal((seeds, windows))
         table += of_seed * random.standard_normal((seeds, 1)) + of_window * random.standard_t(6, (1, windows))
         interval = paired_interval(table)
         held += interval.low <= gap <= interval.high
-    assert 0.93 <= held / 2000 <= 0.97
+    assert 0.93 <= held / 2000 <= (0.97 if seeds >= 5 else 0.985)
 
 
 def test_holm_rejects_as_step_down_does():
