@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import random
 import time
 
 import pytest
@@ -20,7 +21,10 @@ from tests.unit.training.tiny_runs import tiny_config
 
 BF16, TENSORWISE = (Variant(name=name, recipe=name) for name in ("bf16", "tensorwise"))
 GRID = Grid(variants=(BF16, TENSORWISE), seeds=(0, 1))
-NUMBERS = ("nats", "validation_nats", "train_nats", "window_nats", "gradient_error", "noise_scale", "failed_at")
+NUMBERS = (
+    *("nats", "validation_nats", "train_nats", "window_nats"),
+    *("gradient_error", "gradient_variance", "noise_scale", "failed_at"),
+)
 
 
 def numbers(results):
@@ -73,16 +77,24 @@ def work(folder, data):
     run_grid(GRID, tiny_config(checkpoint_interval=2), folder, data=data)
 
 
+def logged(folder):
+    return sum(len(path.read_text().splitlines()) for path in folder.glob("cells/*/metrics.jsonl"))
+
+
 @pytest.mark.long
 def test_ten_kills_change_no_number(uninterrupted, data, tmp_path):
-    """A process is killed after 0.1, 0.2, … seconds of work, ten times; the last one finishes."""
-    context = multiprocessing.get_context("fork")
-    for kill in range(10):
+    """A process is killed as it trains, ten times after a random number of lines of metrics; the last one finishes."""
+    context, kills = multiprocessing.get_context("fork"), 0
+    for _ in range(10):
         process = context.Process(target=work, args=(tmp_path, data))
         process.start()
-        time.sleep(0.1 * (kill + 1))
+        enough = logged(tmp_path) + random.randint(1, 3)
+        while process.is_alive() and logged(tmp_path) < enough:
+            time.sleep(0.002)
+        kills += process.is_alive()
         process.kill()
         process.join()
+    assert kills >= 8
     results = run_grid(GRID, tiny_config(checkpoint_interval=2), tmp_path, data=data)
     assert numbers(results) == numbers(uninterrupted[1])
 
