@@ -12,6 +12,7 @@ runs: read if it exists, and written with all that are finished.
 import argparse
 import gzip
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ from octavo.experiments.grid_comparison import GridComparison
 from octavo.experiments.presets import PRESETS, Outcome, outcomes
 from octavo.experiments.run_measures import MEASURES
 from octavo.files import write_atomically
-from octavo.text.corpus import Split
+from octavo.text.corpus import Split, content_hash
+from octavo.text.sources import load_documents
 from octavo.text.tokens import open_data
 from octavo.training.config import RunConfig, load_config
 from octavo.training.evaluate import unigram_entropy
@@ -50,33 +52,40 @@ def grids_of(part: str) -> list[Grid]:
 
 
 class FinishedRuns:
-    """Measures of finished runs by their configuration, as text of their measures.json.
+    """Measures of finished runs by their configuration and text, as text of their measures.json.
 
     Args:
         file: JSON Lines of them, compressed; None keeps none.
+        text: content hash of this study's text; runs on others are kept, and not given.
     """
 
-    def __init__(self, file: Path | None) -> None:
-        self.file = file
+    def __init__(self, file: Path | None, text: str) -> None:
+        self.file, self.text = file, text
         lines = gzip.decompress(file.read_bytes()).decode().splitlines() if file is not None and file.exists() else []
-        self._by_config: dict[str, str] = {json.loads(line)["config"]: line for line in lines}
+        self._lines = {_run(line): line for line in lines}
 
     def add(self, folder: Path) -> None:
         """Add the runs of a folder."""
         for path in sorted(folder.glob(f"{CELLS}/*/{MEASURES}")):
-            text = path.read_text().strip()
-            self._by_config[json.loads(text)["config"]] = text
+            line = path.read_text().strip()
+            self._lines[_run(line)] = line
         if self.file is not None:
-            lines = "".join(f"{line}\n" for line in self._by_config.values())
+            lines = "".join(f"{line}\n" for line in self._lines.values())
             write_atomically(self.file, gzip.compress(lines.encode(), mtime=0))
 
     def give(self, grid: Grid, base: RunConfig, folder: Path) -> None:
         """Write the measures of a grid's runs that are known into its folder."""
         for cell in grid.cells:
-            path, known = folder / CELLS / cell.name / MEASURES, self._by_config.get(cell.config(base).config_hash())
+            path = folder / CELLS / cell.name / MEASURES
+            known = self._lines.get((cell.config(base).config_hash(), self.text))
             if known is not None and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, f"{known}\n")
+
+
+def _run(line: str) -> tuple[str, str]:
+    measures = json.loads(line)
+    return measures["config"], measures["data"]
 
 
 def run(part: str, grid: Grid, folder: Path, jobs: int) -> None:
@@ -128,10 +137,13 @@ def tables(part: str, comparison: GridComparison, claims: Sequence[Outcome]) -> 
         yield from ("", note)
 
 
-def introduction(comparison: GridComparison) -> Iterator[str]:
-    """Lines above the tables: model, bars."""
+def introduction(comparison: GridComparison, text: str) -> Iterator[str]:
+    """Lines above the tables: model, text, bars."""
     bars = ", ".join(f"{name} {value}" for name, value in asdict(comparison.bars).items())
-    yield "1.3 million parameters, 450 steps of 1,024 tokens; a row's gap is to the part's first row."
+    yield (
+        "1.3 million parameters, 450 steps of 1,024 tokens of the standard library of Python "
+        f"{platform.python_version()} (content hash {text}); a row's gap is to the part's first row."
+    )
     yield from ("", f"Bars, written before the runs: {bars}. Claims are tested together, by Holm's p-values.")
 
 
@@ -169,8 +181,9 @@ def main() -> None:
     parser.add_argument("--known", type=Path)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    machine, base, finished = hardware(), load_config(CONFIG), FinishedRuns(arguments.known)
-    comparisons = {}
+    machine, base = hardware(), load_config(CONFIG)
+    text = content_hash(load_documents(base.data.source))
+    finished, comparisons = FinishedRuns(arguments.known, text), {}
     for part in arguments.parts.split(","):
         folder = arguments.out / part
         grids = grids_of(part)
@@ -179,7 +192,7 @@ def main() -> None:
             run(part, grid, folder, arguments.jobs)
             finished.add(folder)
         comparisons[part] = comparison_of(grids, base, folder)
-    lines, claims = list(introduction(next(iter(comparisons.values())))), claims_of(comparisons)
+    lines, claims = list(introduction(next(iter(comparisons.values())), text)), claims_of(comparisons)
     for part, comparison in comparisons.items():
         lines += tables(part, comparison, claims[part])
     if not arguments.no_write and "recipes" in comparisons:

@@ -1,5 +1,6 @@
 """The benchmark of docs/study.md, with a tiny configuration."""
 
+import gzip
 import json
 import xml.etree.ElementTree as ET
 
@@ -74,3 +75,20 @@ def test_parts_share_their_runs(tiny, monkeypatch, written, capfd):
     call(monkeypatch, "--parts", "head", "--out", tiny / "elsewhere", "--known", known, "--no-write")
     assert not list((tiny / "elsewhere").glob("head/cells/*/metrics.jsonl"))  # none is trained again
     assert [json.loads(line) for line in (tiny / "elsewhere/head/results.jsonl").read_text().splitlines()] == before
+
+
+def test_runs_on_other_text_are_kept_and_not_given(tiny, tmp_path):
+    grid, base = study.grids_of("recipes")[0], study.load_config(study.CONFIG)
+    config = grid.cells[0].config(base).config_hash()
+    known = tmp_path / "known.gz"
+    lines = [json.dumps({"config": config, "data": text, "of": text}) for text in ("this", "another")]
+    known.write_bytes(gzip.compress("\n".join(lines).encode()))
+    runs = study.FinishedRuns(known, "this")
+    runs.give(grid, base, tmp_path)
+    (given,) = tmp_path.glob("cells/*/measures.json")
+    assert json.loads(given.read_text())["of"] == "this"
+    given.unlink()
+    runs.add(tmp_path)
+    assert gzip.decompress(known.read_bytes()).decode().splitlines() == lines
+    study.FinishedRuns(known, "a third").give(grid, base, tmp_path)
+    assert not list(tmp_path.glob("cells/*/measures.json"))
