@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.measure import hardware, markdown_table, publish
 from octavo.experiments import grid_tables
-from octavo.experiments.bars import read_bars
+from octavo.experiments.bars import Bars, save_bars, study_bars
 from octavo.experiments.cells import CellResult, Variant
 from octavo.experiments.grid import CELLS, Grid, finished_cells
 from octavo.experiments.grid_comparison import GridComparison
@@ -34,6 +34,7 @@ from octavo.text.tokens import open_data
 from octavo.training.config import RunConfig, load_config
 from octavo.training.evaluate import unigram_entropy
 
+BARS = "bars.toml"
 CONFIG = Path(__file__).with_name("study.toml")
 RECIPES = ("bf16", "tensorwise", "fp32", "rowwise", "blockwise", "delayed", "mxfp8")
 PICTURE = Path(__file__).parents[1] / "docs/images/study.svg"
@@ -106,7 +107,7 @@ def comparison_of(grids: Sequence[Grid], base: RunConfig, folder: Path) -> GridC
     return GridComparison(
         results.values(),
         baseline=grids[0].variants[0].name,
-        bars=read_bars(folder / "bars.toml"),
+        bars=study_bars(folder / BARS),
         unigram_nats=unigram_entropy(data, Split.VALIDATION),
     )
 
@@ -125,10 +126,10 @@ def tables(part: str, comparison: GridComparison, claims: Sequence[Outcome]) -> 
     if part in PRESETS:
         yield from (*markdown_table(grid_tables.CLAIM_COLUMNS, grid_tables.claim_rows(claims)), "")
     yield from markdown_table(grid_tables.GAP_COLUMNS, grid_tables.gap_rows(comparison, measures))
-    if part in PRESETS:
-        return
     if measures[0].spread is not None:
         yield from ("", f"Standard deviation of the baseline over its seeds: {measures[0].spread:.4f} nats.")
+    if part in PRESETS:
+        return
     yield ""
     yield from markdown_table(grid_tables.RANKING_COLUMNS, grid_tables.ranking_rows(comparison.ranking(1.0, 1.0)))
     columns = grid_tables.cost_columns(comparison.bars.targets)
@@ -187,6 +188,9 @@ def main() -> None:
     for part in arguments.parts.split(","):
         folder = arguments.out / part
         grids = grids_of(part)
+        if not (folder / BARS).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            save_bars(Bars(), folder / BARS)
         for grid in grids:
             finished.give(grid, base, folder)
             run(part, grid, folder, arguments.jobs)

@@ -74,7 +74,7 @@ def study_bars(path: Path) -> Bars:
     """
     bars = read_bars(path)
     first, _, rest = path.read_text(encoding="utf-8").partition("\n")
-    if first.startswith(SEAL) and first != f"{SEAL}{_digest(rest)}":
+    if first != f"{SEAL}{_digest(rest)}":
         raise ConfigError(
             f"{str(path)!r} was changed after the study began; bars do not change once there are results: restore it, "
             "or name another folder with --out and your bars with --bars"

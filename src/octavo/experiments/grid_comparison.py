@@ -7,8 +7,8 @@
     spikes      training losses above median + bars.spike · 1.4826 · MAD of the 32 before, in 1,000 steps
     diverged    the loss became NaN or infinite, or ended at or above the unigram entropy
 
-Diverged runs are counted; gaps and slopes are of the seeds that both finished. A variant that lost seeds which the
-baseline finished is within no bar.
+Diverged runs are counted; gaps and slopes are of the seeds that both finished. A variant that lost more of its seeds
+than the baseline is within no bar, and runs that diverged in other seeds are not ranked.
 """
 
 import itertools
@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from octavo.experiments.intervals import (
     Interval,
     holm,
     paired_interval,
+    paired_p_value,
     seeds_needed,
     slope,
     student_interval,
@@ -51,7 +53,7 @@ class VariantMeasures:
         group: variant and factors.
         seeds: number of runs.
         diverged: how many of them diverged.
-        lost: how many of them diverged where the baseline's run of the same seed did not.
+        lost: how many more of them diverged than of the baseline's runs of the same seeds.
         nats: mean final loss over the seeds that did not.
         gap: gap to the baseline at the same factors; None for the baseline and without a common seed.
         spread: standard deviation over seeds of the baseline's final loss, nats; None with fewer than two.
@@ -128,15 +130,14 @@ class GridComparison:
         runs = self._finished(group)
         base_group = (self.baseline, *group[1:])
         base = self._finished(base_group)
-        common = [] if group[0] == self.baseline else sorted(runs.keys() & base.keys())
-        pairs = [(runs[seed], base[seed]) for seed in common]
+        pairs = self._pairs(group)
         gap = self.gap(group, base_group) if pairs else None
         results = self.groups[group].values()
         return VariantMeasures(
             group=group,
             seeds=len(results),
             diverged=sum(map(self.has_diverged, results)),
-            lost=len((self.groups[group].keys() & base.keys()) - runs.keys()),
+            lost=self._lost(group, base_group),
             nats=statistics.fmean(run.nats for run in runs.values()) if runs else None,
             gap=gap,
             spread=statistics.stdev(run.nats for run in base.values()) if len(base) > 1 else None,
@@ -168,8 +169,14 @@ class GridComparison:
             return None
         return paired_interval(gaps) if len(gaps) > 1 else student_interval([float(np.mean(gaps))])
 
+    def p_value(self, group: Group, base: Group, *beyond: Group, truth: float = 0.0) -> float:
+        """Probability of a gap at least this far from ``truth``, of at least two seeds; arguments as for ``gap``."""
+        return paired_p_value(self._gaps(group, base, *beyond), truth)
+
     def seeds_needed(self, group: Group, base: Group, *beyond: Group) -> int | None:
-        """Paired seeds that would see 0.005 nats of a gap with a chance of 80 %; None with fewer than two seeds."""
+        """Paired seeds that would see 0.005 nats with a chance of 80 %; None below two, or where runs diverged."""
+        if not self.finish_alike((group, base, *beyond)):
+            return None
         gaps = [float(np.mean(each)) for each in self._gaps(group, base, *beyond)]
         return seeds_needed(statistics.stdev(gaps), DETECTABLE_NATS) if len(gaps) > 1 else None
 
@@ -198,9 +205,11 @@ class GridComparison:
         gaps = {
             (one, other): gap
             for one, other in itertools.combinations(names, 2)
-            if (gap := self.gap((one, lr, warmup), (other, lr, warmup))) and not math.isnan(gap.error)
+            if self.finish_alike(pair := ((one, lr, warmup), (other, lr, warmup)))
+            and (gap := self.gap(*pair))
+            and not math.isnan(gap.error)
         }
-        adjusted = holm({f"{one} {other}": gap.p_value for (one, other), gap in gaps.items()})
+        adjusted = holm({f"{one} {other}": self.p_value((one, lr, warmup), (other, lr, warmup)) for one, other in gaps})
         ranked = [
             Ranking(
                 better=one if gap.estimate <= 0 else other,
@@ -216,7 +225,7 @@ class GridComparison:
         """Whether a variant loses accuracy, by both bars, in one sentence."""
         gap, bars = measures.gap, self.bars
         if measures.lost:
-            return f"{measures.lost} of {measures.seeds} runs diverged where the baseline's did not"
+            return f"{measures.diverged} of {measures.seeds} runs diverged, {measures.lost} more than the baseline's"
         if gap is None:
             return "baseline" if measures.group[0] == self.baseline else "no seed that the baseline finished too"
         if math.isnan(gap.error):
@@ -230,17 +239,34 @@ class GridComparison:
         if measures.spread is not None:
             inside = gap.high <= bars.spread * measures.spread
             within += f", {'inside' if inside else 'outside'} the baseline's spread"
-        grows = measures.tail_slope is not None and measures.tail_slope.p_above_zero < 1 - CONFIDENCE
-        return f"{within}; the gap grows at the end" if grows else within
+        return f"{within}; the gap grows at the end" if measures.group in self._growing else within
 
     def is_within(self, measures: VariantMeasures) -> bool:
-        """Whether the gap's interval ends within the bar, and no seed was lost."""
+        """Whether the gap's interval ends within the bar, and no more seeds were lost than the baseline's."""
         return measures.gap is not None and not measures.lost and measures.gap.high <= self.bars.gap_nats
 
     def _finished(self, group: Group) -> dict[int, RunMeasures]:
         return {
             seed: result.run for seed, result in self.groups.get(group, {}).items() if not self.has_diverged(result)
         }
+
+    def _pairs(self, group: Group) -> list[tuple[RunMeasures, RunMeasures]]:
+        """A group's runs and the baseline's, of the seeds that both finished; none for the baseline."""
+        runs, base = self._finished(group), self._finished((self.baseline, *group[1:]))
+        common = [] if group[0] == self.baseline else sorted(runs.keys() & base.keys())
+        return [(runs[seed], base[seed]) for seed in common]
+
+    def _lost(self, group: Group, base: Group) -> int:
+        common = self.groups[group].keys() & self.groups.get(base, {}).keys()
+        finished, of_base = (len(self._finished(each).keys() & common) for each in (group, base))
+        return max(0, of_base - finished)
+
+    @cached_property
+    def _growing(self) -> set[Group]:
+        """Groups whose gap grows at the end, by Holm over all groups."""
+        slopes = {group: self._tail_slope(self._pairs(group)) for group in self.groups}
+        p_values = holm({str(group): each.p_above_zero for group, each in slopes.items() if each and each.freedom > 0})
+        return {group for group in slopes if p_values.get(str(group), 1.0) < 1 - CONFIDENCE}
 
     def _tail_slope(self, pairs: Sequence[tuple[RunMeasures, RunMeasures]]) -> Interval | None:
         slopes = []

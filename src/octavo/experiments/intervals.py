@@ -24,7 +24,7 @@ A. B. Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1 (2007).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from octavo.errors import ConfigError
 
-__all__ = ["CONFIDENCE", "Interval", "holm", "paired_interval", "seeds_needed", "slope", "student_interval"]
+__all__ = [
+    "CONFIDENCE",
+    "Interval",
+    "holm",
+    "paired_interval",
+    "paired_p_value",
+    "seeds_needed",
+    "slope",
+    "student_interval",
+]
 
 CONFIDENCE = 0.95
 FEW_SEEDS = 5  # below it, Student's interval over seeds is a lower bound
@@ -122,6 +131,26 @@ def paired_interval(differences: ArrayLike) -> Interval:
         freedom = total**2 / (np.square(squares) / freedoms).sum()
     crossed = Interval(estimate=float(mean), error=math.sqrt(total / (seeds * windows)), freedom=float(freedom))
     return max(crossed, student_interval(by_seed), key=lambda each: each.half_width) if seeds < FEW_SEEDS else crossed
+
+
+def paired_p_value(differences: ArrayLike, truth: float = 0.0) -> float:
+    """Two-sided probability of a gap at least this far from the truth.
+
+    The larger one of two: by the interval of :func:`paired_interval`, and by Student's over the means of seeds. Far
+    from 0.05, where a correction for many comparisons asks, the first one's tail is too light for the seeds' few
+    degrees of freedom: seven equal recipes of five seeds would get a false order in 9 to 19 % of studies, not 5.
+
+    Args:
+        differences: as for :func:`paired_interval`, of at least two seeds.
+        truth: the gap that is tested.
+
+    Example:
+        >>> round(paired_p_value([[0.01, 0.03, 0.02], [0.02, 0.04, 0.04]]), 3)
+        0.156
+    """
+    table = np.asarray(differences, dtype=np.float64)
+    both = (paired_interval(table), student_interval(table.mean(axis=1)))
+    return max(replace(each, estimate=each.estimate - truth).p_value for each in both)
 
 
 def student_interval(values: Sequence[float] | NDArray[np.float64]) -> Interval:

@@ -11,7 +11,7 @@ is open where a group diverged in a seed that another of its groups finished.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -89,17 +89,20 @@ class Outcome:
 def outcomes(tests: Sequence[tuple[Claim, GridComparison]]) -> list[Outcome]:
     """Test claims together, each on its grid."""
     gaps = [comparison.gap(*claim.groups) for claim, comparison in tests]
-    distances = {
-        str(index): _distance(claim, comparison, gap)
-        for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True))
-        if gap is not None and not math.isnan(gap.error)
-    }
-    p_values = holm({key: distance.p_value for key, distance in distances.items()})
+    truths = [comparison.bars.gap_nats if claim.loses_nothing else 0.0 for claim, comparison in tests]
+    p_values = holm(
+        {
+            str(index): comparison.p_value(*claim.groups, truth=truths[index])
+            for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True))
+            if gap is not None and not math.isnan(gap.error)
+        }
+    )
     found = []
     for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True)):
         p_value, verdict = p_values.get(str(index)), "open"
         if p_value is not None and p_value < 1 - CONFIDENCE and comparison.finish_alike(claim.groups):
-            verdict = "confirmed" if distances[str(index)].estimate > 0 else "contradicted"
+            is_above = gap is not None and gap.estimate > truths[index]
+            verdict = "confirmed" if is_above != claim.loses_nothing else "contradicted"
         found.append(
             Outcome(
                 claim=claim,
@@ -111,11 +114,6 @@ def outcomes(tests: Sequence[tuple[Claim, GridComparison]]) -> list[Outcome]:
             )
         )
     return found
-
-
-def _distance(claim: Claim, comparison: GridComparison, gap: Interval) -> Interval:
-    """Interval that is above 0 if the claim holds: of the difference, or of what the bar leaves of it."""
-    return replace(gap, estimate=comparison.bars.gap_nats - gap.estimate) if claim.loses_nothing else gap
 
 
 def preset_named(name: str) -> Preset:

@@ -1,5 +1,6 @@
 """The page of a study over several seeds: gaps with intervals, gaps over the steps, claims, pairs, costs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,8 @@ def _claims_headline(outcomes: Sequence[Outcome]) -> str:
 
 
 def _headline(comparison: GridComparison, compared: list[VariantMeasures]) -> str:
+    if all(one.gap is None or math.isnan(one.gap.error) for one in compared):
+        return "One seed: gaps without intervals, and no verdict"
     within = [one for one in compared if comparison.is_within(one)]
     return (
         f"{len(within)} of {len(compared)} variants end within {comparison.bars.gap_nats:g} nats of "

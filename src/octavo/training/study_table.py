@@ -114,7 +114,7 @@ def verdict(study: Study) -> str:
         side, outcome = "above", ": within" if gap.nats <= GAP_BAR_NATS else ": outside"
     return (
         f"{title_of(fp8.recipe)} ends {abs(gap.nats):.4f} ± {_error(gap)} nats {side} BF16 on held-out text "
-        f"({_percent(gap)} perplexity){outcome} the bar of {GAP_BAR_NATS:.4f} nats."
+        f"({_percent(gap)} perplexity){outcome} the bar of {GAP_BAR_NATS:.4f} nats, with one seed."
     )
 
 

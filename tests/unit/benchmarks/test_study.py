@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from benchmarks import study
 from octavo.experiments.presets import PRESETS
+from tests.unit.experiments.test_grid_comparison import compared, result
 
 pytestmark = pytest.mark.long
 
@@ -75,6 +77,30 @@ def test_parts_share_their_runs(tiny, monkeypatch, written, capfd):
     call(monkeypatch, "--parts", "head", "--out", tiny / "elsewhere", "--known", known, "--no-write")
     assert not list((tiny / "elsewhere").glob("head/cells/*/metrics.jsonl"))  # none is trained again
     assert [json.loads(line) for line in (tiny / "elsewhere/head/results.jsonl").read_text().splitlines()] == before
+
+
+def test_claims_of_all_parts_are_tested_together():
+    """Twice as many claims, twice the p of the smallest."""
+    results = [
+        result(name, seed, 4.0 + gap + 0.01 * seed + 0.001 * gap * seed**2)
+        for name, gap in (("bf16", 0.0), ("tensorwise", 0.01), ("hopper", 0.02), ("stochastic", 0.01))
+        for seed in range(4)
+    ]
+    alone = study.claims_of({"accumulation": compared(results)})["accumulation"][0]
+    found = study.claims_of({"accumulation": compared(results), "stochastic-rounding": compared(results)})
+    assert found["accumulation"][0].p_value == pytest.approx(2 * alone.p_value)
+    assert found["stochastic-rounding"][0].p_value > 0.05
+
+
+def test_the_picture_has_larger_losses_to_the_right():
+    results = [
+        result(name, seed, 4.0 + gap + 0.01 * seed)
+        for name, gap in (("bf16", 0.0), ("rowwise", 0.01), ("mxfp8", -0.01))
+        for seed in range(3)
+    ]
+    circles = re.findall(r'<circle cx="([\d.]+)"', study.picture(compared(results)))
+    right, left = map(float, circles)
+    assert left < 370 < right
 
 
 def test_runs_on_other_text_are_kept_and_not_given(tiny, tmp_path):

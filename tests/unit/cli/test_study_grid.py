@@ -56,13 +56,19 @@ def test_other_bars_are_refused_once_there_are_results(octavo, printed, argument
 def test_bars_that_were_edited_after_the_runs_are_refused(octavo, printed, arguments, folder):
     path = folder / "bars.toml"
     before = path.read_text()
-    path.write_text(before.replace("gap_nats = 0.005", "gap_nats = 5.0"))
+    edited = before.replace("gap_nats = 0.005", "gap_nats = 5.0")
     try:
+        for text in (edited, edited.partition("\n")[2]):  # with its seal, and without
+            path.write_text(text)
+            result = octavo(*arguments)
+            assert result.exit_code == 2
+            assert "was changed after the study began" in " ".join(result.stderr.split())
+        path.unlink()
         result = octavo(*arguments)
+        assert result.exit_code == 2
+        assert "is missing beside finished runs" in " ".join(result.stderr.split())
     finally:
         path.write_text(before)
-    assert result.exit_code == 2
-    assert "was changed after the study began" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

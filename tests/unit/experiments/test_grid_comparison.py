@@ -72,7 +72,9 @@ def test_diverged_runs_are_counted_and_leave_the_gap():
     measures = comparison.measures(("rowwise", 1.0, 1.0))
     assert (measures.seeds, measures.diverged, measures.lost) == (5, 2, 2)
     assert measures.gap.estimate == pytest.approx(0.001, abs=2e-4)
-    assert comparison.verdict(measures) == "2 of 5 runs diverged where the baseline's did not"
+    assert comparison.verdict(measures) == "2 of 5 runs diverged, 2 more than the baseline's"
+    assert comparison.ranking(1.0, 1.0) == []
+    assert measures.seeds_needed is None
     assert not comparison.is_within(measures)
 
 
@@ -84,6 +86,34 @@ def test_seeds_that_the_baseline_lost_too_are_nobodys_loss():
     measures = comparison.measures(("rowwise", 1.0, 1.0))
     assert (measures.diverged, measures.lost) == (1, 0)
     assert comparison.is_within(measures)
+
+
+def test_one_run_lost_on_each_side_is_nobodys_loss_and_no_order():
+    losses = {"bf16": (7.0, 4.01, 4.02, 4.03), "rowwise": (4.0, 4.01, 4.02, 7.0)}
+    comparison = compared([result(name, *pair) for name, each in losses.items() for pair in enumerate(each)])
+    assert comparison.measures(("rowwise", 1.0, 1.0)).lost == 0
+    assert comparison.ranking(1.0, 1.0) == []
+
+
+def test_the_spread_bounds_the_upper_end_of_the_gap():
+    """The estimate alone lies inside of BF16's spread of 0.0158."""
+    comparison = compared(BASE + noisy("rowwise", 0.01, 0.006), gap_nats=0.001)
+    measures = comparison.measures(("rowwise", 1.0, 1.0))
+    assert measures.gap.estimate < measures.spread < measures.gap.high
+    assert comparison.verdict(measures) == "undecided at 0.001 nats, outside the baseline's spread"
+
+
+def test_a_slope_is_judged_among_all_variants():
+    def sloping(name, values):
+        return [result(name, seed, 4.0 + 0.01 * seed, slope=value) for seed, value in enumerate(values)]
+
+    steep, flat = sloping("rowwise", (0.1, 0.5, 0.2, 0.4, -0.02)), (0.1, -0.1, 0.05, -0.05, 0.0)
+    others = [each for name in ("mxfp8", "delayed", "blockwise") for each in sloping(name, flat)]
+    alone, among = compared(BASE + steep), compared(BASE + steep + others)
+    group = ("rowwise", 1.0, 1.0)
+    assert 0.0125 < alone.measures(group).tail_slope.p_above_zero < 0.05
+    assert "grows" in alone.verdict(alone.measures(group))
+    assert "grows" not in among.verdict(among.measures(group))
 
 
 def test_one_seed_gives_no_interval_no_order_and_no_verdict():

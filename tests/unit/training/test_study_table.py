@@ -57,7 +57,7 @@ def test_run_that_misses_the_target_is_marked_not_reached():
         (0.0049, "within the bar"),
         (0.0051, "outside the bar"),
         (-0.01, "0.0100 ± 0.0000 nats below BF16"),
-        (-0.01, "below BF16 on held-out text (-1.00 % perplexity), so it stays under the bar of 0.0050 nats."),
+        (-0.01, "below BF16 on held-out text (-1.00 % perplexity), so it stays under the bar of 0.0050 nats, with one"),
     ],
 )
 def test_verdict_states_size_side_and_bar(offset, words):
