@@ -35,3 +35,17 @@ def test_a_presets_page_says_what_became_of_its_claims(tmp_path, open_page, page
     table = page.locator(".wide.layers")  # the verdicts, which no reader should have to scroll to
     assert table.evaluate("table => table.scrollWidth <= table.clientWidth")
     assert page_faults(path) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "seeds", "headline"),
+    [
+        ({"rowwise": 4.0, "mxfp8": 7.0}, 5, "1 of 2 variants end within 0.005 nats of bf16"),
+        ({"mxfp8": 7.0}, 5, "0 of 1 variants end within"),
+        ({"rowwise": 4.0}, 1, "One seed: gaps without intervals, and no verdict"),
+    ],
+)
+def test_the_headline_counts_variants_that_diverged(losses, seeds, headline):
+    runs = {"bf16": 4.0} | losses
+    results = [result(name, seed, nats + 0.01 * seed) for name, nats in runs.items() for seed in range(seeds)]
+    assert headline in grid_page(compared(results), None, {"model": "a decoder", "seed": "0 to 4"})

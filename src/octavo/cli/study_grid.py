@@ -20,7 +20,7 @@ from octavo.experiments.grid import CELLS, Grid, locked, run_grid
 from octavo.experiments.grid_comparison import GridComparison
 from octavo.experiments.grid_results import write_results
 from octavo.experiments.presets import Preset, outcomes, preset_named
-from octavo.experiments.run_measures import MEASURES, Phase
+from octavo.experiments.run_measures import Phase
 from octavo.experiments.study import DEFAULT_RECIPES, check_study_data
 from octavo.parallel.process_group import Place
 from octavo.reports.grid import grid_page
@@ -189,9 +189,9 @@ def _run_shown(
 def _bars(own: Path, given: Path | None) -> Bars:
     """The folder's bars, or the given ones in a new folder."""
     if not own.exists():
-        if any(own.parent.glob(f"{CELLS}/*/{MEASURES}")):
+        if any(path.is_dir() for path in own.parent.glob(f"{CELLS}/*")):
             raise ConfigError(
-                f"{str(own)!r} is missing beside finished runs; restore it, or name another folder with --out"
+                f"{str(own)!r} is missing beside the study's runs; restore it, or name another folder with --out"
             )
         return Bars() if given is None else read_bars(given)
     bars = study_bars(own)

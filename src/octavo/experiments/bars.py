@@ -70,14 +70,14 @@ def study_bars(path: Path) -> Bars:
     """Read the bars that ``save_bars`` wrote for a study.
 
     Raises:
-        ConfigError: they were changed since, or as for ``read_bars``.
+        ConfigError: the file is not the one that it wrote, or as for ``read_bars``.
     """
     bars = read_bars(path)
     first, _, rest = path.read_text(encoding="utf-8").partition("\n")
     if first != f"{SEAL}{_digest(rest)}":
         raise ConfigError(
-            f"{str(path)!r} was changed after the study began; bars do not change once there are results: restore it, "
-            "or name another folder with --out and your bars with --bars"
+            f"{str(path)!r} is not as octavo wrote it before the runs; bars do not change once there are results: "
+            "restore it, or name another folder with --out and your bars with --bars"
         )
     return bars
 

@@ -57,7 +57,8 @@ class VariantMeasures:
         nats: mean final loss over the seeds that did not.
         gap: gap to the baseline at the same factors; None for the baseline and without a common seed.
         spread: standard deviation over seeds of the baseline's final loss, nats; None with fewer than two.
-        tail_slope: slope of the gap at the end, nats in 1,000 steps; None as for ``gap``, or without two evaluations.
+        tail_slope: slope of the gap at the end, nats in 1,000 steps; None as for ``gap``, without two evaluations, or
+            where a precision schedule changes within the tail.
         steps_to_targets: mean over seeds of steps to each target over the baseline's; None where one never came.
         seconds_to_targets: the same of seconds.
         spikes: in 1,000 steps.
@@ -141,7 +142,7 @@ class GridComparison:
             nats=statistics.fmean(run.nats for run in runs.values()) if runs else None,
             gap=gap,
             spread=statistics.stdev(run.nats for run in base.values()) if len(base) > 1 else None,
-            tail_slope=self._tail_slope(pairs),
+            tail_slope=self._tail_slope(group),
             steps_to_targets=self._costs(pairs, lambda _: 1.0),
             seconds_to_targets=self._costs(pairs, lambda run: 1 / run.tokens_per_second),
             spikes=_rate(results, self.bars.spike),
@@ -264,19 +265,27 @@ class GridComparison:
     @cached_property
     def _growing(self) -> set[Group]:
         """Groups whose gap grows at the end, by Holm over all groups."""
-        slopes = {group: self._tail_slope(self._pairs(group)) for group in self.groups}
+        slopes = {group: self._tail_slope(group) for group in self.groups}
         p_values = holm({str(group): each.p_above_zero for group, each in slopes.items() if each and each.freedom > 0})
         return {group for group in slopes if p_values.get(str(group), 1.0) < 1 - CONFIDENCE}
 
-    def _tail_slope(self, pairs: Sequence[tuple[RunMeasures, RunMeasures]]) -> Interval | None:
+    def _tail_slope(self, group: Group) -> Interval | None:
+        if any(self._changes_in_tail(each) for each in (group, (self.baseline, *group[1:]))):
+            return None
         slopes = []
-        for run, other in pairs:
+        for run, other in self._pairs(group):
             start = (1 - self.bars.tail) * run.steps
             gaps = [point for point in difference(run.validation_curve, other.validation_curve) if point[0] >= start]
             if len(gaps) < 2:
                 return None
             slopes.append(1000 * slope(*zip(*gaps, strict=True)))
         return student_interval(slopes) if slopes else None
+
+    def _changes_in_tail(self, group: Group) -> bool:
+        """Whether the precision changes within the tail, where a slope would be that of the change."""
+        variants = (result.cell.variant for result in self.groups.get(group, {}).values())
+        schedules = (variant.training.get("precision_schedule", ()) for variant in variants)
+        return any(start > 1 - self.bars.tail for schedule in schedules for _, start in schedule)
 
     def _costs(
         self, pairs: Sequence[tuple[RunMeasures, RunMeasures]], cost: Callable[[RunMeasures], float]

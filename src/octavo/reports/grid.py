@@ -1,6 +1,5 @@
 """The page of a study over several seeds: gaps with intervals, gaps over the steps, claims, pairs, costs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ def grid_page(comparison: GridComparison, preset: Preset | None, facts: Mapping[
     found = outcomes([(claim, comparison) for claim in preset.claims]) if preset else []
     return render(
         "grid",
-        headline=_claims_headline(found) if found else _headline(comparison, compared),
+        headline=_claims_headline(found) if found else _headline(comparison, measures),
         bars=comparison.bars,
         baseline=comparison.baseline,
         intervals=_intervals(comparison, compared),
@@ -61,12 +60,13 @@ def _claims_headline(outcomes: Sequence[Outcome]) -> str:
     return f"{counted(len(verdicts), 'claim')} rerun: {', '.join(counts)}"
 
 
-def _headline(comparison: GridComparison, compared: list[VariantMeasures]) -> str:
-    if all(one.gap is None or math.isnan(one.gap.error) for one in compared):
+def _headline(comparison: GridComparison, measures: list[VariantMeasures]) -> str:
+    others = [one for one in measures if one.group[0] != comparison.baseline]
+    if max(one.seeds for one in measures) == 1:
         return "One seed: gaps without intervals, and no verdict"
-    within = [one for one in compared if comparison.is_within(one)]
+    within = [one for one in others if comparison.is_within(one)]
     return (
-        f"{len(within)} of {len(compared)} variants end within {comparison.bars.gap_nats:g} nats of "
+        f"{len(within)} of {len(others)} variants end within {comparison.bars.gap_nats:g} nats of "
         f"{comparison.baseline}, by the upper end of their 95 % intervals"
     )
 

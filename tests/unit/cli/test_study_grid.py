@@ -62,11 +62,11 @@ def test_bars_that_were_edited_after_the_runs_are_refused(octavo, printed, argum
             path.write_text(text)
             result = octavo(*arguments)
             assert result.exit_code == 2
-            assert "was changed after the study began" in " ".join(result.stderr.split())
+            assert "is not as octavo wrote it before the runs" in " ".join(result.stderr.split())
         path.unlink()
         result = octavo(*arguments)
         assert result.exit_code == 2
-        assert "is missing beside finished runs" in " ".join(result.stderr.split())
+        assert "is missing beside the study's runs" in " ".join(result.stderr.split())
     finally:
         path.write_text(before)
 

@@ -1,5 +1,6 @@
 """Comparison of synthetic grids whose gaps, spikes and failures are known."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from octavo.experiments.bars import Bars
 from octavo.experiments.cells import Cell, CellResult, Variant
 from octavo.experiments.grid_comparison import GridComparison, spikes
+from octavo.experiments.intervals import holm
 from octavo.experiments.presets import Claim, outcomes
 from octavo.training.comparison import RunMeasures
 
@@ -195,6 +197,29 @@ def test_a_pair_that_is_unlikely_alone_is_not_among_many():
     (pair,) = [one for one in comparison.ranking(1.0, 1.0) if {one.better, one.worse} == {"bf16", "rowwise"}]
     assert 0.01 < raw < 0.05
     assert pair.p_value > 0.05
+
+
+def test_the_ranking_corrects_the_larger_p_values():
+    """Of five seeds without an effect of their own, where the windows' freedom would make differences surer."""
+    comparison = compared(BASE + noisy("rowwise", 4e-5, 0.0) + noisy("mxfp8", 0.0, 0.0))
+    names = ("bf16", "rowwise", "mxfp8")
+    pairs = [((one, 1.0, 1.0), (other, 1.0, 1.0)) for one, other in itertools.combinations(names, 2)]
+    expected = holm({str(pair): comparison.p_value(*pair) for pair in pairs})
+    found = {pair.p_value for pair in comparison.ranking(1.0, 1.0)}
+    assert sorted(found) == pytest.approx(sorted(set(expected.values())))
+    assert any(comparison.p_value(*pair) > 1.001 * comparison.gap(*pair).p_value for pair in pairs)
+
+
+@pytest.mark.parametrize("switch", [0.5, 0.8])
+def test_no_slope_is_measured_across_a_change_of_precision(switch):
+    """From 0.8 of the steps on, within the last third, it would be the change's own."""
+    schedule = {"precision_schedule": (("bf16", 0.0), ("fp8", switch))}
+    runs = []
+    for seed in range(5):
+        one = result("rowwise", seed, 4.0 + 0.01 * seed, slope=0.5 + 0.01 * seed)
+        runs.append(replace(one, cell=replace(one.cell, variant=replace(one.cell.variant, training=schedule))))
+    measures = compared(BASE + runs).measures(("rowwise", 1.0, 1.0))
+    assert (measures.tail_slope is None) == (switch == 0.8)
 
 
 def test_claims_are_tested_together():

@@ -72,10 +72,14 @@ def test_seven_equal_recipes_get_a_false_order_in_at_most_one_study_of_twenty():
     assert false / 300 <= 0.075
 
 
-def test_a_p_value_is_the_larger_one_and_may_be_of_another_truth():
-    table = 0.02 + np.random.default_rng(9).standard_normal((4, 30)) * 0.01
+@pytest.mark.parametrize("of_window", [0.0, 0.05])
+def test_a_p_value_is_the_larger_one_and_may_be_of_another_truth(of_window):
+    """By the means of seeds, or where windows have an effect by both."""
+    random = np.random.default_rng(9)
+    table = 0.02 + random.standard_normal((6, 30)) * 0.01 + of_window * random.standard_normal((1, 30))
     by_seed = stats.ttest_1samp(table.mean(axis=1), 0.015).pvalue
     shifted = paired_interval(table - 0.015).p_value
+    assert (shifted > by_seed) == (of_window > 0)
     assert paired_p_value(table, 0.015) == pytest.approx(max(by_seed, shifted))
 
 
