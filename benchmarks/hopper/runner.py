@@ -52,10 +52,10 @@ PARTS = (
     Part("accumulation", accumulation.measure, 0.05),
     Part("casts", casts.measure, 0.18, casts.bars),
     Part("linears", linears.measure, 0.21, linears.bars),
-    Part("layer", layer.measure, 0.29, layer.bars),
+    Part("layer", layer.measure, 0.27, layer.bars),
     Part("training", training.measure, 0.14, training.bars),
     Part("experts", experts.measure, 0.05, experts.bars),
-    Part("gemms", gemms.measure, 0.08),
+    Part("gemms", gemms.measure, 0.05),
 )
 
 

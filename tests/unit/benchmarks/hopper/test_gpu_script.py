@@ -70,7 +70,7 @@ def test_tests_run_side_by_side(called):
     _, lines = called("tests", "-x")
     (line,) = (line for line in lines if "pytest" in line)
     assert "-n 12 --dist worksteal tests/gpu/test_casts.py tests/gpu tests/triton" in line
-    assert "--ignore tests/triton/test_hopper_build.py -x" in line
+    assert "--ignore tests/triton/test_hopper_build.py --ignore tests/triton/test_traced_layers.py -x" in line
     assert "filterwarnings=default" in line
 
 
