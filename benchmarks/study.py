@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.measure import hardware, markdown_table, publish
 from octavo.experiments import grid_tables
-from octavo.experiments.bars import Bars, save_bars, study_bars
+from octavo.experiments.bars import BARS, Bars, save_bars, study_bars
 from octavo.experiments.cells import CellResult, Variant
 from octavo.experiments.grid import CELLS, Grid, finished_cells
 from octavo.experiments.grid_comparison import GridComparison
@@ -34,7 +34,6 @@ from octavo.text.tokens import open_data
 from octavo.training.config import RunConfig, load_config
 from octavo.training.evaluate import unigram_entropy
 
-BARS = "bars.toml"
 CONFIG = Path(__file__).with_name("study.toml")
 RECIPES = ("bf16", "tensorwise", "fp32", "rowwise", "blockwise", "delayed", "mxfp8")
 PICTURE = Path(__file__).parents[1] / "docs/images/study.svg"

@@ -19,7 +19,7 @@ from typing import Any
 from octavo.errors import CheckpointError, DataError
 from octavo.parsing import parse_json
 
-__all__ = ["SUMS", "check_sums", "count_listed", "file_digest", "sealed", "unsealed", "write_sums"]
+__all__ = ["KEY", "SUMS", "check_sums", "count_listed", "file_digest", "sealed", "unsealed", "write_sums"]
 
 SUMS = "octavo.sha256"
 MOST_BYTES = 16 << 20  # of the list: some 100,000 files

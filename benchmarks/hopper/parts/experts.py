@@ -1,6 +1,7 @@
 """Grouped GEMMs of a mixture's experts: one launch for all, against a GEMM an expert, in FP8 and BF16."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -45,12 +46,11 @@ def _bars(case: ExpertCase) -> dict[str, Verdict]:
 
 
 def _variants(session: Session, case: ExpertCase) -> dict[str, Variant]:
-    builds: dict[str, Callable[[], Callable[[], object]]] = {BASE: lambda: _bf16_each(session, case)}
+    builds: dict[str, Callable[[], Callable[[], object]]] = {BASE: partial(_bf16_each, session, case)}
     for name, scales in SCALES.items():
-        builds[name] = lambda scales=scales: _grouped(session, case, *scales)  # type: ignore[misc]
-        builds[f"{name}, one by one"] = lambda scales=scales: _each(session, case, *scales)  # type: ignore[misc]
-    builds[TORCH_BF16] = lambda: _torch_bf16(session, case)
-    builds[TORCH] = lambda: _torch_rowwise(session, case)
+        builds[name] = partial(_grouped, session, case, *scales)
+        builds[f"{name}, one by one"] = partial(_each, session, case, *scales)
+    builds |= {TORCH_BF16: partial(_torch_bf16, session, case), TORCH: partial(_torch_rowwise, session, case)}
     work = 2 * case.experts * case.tokens * case.k * case.n / 1e12
     return {name: Variant(build=build, work=work, unit="TFLOP") for name, build in builds.items()}
 

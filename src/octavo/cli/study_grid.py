@@ -14,7 +14,7 @@ from octavo.cli.study_run import DATA, REPORT, check_same_config
 from octavo.cli.thread_choice import threads_of
 from octavo.errors import ConfigError
 from octavo.experiments import grid_tables
-from octavo.experiments.bars import Bars, read_bars, save_bars, study_bars
+from octavo.experiments.bars import BARS, Bars, read_bars, save_bars, study_bars
 from octavo.experiments.cells import CellResult, Variant
 from octavo.experiments.grid import CELLS, Grid, locked, run_grid
 from octavo.experiments.grid_comparison import GridComparison
@@ -37,7 +37,6 @@ from octavo.training.study_facts import facts_of
 
 __all__ = ["GridOptions", "Sharing", "refuse", "study_grid"]
 
-BARS = "bars.toml"
 FACTOR = "1"  # of the learning rate and of the warm-up, by default
 
 

@@ -9,19 +9,20 @@ spike = 6.0           # a training loss this many robust deviations above the me
 ```
 """
 
-import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from octavo.checksums import KEY, sealed
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.parsing import read_toml
 from octavo.training.comparison import GAP_BAR_NATS
 from octavo.training.config_values import section
 
-__all__ = ["Bars", "read_bars", "save_bars", "study_bars"]
+__all__ = ["BARS", "Bars", "read_bars", "save_bars", "study_bars"]
 
-SEAL = "# Written before the first run; SHA-256 of these lines: "
+BARS = "bars.toml"  # in a study's folder
+SEAL = "# Written before the first run; SHA-256 of the values: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +63,17 @@ def save_bars(bars: Bars, path: Path) -> None:
     import tomli_w
 
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(bars).items()}
-    text = tomli_w.dumps(plain)
-    write_atomically(path, f"{SEAL}{_digest(text)}\n{text}")
+    write_atomically(path, f"{_seal(bars)}\n{tomli_w.dumps(plain)}")
 
 
 def study_bars(path: Path) -> Bars:
     """Read the bars that ``save_bars`` wrote for a study.
 
     Raises:
-        ConfigError: the file is not the one that it wrote, or as for ``read_bars``.
+        ConfigError: they are not those that it wrote, or as for ``read_bars``.
     """
     bars = read_bars(path)
-    first, _, rest = path.read_text(encoding="utf-8").partition("\n")
-    if first != f"{SEAL}{_digest(rest)}":
+    if path.read_text(encoding="utf-8").partition("\n")[0] != _seal(bars):
         raise ConfigError(
             f"{str(path)!r} is not as octavo wrote it before the runs; bars do not change once there are results: "
             "restore it, or name another folder with --out and your bars with --bars"
@@ -82,5 +81,5 @@ def study_bars(path: Path) -> Bars:
     return bars
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _seal(bars: Bars) -> str:
+    return f"{SEAL}{sealed(asdict(bars))[KEY]}"

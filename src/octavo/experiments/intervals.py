@@ -138,7 +138,7 @@ def paired_p_value(differences: ArrayLike, truth: float = 0.0) -> float:
 
     The larger one of two: by the interval of :func:`paired_interval`, and by Student's over the means of seeds. Far
     from 0.05, where a correction for many comparisons asks, the first one's tail is too light for the seeds' few
-    degrees of freedom: seven equal recipes of five seeds would get a false order in 9 to 19 % of studies, not 5.
+    degrees of freedom.
 
     Args:
         differences: as for :func:`paired_interval`, of at least two seeds.

@@ -152,7 +152,7 @@ def _unsupported_block_reasons(problem: MatmulProblem, capability: tuple[int, in
         yield "in which order cuBLAS scales and adds the sums of blocks is not documented"
     multiple = _SQUARES_OF_K if _BLOCKS[1] in groups else 128
     if problem.m % 4 or problem.n % _MULTIPLE or problem.k % multiple:
-        # and so do M, N and K
+        # M, N and K as given stand in the problem too
         yield f"with these block scales M must be a multiple of 4, N of {_MULTIPLE} and K of {multiple}"
 
 
