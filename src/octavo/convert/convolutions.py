@@ -47,7 +47,7 @@ class ConvertedConvolution(ConvertedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, channels, *places] to [B, N, *patches]; without B too."""
         layer, dims = self.layer("weight"), len(self.kernel_size)
-        if layer.recipe_now().is_high_precision:
+        if self.is_high_precision_now():
             return super().forward(x)  # type: ignore[no-any-return]
         first = x.ndim - dims  # place; channels are before it
         for i in range(dims):

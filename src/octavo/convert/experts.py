@@ -47,7 +47,7 @@ class InterfaceExperts(ConvertedModule):
         An index of ``num_experts`` stands for no expert.
         """
         up, down = (self.layer(name) for name in self.weights())
-        if up.recipe_now().is_high_precision:
+        if self.is_high_precision_now():
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         (tokens, top_k), width = top_k_index.shape, hidden_states.shape[-1]
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -81,7 +81,7 @@ class BatchedExperts(ConvertedModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map [E · rows, K] to the same shape."""
         up, down = (self.layer(name) for name in self.weights())
-        if up.recipe_now().is_high_precision:
+        if self.is_high_precision_now():
             return super().forward(hidden_states)  # type: ignore[no-any-return]
         rows = hidden_states.reshape(-1, up.in_features)
         offsets = torch.arange(up.experts + 1, device=rows.device) * (len(rows) // up.experts)
@@ -104,7 +104,7 @@ class ParallelExperts(ConvertedModule):
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
         """Map [T, K] to [T, N]."""
         layer = self.layer("weight")
-        if layer.recipe_now().is_high_precision:
+        if self.is_high_precision_now():
             return super().forward(inputs, expert_size)  # type: ignore[no-any-return]
         result: Tensor = layer(inputs, _offsets(torch.as_tensor(expert_size, device=inputs.device)))
         return result
@@ -124,7 +124,7 @@ class GatedExperts(ConvertedModule):
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Map [R, D] to the same shape; rows beyond the experts' become 0."""
         gate, down, up = (self.layer(name) for name in self.weights())
-        if gate.recipe_now().is_high_precision:
+        if self.is_high_precision_now():
             return super().forward(x, tokens_per_expert)  # type: ignore[no-any-return]
         offsets = _offsets(tokens_per_expert)
         result: Tensor = down(torch.nn.functional.silu(gate(x, offsets)) * up(x, offsets), offsets)

@@ -31,6 +31,7 @@ __all__ = [
     "linear_layers",
     "owner_name",
     "restore_module",
+    "weight_name",
 ]
 
 _PREFIX = "fp8_"
@@ -59,6 +60,11 @@ class ConvertedModule(torch.nn.Module):
         for name, layer in self._modules.items():
             if name.startswith(_PREFIX) and isinstance(layer, ScaledLayer):
                 yield name.removeprefix(_PREFIX), layer
+
+    def is_high_precision_now(self) -> bool:
+        """Whether no weight's recipe casts in this call, so that the module's own forward runs."""
+        recipes = [layer.recipe_now() for _, layer in self.layers()]  # each layer takes note that it is called
+        return all(recipe.is_high_precision for recipe in recipes)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle: the class is made where it is loaded, since no module has it under a name."""
@@ -180,6 +186,17 @@ def owner_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != f"{_PREFIX}weight")
 
 
+def weight_name(path: str) -> str:
+    """Name of the weight that a layer of a converted module multiplies by; another layer's path stays as it is.
+
+    Example:
+        >>> weight_name("mlp.experts.fp8_down_proj")
+        'mlp.experts.down_proj'
+    """
+    module, _, name = path.rpartition(".")
+    return f"{module}.{name.removeprefix(_PREFIX)}" if module else name
+
+
 class ConvertedConv1D(ConvertedModule):
     """transformers' ``Conv1D``."""
 
@@ -195,10 +212,9 @@ class ConvertedConv1D(ConvertedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
-        layer = self.layer("weight")
-        if layer.recipe_now().is_high_precision:
+        if self.is_high_precision_now():
             return super().forward(x)  # type: ignore[no-any-return]
-        return layer(x)  # type: ignore[no-any-return]
+        return self.layer("weight")(x)  # type: ignore[no-any-return]
 
 
 class ConvertedBilinear(ConvertedModule):
@@ -218,10 +234,9 @@ class ConvertedBilinear(ConvertedModule):
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """Map [..., K1] and [..., K2] to [..., N]."""
-        layer = self.layer("weight")
-        if layer.recipe_now().is_high_precision:
+        if self.is_high_precision_now():
             return super().forward(input1, input2)  # type: ignore[no-any-return]
-        mapped = layer(input2).unflatten(-1, (self.out_features, self.in1_features))
+        mapped = self.layer("weight")(input2).unflatten(-1, (self.out_features, self.in1_features))
         y: Tensor = (mapped @ input1.to(mapped.dtype).unsqueeze(-1)).squeeze(-1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

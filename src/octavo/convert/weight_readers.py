@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from octavo.convert.forward_source import ALL_MODULES, ITEM, NOT_A_CALL, Chain, ChildUses, uses_in
-from octavo.nn import Linear
+from octavo.convert.other_modules import weight_name
+from octavo.nn.scaled_layer import ScaledLayer
 
 __all__ = ["WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
 
@@ -126,6 +127,8 @@ def has_fast_path(module: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEnco
 def layers_not_run(model: torch.nn.Module) -> tuple[str, ...]:
     """Find the converted layers that no forward pass in training has called, outside of compiled graphs.
 
+    Layers of experts and of other modules with a weight of their own have the weight's name.
+
     Example:
         >>> import octavo
         >>> model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 4), "spare": torch.nn.Linear(4, 4)})
@@ -134,9 +137,8 @@ def layers_not_run(model: torch.nn.Module) -> tuple[str, ...]:
         >>> layers_not_run(model)
         ('spare',)
     """
-    return tuple(
-        path for path, layer in model.named_modules() if isinstance(layer, Linear) and layer.last_recipe is None
-    )
+    layers = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, ScaledLayer))
+    return tuple(weight_name(path) for path, layer in layers if layer.last_recipe is None)
 
 
 def _trails(owner: torch.nn.Module, chain: Chain) -> Iterator[Trail]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
+from octavo.convert import layers_not_run
 from octavo.convert.experts import InterfaceExperts, kind_of
 from octavo.convert.other_modules import ConvertedModule
 from octavo.convert.routers import routers
@@ -118,6 +119,27 @@ def test_copies_files_and_state_dicts_keep_working(name):
     octavo.restore(model)
     assert [type(module) for module in model.modules()] == classes
     assert torch.equal(model(tokens)[0], plain(tokens)[0])
+
+
+def test_in_high_precision_the_plain_forward_runs_and_no_layer_is_said_not_to():
+    model, (x, indices, weights) = build("Mixtral"), routing()
+    expected = experts_of(model)(x, indices, weights)
+    octavo.convert(model, "bf16")
+    assert torch.equal(experts_of(model)(x, indices, weights), expected)
+    not_run = [path for path in layers_not_run(model) if "experts" in path]
+    assert not_run == [f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+
+
+def test_a_recipe_of_the_second_weight_alone_runs():
+    model, (x, indices, weights) = build("Mixtral"), routing()
+    octavo.convert(model, "bf16")
+    down = experts_of(model).layer("down_proj")
+    down.set_recipe(recipes.get("rowwise"), down.scale_updates, path=down.path)
+    y = experts_of(model)(x, indices, weights)
+    octavo.convert(model, "rowwise")
+    assert not torch.equal(y, experts_of(model)(x, indices, weights))
+    octavo.restore(model)
+    assert not torch.equal(y, experts_of(model)(x, indices, weights))
 
 
 def test_an_expert_that_no_token_is_sent_to_keeps_its_history_through_steps():
