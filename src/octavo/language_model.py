@@ -15,7 +15,7 @@ All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32:
 weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from octavo.checksums import check_sums
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama, load_gguf
-from octavo.models.llama import causal_attention
+from octavo.models.cache_transforms import KVTransform, TransformedCache, cache_of_transformers
 from octavo.models.sources import INSTALL, SourceKind, kind_of, located
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
@@ -47,7 +47,6 @@ __all__ = [
     "stepwise_logits",
 ]
 
-KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
 ADAPTER = "adapter_config.json"
 
 
@@ -88,32 +87,12 @@ class LanguageModel:
         return logits_of(self.model, tokens, kv_transform)
 
 
-class _TransformedCache:
-    """A decoder cache of transformed keys and values: of a whole text, or of one token of each text at a time."""
-
-    def __init__(self, transform: KVTransform) -> None:
-        self._transform = transform
-        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def length(self) -> int:
-        return self._stored[0][0].shape[1] if self._stored else 0
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        new = self._transform(layer, keys, values)
-        if layer in self._stored:
-            keys, values = (torch.cat(both, dim=1) for both in zip(self._stored[layer], new, strict=True))
-            new = keys, values
-        self._stored[layer] = new
-        return causal_attention(queries, *new)
-
-
 def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
     """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
     if isinstance(model, Llama):
-        llama_logits: Tensor = model(tokens, None if kv_transform is None else _TransformedCache(kv_transform))
+        llama_logits: Tensor = model(tokens, None if kv_transform is None else TransformedCache(kv_transform))
         return llama_logits
-    cache = {} if kv_transform is None else {"past_key_values": _cache_of_transformers(kv_transform)}
+    cache = {} if kv_transform is None else {"past_key_values": cache_of_transformers(kv_transform)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
     logits: Tensor = output.logits
     return logits
@@ -124,9 +103,9 @@ def stepwise_logits(model: nn.Module, tokens: Tensor, kv_transform: KVTransform 
     transform = kv_transform or (lambda _, keys, values: (keys, values))
     positions = tokens.split(1, dim=1)
     if isinstance(model, Llama):
-        ours = _TransformedCache(transform)
+        ours = TransformedCache(transform)
         return torch.cat([model(position, ours) for position in positions], dim=1)
-    cache = _cache_of_transformers(transform)
+    cache = cache_of_transformers(transform)
     passes: list[Any] = [model(input_ids=each, use_cache=True, past_key_values=cache) for each in positions]
     return torch.cat([each.logits for each in passes], dim=1)
 
@@ -249,16 +228,3 @@ def _check_report(source: str, report: Mapping[str, Any]) -> None:
                 f"transformers reads {source!r} without {names[0]}, {what}, and {len(names) - 1} more; download or "
                 "write it again"
             )
-
-
-def _cache_of_transformers(kv_transform: KVTransform) -> Any:
-    """A cache of transformers of what ``kv_transform`` returns."""
-    from transformers import DynamicCache
-
-    class TransformedCache(DynamicCache):
-        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **named: Any) -> Any:
-            new = kv_transform(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
-            keys, values = (each.transpose(1, 2) for each in new)
-            return super().update(keys, values, layer_idx, *rest, **named)
-
-    return TransformedCache()

@@ -138,14 +138,15 @@ def _load(model: str, place: Device, *, hub: bool) -> LanguageModel:
 def _casts(name: str | None, granularity: str | None, engine: str | None, scales: str | None) -> dict[str, Any]:
     """Settings that --recipe or --as-served-by defines."""
     if engine is None:
-        recipe, activations = _recipe(name or "static", granularity), None
+        recipe, profile = _recipe(name or "static", granularity), None
     elif name is not None:
         raise ConfigError("--recipe and --as-served-by both define the casts; leave one of them out")
     elif granularity is not None:
         raise ConfigError("--granularity and --as-served-by both define the casts; leave one of them out")
     else:
-        recipe, activations = served_recipe(get(engine)), get(engine).activations
-    return {"recipe": recipe, "activations": activations, "scales": _scales(recipe, scales)}
+        profile = get(engine)
+        recipe = served_recipe(profile)
+    return {"recipe": recipe, "engine": profile, "scales": _scales(recipe, scales)}
 
 
 def _recipe(name: str, granularity: str | None) -> Recipe:

@@ -12,10 +12,11 @@ from octavo.kernels.row_by_row import RowByRow
 from octavo.numerics import EngineCast, quantize_as
 from octavo.numerics.engine_cast import AmaxOf, Application, Division, PowerOfTwo, Saturation
 from octavo.recipes.engines import profile_of_recipe, served_recipe
-from octavo.recipes.engines.catalog import PROFILES, get, names
+from octavo.recipes.engines.catalog import FP8_CACHE, PROFILES, get, names
 from octavo.recipes.engines.profile import NOT_RUN, EngineProfile, Products, Source, properties_of, source_of
 
 __all__ = [
+    "FP8_CACHE",
     "NOT_RUN",
     "PROFILES",
     "Agreement",

@@ -25,9 +25,10 @@ from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
 from octavo.language_model import KVTransform, logits_of, stepwise_logits
 from octavo.models import Llama
+from octavo.models.served_forward import cast_of_cache
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
-from octavo.numerics import EngineCast, QuantizedTensor, Scaling, quantize_as
+from octavo.numerics import QuantizedTensor, Scaling
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["EngineCopies", "EngineLinear", "EngineModel", "engine_layers", "input_amaxes", "model_as", "watching"]
@@ -100,7 +101,7 @@ class EngineModel(nn.Module):
     def kv_transform(self) -> KVTransform | None:
         """Cast of a layer's keys and values in the cache, with decoded results; None casts none."""
         cast = self.profile.kv_cache
-        return None if cast is None else _cached_as(cast)
+        return None if cast is None else cast_of_cache(cast)
 
     def layer_output(self, path: str, x: Tensor) -> Tensor:
         """Output of a linear layer for another engine's input, which a layer without casts takes in its own dtype."""
@@ -249,15 +250,6 @@ def _shared_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Modul
             rounded[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
         table[name] = rounded[id(parameter)]
     return copied
-
-
-def _cached_as(cast: EngineCast) -> KVTransform:
-    scale = torch.ones(()) if cast.scaling == Scaling.STATIC else None  # what servers take where a folder has none
-
-    def through(_: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_as(keys, cast, scale=scale).dequantize(), quantize_as(values, cast, scale=scale).dequantize()
-
-    return through
 
 
 def _widen_norms(model: nn.Module) -> None:

@@ -23,9 +23,8 @@ from octavo.engines.properties import neighbours, value_in_words
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError, DataError
 from octavo.language_model import LanguageModel
-from octavo.numerics import EngineCast, Scaling
 from octavo.parsing import parse_json
-from octavo.recipes.engines.catalog import PROFILES
+from octavo.recipes.engines.catalog import FP8_CACHE, PROFILES
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["AS_CLAIMED", "EXACT", "Suspect", "find_suspects", "read_server_logprobs", "server_settings"]
@@ -106,7 +105,7 @@ def server_settings(copies: EngineCopies, claimed: EngineProfile) -> Iterator[tu
     An FP8 cache with the scale 1; and, unless a folder's codes decide it, the head in FP8, or a kind of layer, such as
     every down_proj, in high precision.
     """
-    choices: list[tuple[str, object]] = [("kv_cache", EngineCast(scaling=Scaling.STATIC))]
+    choices: list[tuple[str, object]] = [("kv_cache", FP8_CACHE)]
     weights = copies.weights_of(claimed)
     if all(isinstance(weight, Tensor) for weight in weights.values()):
         kinds = sorted({path.rpartition(".")[2] for path in weights})

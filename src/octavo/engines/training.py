@@ -6,16 +6,14 @@ from torch import nn
 from octavo.convert import convert
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
-from octavo.nn.parameter_rounding import rounded_parameters
+from octavo.models.served_forward import served_forward
 from octavo.recipes import Recipe
 from octavo.recipes.engines import EngineProfile, served_recipe
 
 __all__ = ["convert_as_served"]
 
 
-def convert_as_served(
-    model: nn.Module, profile: EngineProfile, *, gradients: str | Recipe = "bf16"
-) -> rounded_parameters:
+def convert_as_served(model: nn.Module, profile: EngineProfile, *, gradients: str | Recipe = "bf16") -> served_forward:
     """Convert a decoder in place, and return the context in which its forward pass is the engine's, bit for bit.
 
     Args:
@@ -48,4 +46,4 @@ def convert_as_served(
     report = convert(model, recipe, skip=profile.skipped, convert_head=profile.head)
     if needs_widening(torch.empty(0, dtype=profile.activations)):  # other linears round once, as an engine's
         convert(model, "bf16", convert_head=True, layer_filter=lambda path, _: path not in report.converted)
-    return rounded_parameters(model, profile.activations)
+    return served_forward(model, profile)

@@ -39,7 +39,8 @@ def engine_to_write_for(name: str) -> EngineProfile:
         'sglang-block'
     """
     try:
-        engine = get(FAMILIES.get(name, name))
+        family, plus, setting = name.partition("+")
+        engine = get(f"{FAMILIES.get(family, family)}{plus}{setting}")
     except ConfigError as error:
         raise ConfigError(f"{error}; or of {', '.join(FAMILIES)}") from error
     return replace(engine, weight=_in_ocp(engine.weight), input=None if engine.input is None else _in_ocp(engine.input))

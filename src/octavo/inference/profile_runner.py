@@ -185,7 +185,7 @@ def _unserved(profile: EngineProfile) -> Iterator[str]:
         yield "the scales of its inputs are from past steps, which a server has not"
     if cast is not None and cast.scaling is Scaling.DYNAMIC and _is_shared(cast.granularity, 2):
         yield "tokens share a scale of its inputs, so an answer would depend on other requests"
-    if cache is not None and _is_shared(cache.granularity, 4):
+    if cache is not None and cache.scaling is Scaling.DYNAMIC and _is_shared(cache.granularity, 4):
         yield "tokens share a scale of its KV cache, so an answer would depend on other requests"
     if profile.activations not in CACHE_FORMATS:
         yield f"a cache holds {' or '.join(map(str, CACHE_FORMATS.values()))}, not {profile.activations}"

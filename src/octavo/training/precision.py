@@ -23,8 +23,8 @@ from octavo import recipes
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
 from octavo.models.llama import MLP
+from octavo.models.served_forward import served_forward
 from octavo.nn import Linear, RMSNorm
-from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.nn.scaling_state import accept_new_histories
 from octavo.recipes import Recipe
 from octavo.recipes.engines import get, served_recipe
@@ -114,7 +114,7 @@ def _leave_rest_plain(
 def surroundings(training: TrainingConfig, device: torch.device, model: nn.Module) -> AbstractContextManager[object]:
     """Return the reusable context of a model's forward and loss."""
     if training.as_served_by:
-        return rounded_parameters(model, get(training.as_served_by).activations)
+        return served_forward(model, get(training.as_served_by))
     if training.surrounding == Precision.FP32:
         return nullcontext()
     dtype = torch.float16 if training.surrounding == Precision.FP16 else torch.bfloat16

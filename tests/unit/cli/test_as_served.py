@@ -38,15 +38,15 @@ def file_is_of(folder, plain, engine):
 @pytest.mark.long
 @pytest.mark.usefixtures("forked_verification")
 def test_train_and_export(octavo, setting, tmp_path):
-    run, served = tmp_path / "run", tmp_path / "served"
-    result = octavo("train", *setting, "--recipe", "rowwise", "--as-served-by", "vllm-token", "--out", run)
+    run, served, engine = tmp_path / "run", tmp_path / "served", "vllm-token+fp8-cache"
+    result = octavo("train", *setting, "--recipe", "rowwise", "--as-served-by", engine, "--out", run)
     assert result.exit_code == 0, result.output
-    assert load_config(run / "config.toml").training.as_served_by == "vllm-token"
+    assert load_config(run / "config.toml").training.as_served_by == engine
     trained, plain = load_run(run), load_language_model(run)
     with torch.no_grad(), trained.surroundings:
         logits = trained.model(IDS)
-    assert torch.equal(logits, model_as(plain.model, get("vllm-token"))(IDS))
-    result = octavo("export", run, "--for", "vllm", "--out", served, "--json")
+    assert torch.equal(logits, model_as(plain.model, get(engine))(IDS))
+    result = octavo("export", run, "--for", "vllm+fp8-cache", "--out", served, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["format"] == "compressed-tensors"
     file_is_of(served, plain, "vllm-token")
@@ -92,7 +92,7 @@ def test_qat_and_export(octavo, finished_run, text, tmp_path, engine):
     tuned, served = tmp_path / "tuned", tmp_path / "served"
     result = octavo("qat", finished_run, "--data", text, *QAT, "--as-served-by", engine, "--out", tuned)
     assert result.exit_code == 0, result.output
-    assert json.loads((tuned / "qat.json").read_text())["settings"]["activations"] == "bfloat16"
+    assert json.loads((tuned / "qat.json").read_text())["settings"]["engine"] == engine
     learned, untuned, plain = load_qat(tuned), load_qat(tuned).model, load_language_model(tuned)
     restore(untuned)
     if engine == "vllm-token":

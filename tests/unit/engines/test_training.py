@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.dispatch import cast, cast_selections
 from octavo.models import Llama
 from octavo.nn.parameter_rounding import rounded_parameters
-from octavo.numerics import CastSpec, Scaling
+from octavo.numerics import CastSpec, EngineCast, Scaling
 from octavo.onnx.layers import graph_linear
 from octavo.parallel.weight_gather import high_precision_reason
 from octavo.quantization import compensate_rounding
@@ -151,9 +151,9 @@ def test_what_training_cannot_reproduce_is_named(name, what):
         served_recipe(get(name))
 
 
-def test_an_fp8_cache_is_named_too():
-    profile = replace(get("vllm-token"), kv_cache=get("vllm-token").input)
-    with pytest.raises(ConfigError, match="its kv_cache is"):
+def test_scales_of_past_steps_and_of_calibration_are_named_too():
+    profile = replace(get("vllm-token"), kv_cache=EngineCast(scaling=Scaling.DELAYED))
+    with pytest.raises(ConfigError, match=r"its kv_cache\.scaling is delayed"):
         served_recipe(profile)
     with pytest.raises(ConfigError, match="scales from calibration"):
         convert_as_served(decoder(), get("vllm-tensor"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.engines import EngineCast, RowByRow, convert_as_served, get, model_as
+from octavo.engines import FP8_CACHE, EngineCast, RowByRow, convert_as_served, get, model_as
 from octavo.engines.model import watching
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError
@@ -111,8 +111,9 @@ def test_company_chunks_and_reused_pages_change_no_bit(model, texts, byte_tokeni
     assert drawn[0] == drawn[1] == (alone[0][0][-6:], alone[0][1][-6:])
 
 
-def test_keys_and_values_are_cast_as_the_profile_says(model, texts, byte_tokenizer):
-    profile = replace(get("vllm-token"), kv_cache=EngineCast(granularity=PerRow()))
+@pytest.mark.parametrize("cast", [EngineCast(granularity=PerRow()), FP8_CACHE], ids=["row", "one"])
+def test_keys_and_values_are_cast_as_the_profile_says(model, texts, byte_tokenizer, cast):
+    profile = replace(get("vllm-token"), kv_cache=cast)
     runner = ProfileRunner(model, profile)
     assert runner.cache_format == BF16
     for tokens, logprobs in answers(runner, byte_tokenizer, texts):

@@ -17,7 +17,7 @@ The folder is written under a hidden name next to its destination, synced and re
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +138,9 @@ def _lines(result: QATResult) -> Iterator[dict[str, Any]]:
 
 
 def _plain(settings: QATSettings) -> dict[str, Any]:
-    dtype = None if settings.activations is None else str(settings.activations).removeprefix("torch.")
-    return {**asdict(settings), "recipe": settings.recipe.name, "scales": str(settings.scales), "activations": dtype}
+    engine = None if settings.engine is None else settings.engine.name
+    plain = {"recipe": settings.recipe.name, "scales": str(settings.scales), "engine": engine}
+    return {**asdict(replace(settings, engine=None)), **plain}
 
 
 def _read_mark(path: Path) -> dict[str, Any]:

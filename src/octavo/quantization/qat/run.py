@@ -9,8 +9,8 @@
 | fp8-by-data     | bf16-tuned, quantized with compensated rounding                        | yes, with by_data    |
 | fp8-qat         | fine-tuned in quantization-aware training, and converted               |                      |
 
-All of them run under BF16 autocast with FP32 master weights, other linears in octavo's "bf16"; with ``activations``,
-those in FP8 run on parameters rounded to that dtype instead, as a server has them. Losses are measured on
+All of them run under BF16 autocast with FP32 master weights, other linears in octavo's "bf16"; with ``engine``,
+those in FP8 run as that server does instead, its dtype and cache around the layers too. Losses are measured on
 the same held-out windows, so their differences are paired (``octavo.training.comparison``).
 
 Fine-tuning changes the perplexity more than FP8 does, so the cost of FP8 after it is the difference to ``bf16-tuned``,
@@ -39,8 +39,9 @@ from octavo.convert import ConversionReport, convert, read_by_others, restore
 from octavo.curves import perplexity
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
+from octavo.models.served_forward import served_forward
 from octavo.nn import Linear
-from octavo.nn.parameter_rounding import round_parameters, rounded_parameters
+from octavo.nn.parameter_rounding import round_parameters
 from octavo.nn.scaling_state import load_scaling_state, scaling_state
 from octavo.numerics.cast_spec import check_member
 from octavo.quantization.bf16 import bf16_autocast
@@ -50,6 +51,7 @@ from octavo.quantization.qat.linear import QATLinear, ScaleUpdate
 from octavo.quantization.qat.prepare import HIGH_PRECISION, NO_SCALE, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
 from octavo.recipes import Recipe
+from octavo.recipes.engines import EngineProfile
 from octavo.training.comparison import Gap, paired_gap
 
 __all__ = ["BASELINE", "CALIBRATION_WINDOWS", "Phase", "QATResult", "QATSettings", "run_qat"]
@@ -74,7 +76,7 @@ class QATSettings:
         convert_head: as for ``prepare_qat``.
         by_data: compensate the rounding of the weights after the last step.
         baseline: also tune a BF16 model.
-        activations: dtype to which parameters are rounded around the layers in FP8, for a recipe of
+        engine: as which the model computes around its layers in FP8, for a recipe of
             :func:`octavo.engines.served_recipe`; None runs them under autocast.
         tuning: steps, batches, rates, distillation.
     """
@@ -86,13 +88,13 @@ class QATSettings:
     convert_head: bool = False
     by_data: bool = False
     baseline: bool = False
-    activations: torch.dtype | None = None
+    engine: EngineProfile | None = None
     tuning: TuneSettings
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
         check_member("scales", self.scales, tuple(ScaleUpdate))
-        if self.activations is not None and self.scales == ScaleUpdate.LEARNED:
+        if self.engine is not None and self.scales == ScaleUpdate.LEARNED:
             raise ConfigError(
                 "learned scales are parameters, which are rounded as a server's are; use scales='tracked'"
             )
@@ -203,8 +205,8 @@ class _QATRun:
 
     def surroundings(self, name: str, model: nn.Module) -> AbstractContextManager[object]:
         """Reusable context of the forward pass of a measured model."""
-        dtype = self.settings.activations
-        return self.autocast if dtype is None or name not in IN_FP8 else rounded_parameters(model, dtype)
+        engine = self.settings.engine
+        return self.autocast if engine is None or name not in IN_FP8 else served_forward(model, engine)
 
     def bf16_copy_of(self, model: nn.Module) -> nn.Module:
         """Copy with all linears in BF16."""
@@ -255,8 +257,8 @@ class _QATRun:
                 return logits_of(teachers[0], tokens)
 
         self._tune(QAT, student, self.settings.tuning, teacher=teach, before_casts=before_casts)
-        if self.settings.activations is not None:
-            round_parameters(student, self.settings.activations)  # what is saved casts to the codes of training
+        if self.settings.engine is not None:
+            round_parameters(student, self.settings.engine.activations)  # what is saved casts to the codes of training
         if self.settings.by_data:
             self._compensate_rounding(student)
         return student, _convert_all(student)

@@ -1,8 +1,10 @@
 """Profiles by name."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from octavo.errors import ConfigError
+from octavo.numerics import EngineCast, Scaling
 from octavo.parsing import did_you_mean
 from octavo.recipes.engines.huggingface import HUGGINGFACE
 from octavo.recipes.engines.modelopt import MODELOPT
@@ -13,7 +15,10 @@ from octavo.recipes.engines.torchao import TORCHAO
 from octavo.recipes.engines.transformer_engine import TRANSFORMER_ENGINE
 from octavo.recipes.engines.vllm import VLLM
 
-__all__ = ["PROFILES", "get", "names"]
+__all__ = ["FP8_CACHE", "PROFILES", "get", "names"]
+
+FP8_CACHE = EngineCast(scaling=Scaling.STATIC)  # of the scale 1
+SUFFIX = "+fp8-cache"
 
 PROFILES = MappingProxyType(
     {
@@ -24,18 +29,28 @@ PROFILES = MappingProxyType(
 
 
 def get(name: str) -> EngineProfile:
-    """A profile by name.
+    """A profile by name; with ``+fp8-cache`` behind it, keys and values are cast to E4M3 with the scale 1.
+
+    That is what servers do when they are told to keep their cache in FP8, as by vLLM's ``--kv-cache-dtype fp8``, and a
+    folder has no scales for it.
 
     Raises:
         ConfigError: an unknown name.
 
     Example:
-        >>> get("sglang-block").engine
-        'SGLang, DeepGEMM with float scales'
+        >>> get("sglang-block").engine, get("vllm-token+fp8-cache").kv_cache.format.name
+        ('SGLang, DeepGEMM with float scales', 'E4M3')
     """
-    if name not in PROFILES:
-        raise ConfigError(f"there is no engine {name!r}{did_you_mean(name, names())}; use one of {', '.join(PROFILES)}")
-    return PROFILES[name]
+    plain = name.removesuffix(SUFFIX)
+    if plain not in PROFILES:
+        raise ConfigError(
+            f"there is no engine {name!r}{did_you_mean(plain, names())}; use one of {', '.join(PROFILES)}, each also "
+            f"with {SUFFIX}"
+        )
+    profile = PROFILES[plain]
+    if name == plain:
+        return profile
+    return replace(profile, name=name, engine=f"{profile.engine}, cache in FP8", kv_cache=FP8_CACHE)
 
 
 def names() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ def served_recipe(profile: EngineProfile, gradients: str | Recipe = "bf16") -> R
     """Recipe with an engine's casts and sums in the output GEMM, and another recipe's gradients.
 
     Gradients pass straight through the casts. Around the layers the model has to compute as the engine does too:
-    :func:`octavo.nn.rounded_parameters` with ``profile.activations``.
+    :func:`octavo.engines.convert_as_served` and its context do both.
 
     Args:
         profile: the engine.
@@ -90,8 +90,8 @@ def _unreproduced(profile: EngineProfile) -> dict[str, str]:
             reasons[f"{role}.scaling"] = "delayed, and a server has no past steps"
     if profile.output is not profile.activations:
         reasons["output"] = f"{profile.output}, and layers here return their input's dtype, {profile.activations}"
-    if profile.kv_cache is not None:
-        reasons["kv_cache"] = "a cast of keys and values, which no recipe has"
+    if profile.kv_cache is not None and profile.kv_cache.scaling is Scaling.DELAYED:
+        reasons["kv_cache.scaling"] = "delayed, and a server has no past steps"
     return reasons
 
 
