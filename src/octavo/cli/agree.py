@@ -69,7 +69,7 @@ WORST, SUSPECTS = 12, 5  # rows printed
 def show_agreement(
     *,
     model: options.Model,
-    server: Annotated[str, typer.Option(help=f"Engine that serves: {', '.join(names())}.")],
+    server: Annotated[str, typer.Option(help=f"Engine that serves: {', '.join(names())}; each also with +fp8-cache.")],
     trainer: Annotated[str | None, typer.Option(help="Engine that trains; one of the same names.")] = None,
     itself: Annotated[
         bool,
