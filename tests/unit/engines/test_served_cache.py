@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_activation_checkpointing_repeats_the_casts():
     grads = []
     for repeats in (False, True):
         model = our_decoder()
-        layer = model.get_submodule("model.layers.0")
+        layer: Any = model.get_submodule("model.layers.0")
         forward = layer.forward
         if repeats:
             layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
