@@ -103,7 +103,7 @@ def test_activation_checkpointing_repeats_the_casts():
 
 
 def test_what_cannot_be_cast_is_refused():
-    model = decoder_of_transformers()
+    model: Any = decoder_of_transformers()
     with served_forward(model, CACHED), pytest.raises(ConfigError, match="call the model without one"):
         model(IDS, past_key_values=object())
     model.activation_checkpointing_enable()
