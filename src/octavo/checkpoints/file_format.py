@@ -69,9 +69,9 @@ class FileFormat:
         if contents.experts and self.schemes is not None:
             return (
                 f"this model has experts, {contents.experts[0]!r} and {len(contents.experts) - 1} more tensors, in one "
-                f"weight for all of them, which no server reads in {self.name}; call octavo.convert.unfuse_experts "
-                "before octavo.convert (octavo export does, where files name each expert), use the format octavo, or "
-                "serve the model in high precision"
+                f"weight for all of them, which no server reads in {self.name}; octavo.convert.unfuse_experts before "
+                "octavo.convert divides those that files name one by one (octavo export has done so), and says why it "
+                "leaves others: for these use the format octavo, or serve the model in high precision"
             )
         if contents.tables and self.schemes is not None:
             return (

@@ -316,7 +316,7 @@ def mixture():
 @pytest.mark.parametrize("fmt", ["compressed-tensors", "hf-fp8", "modelopt"])
 def test_experts_are_not_written_under_names_that_no_server_reads(mixture, tmp_path, fmt):
     words = f"this model has experts, 'model.layers.0.mlp.experts.gate_up_proj' and 1 more .* no server reads in {fmt};"
-    words += " call octavo.convert.unfuse_experts before octavo.convert"
+    words += " octavo.convert.unfuse_experts before octavo.convert divides those that files name one by one"
     with pytest.raises(ConfigError, match=words):
         save_quantized(mixture, tmp_path / "m", format=fmt, verify_folder=False)
     assert not list(tmp_path.iterdir())
