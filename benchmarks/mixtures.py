@@ -4,8 +4,9 @@
 
 Both learn the built-in corpus with their own routers and the loss that balances these. The runs of a seed share initial
 weights and batches; gaps have the 95 % interval of octavo.experiments.intervals over seeds and held-out windows. "one
-scale" is tensorwise with one scale for all experts of a layer, where octavo has one for each. Each finished run is a
-line of ``runs.jsonl`` in ``--out``, and is not computed again.
+scale" is tensorwise with one scale for all experts of a layer, where octavo has one for each. "bf16 nudged" is BF16
+with initial weights larger by 2^-20: its gap is what routing makes of any small difference. Each finished run is a line
+of ``runs.jsonl`` in ``--out``, and is not computed again.
 """
 
 import argparse
@@ -34,8 +35,9 @@ from octavo.training.comparison import GAP_BAR_NATS
 from octavo.training.config import demo_config
 from octavo.training.schedules import learning_rate
 
-BASE, ONE_SCALE = "bf16", "one scale"
-RECIPES = (BASE, "tensorwise", "delayed", "rowwise", "blockwise", ONE_SCALE)
+BASE, NUDGED, ONE_SCALE = "bf16", "bf16 nudged", "one scale"
+RECIPES = (BASE, NUDGED, "tensorwise", "delayed", "rowwise", "blockwise", ONE_SCALE)
+PRESETS = {NUDGED: BASE, ONE_SCALE: "tensorwise"}  # of those that are not called by their recipe
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.02, "use_cache": False,
@@ -87,7 +89,9 @@ def one_scale_for_all_experts() -> Iterator[None]:
 def train(setting: Setting, data: TokenData) -> tuple[list[float], list[float]]:
     """Train one model; returns the losses of its steps and of each held-out window, in nats."""
     model = build(setting.model, data.vocab_size, setting.context, setting.seed)
-    octavo.convert(model, "tensorwise" if setting.recipe == ONE_SCALE else setting.recipe)
+    if setting.recipe == NUDGED:
+        torch._foreach_mul_([parameter.data for parameter in model.parameters()], 1 + 2**-20)
+    octavo.convert(model, PRESETS.get(setting.recipe, setting.recipe))
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
