@@ -2,7 +2,8 @@
 
 Each has the numbers of :func:`octavo.kernels.cast` and :func:`octavo.kernels.scaled_mm`, which are the definition and
 run one by one where no backend takes them together. The native CPU kernels do: a call for each of 64 small experts
-costs several times the work in it.
+costs several times the work in it. On a GPU it is the launch that costs: Triton's kernel multiplies all in one, also
+where cuBLAS would multiply each.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,16 @@ from torch import Tensor
 
 import octavo.kernels.native_each as native_each
 import octavo.kernels.native_gemm as native_gemm
-from octavo.kernels.backend import ScaleSource, block_widths
+from octavo.kernels.backend import MatmulProblem, ScaleSource, block_widths
+from octavo.kernels.backends.triton import TritonBackend
 from octavo.kernels.dispatch import backend_of_cast, cast, scaled_mm, select_product
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, AmaxRecord, CastSpec, PerTensor, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["EachRecord", "cast_each", "scaled_mm_each"]
+
+_TRITON = TritonBackend()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,10 @@ def scaled_mm_each(
     accumulate: Accumulate = Accumulate.FP32,
     fast_accumulation: bool = False,
 ) -> None:
-    """Write ``a[i] @ b[i].T + biases[i]`` into ``outs[i]``, contiguous; arguments as in :func:`octavo.scaled_mm`."""
+    """Write ``a[i] @ b[i].T + biases[i]`` into ``outs[i]``, contiguous; arguments as in :func:`octavo.scaled_mm`.
+
+    All of ``a`` have one dtype and granularity, all of ``b``, and all of ``outs`` and ``biases`` one dtype.
+    """
     out_dtype, bias = outs[0].dtype, None if biases is None else biases[0]
     backend, problem = select_product(a[0], b[0], out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
     if backend == "native" and not is_traced(a[0].data):
@@ -136,6 +143,11 @@ def scaled_mm_each(
             biases=biases,
             block=max(block_widths(problem), default=0),
         )
+        return
+    if not is_traced(a[0].data) and _fits_one_launch(a, problem):
+        from octavo.kernels.triton import gemm_each
+
+        gemm_each.product_each(a, b, outs, biases)
         return
     for number, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
         out.copy_(
@@ -148,3 +160,14 @@ def scaled_mm_each(
                 fast_accumulation=fast_accumulation,
             )
         )
+
+
+def _fits_one_launch(a: Sequence[QuantizedTensor], problem: MatmulProblem) -> bool:
+    """Whether Triton's kernel multiplies them; ``problem`` is the first, and the longest K may need what that does not.
+
+    A CUDA graph would replay the copy of a table from host memory that is no longer its own.
+    """
+    if not a[0].data.is_cuda:
+        return False
+    longest = problem._replace(k=max(operand.shape[1] for operand in a))
+    return _TRITON.unsupported_reason(longest) is None and not torch.cuda.is_current_stream_capturing()
