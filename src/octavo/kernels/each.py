@@ -3,11 +3,12 @@
 Each has the numbers of :func:`octavo.kernels.cast` and :func:`octavo.kernels.scaled_mm`, which are the definition and
 run one by one where no backend takes them together. The native CPU kernels do: a call for each of 64 small experts
 costs several times the work in it. On a GPU it is the launch that costs: Triton's kernel multiplies all in one, also
-where cuBLAS would multiply each.
+where cuBLAS would multiply each, and matrices that are rows of one tensor are cast as that tensor, if no scale is of
+rows of two.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from octavo.kernels.backend import MatmulProblem, ScaleSource, block_widths
 from octavo.kernels.backends.triton import TritonBackend
 from octavo.kernels.dispatch import backend_of_cast, cast, scaled_mm, select_product
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, PerTensor, QuantizedTensor
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["EachRecord", "cast_each", "scaled_mm_each"]
@@ -91,7 +92,8 @@ def cast_each(
         Their codes and scales; and for one scale a matrix their amaxes, float32 [G], where one call measured them all.
     """
     sources = [_source(number, amax, scale, measure_if_zero=measure_if_zero) for number in range(len(matrices))]
-    if backend_of_cast(matrices[0], spec, sources[0]) == "native" and not is_traced(matrices[0]):
+    backend = backend_of_cast(matrices[0], spec, sources[0])
+    if backend == "native" and not is_traced(matrices[0]):
         operands, amaxes, nonfinite = native_each.cast_each(
             matrices, spec, transposed=transposed, amax=amax, scale=scale, measure_if_zero=measure_if_zero
         )
@@ -100,16 +102,51 @@ def cast_each(
         if record.at is not None:
             record.add(torch.stack([each.amax() for each in amaxes]) if largest is None else largest, nonfinite)
         return operands, largest
-    results = [
-        cast(
-            matrix.t() if transposed else matrix,
-            spec,
-            record=record.of(number),
-            **source,
-        )
-        for number, (matrix, source) in enumerate(zip(matrices, sources, strict=True))
-    ]
-    return [result.output for result in results], None
+    together = backend == "triton" and not is_traced(matrices[0]) and record.amax is None and record.overflowed is None
+    height = _rows_of_a_group(spec.granularity, transposed=transposed) if together else None
+    operands = []
+    for run in _runs(matrices, height):
+        whole = run[0] if len(run) == 1 else _whole(run)
+        number = len(operands)
+        result = cast(whole.t() if transposed else whole, spec, record=record.of(number), **sources[number]).output
+        operands += [result] if height is None else _parts(result, [len(x) for x in run], height, transposed=transposed)
+    return operands, None
+
+
+def _rows_of_a_group(granularity: Granularity, *, transposed: bool) -> int | None:
+    """How many rows of a matrix share scales, if it or its transpose is cast; None if all do."""
+    if isinstance(granularity, PerBlock):
+        return granularity.columns if transposed else granularity.rows
+    return 1 if isinstance(granularity, PerRow) and not transposed else None
+
+
+def _runs(matrices: Sequence[Tensor], height: int | None) -> list[list[Tensor]]:
+    """Runs of matrices that follow each other in memory, each but the last of whole groups; one each without groups."""
+    runs: list[list[Tensor]] = []
+    for matrix in matrices:
+        before = runs[-1][-1] if runs else None
+        if before is not None and height is not None and len(before) % height == 0 and _follows(before, matrix):
+            runs[-1].append(matrix)
+        else:
+            runs.append([matrix])
+    return runs
+
+
+def _follows(before: Tensor, matrix: Tensor) -> bool:
+    end = before.data_ptr() + before.shape[0] * before.stride(0) * before.itemsize
+    same_memory = matrix.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    return same_memory and matrix.data_ptr() == end and matrix.stride() == before.stride()
+
+
+def _whole(run: list[Tensor]) -> Tensor:
+    return run[0].as_strided((sum(len(matrix) for matrix in run), run[0].shape[1]), run[0].stride())
+
+
+def _parts(whole: QuantizedTensor, rows: list[int], height: int, *, transposed: bool) -> list[QuantizedTensor]:
+    """Matrices of so many rows, or their transposes, each of whole groups of ``height`` rows but the last."""
+    data = whole.data.split(rows, dim=int(transposed))
+    scales = whole.scale.split([-(-each // height) for each in rows], dim=int(transposed))
+    return [replace(whole, data=codes, scale=scale) for codes, scale in zip(data, scales, strict=True)]
 
 
 def _source(number: int, amax: Tensor | None, scale: Tensor | None, *, measure_if_zero: bool) -> ScaleSource:
