@@ -1,13 +1,16 @@
-"""Casts of matrices that are rows of one tensor: as few as can be, with the codes and scales of a cast of each."""
+"""Casts of several matrices: as few launches as can be, with the codes, scales and records of a cast of each."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from octavo.formats import E4M3, E8M0
+from octavo.errors import BackendError
+from octavo.formats import E4M3, E5M2, E8M0
 from octavo.kernels import EachRecord, cast_each, each, triton_bindings
-from octavo.numerics import CastSpec, PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.kernels.triton import casts_each
+from octavo.numerics import CastSpec, PerBlock, PerRow, ScaleRounding
+from tests.triton.test_gemm_each import counted
 
 MX = CastSpec(format=E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0)
 ROWS, BLOCKS, SQUARES = (CastSpec(format=E4M3, granularity=g) for g in (PerRow(), PerBlock(1, 64), PerBlock(64, 64)))
@@ -45,7 +48,6 @@ def matrices(rows: list[int], device: torch.device) -> list[torch.Tensor]:
         (MX, [32, 64, 5], True, [(K, 101)]),
         (MX, [5, 32, 64], True, [(K, 5), (K, 96)]),
         (ROWS, [3, 40], True, [(K, 3), (K, 40)]),
-        (CastSpec(format=E4M3, granularity=PerTensor()), [3, 40], False, [(3, K), (40, K)]),
     ],
     ids=[
         "rows",
@@ -56,7 +58,6 @@ def matrices(rows: list[int], device: torch.device) -> list[torch.Tensor]:
         "mxfp8 of columns",
         "mxfp8 of columns ragged",
         "columns",
-        "tensor",
     ],
 )
 def test_rows_of_one_tensor_are_cast_together_where_groups_allow(spec, rows, transposed, expected, casts, device):
@@ -86,3 +87,59 @@ def test_amaxes_of_each_are_recorded_by_a_cast_of_each(casts, device):
     cast_each(parts, ROWS, record=EachRecord((0, 1), amax=largest))
     assert casts == [(1, 2), (1, 2)]
     assert largest.tolist() == [3.0, 1.0]
+
+
+SPECS = {
+    "FP32": CastSpec(format=E4M3),
+    "power of two": CastSpec(format=E5M2, scale_rounding=ScaleRounding.RCEIL, margin=1),
+}
+SOURCES = {
+    "measured": {},
+    "amax": {"amax": [3.0, 0.25, 0.5]},
+    "known": {"amax": [3.0, 0.0, 0.5], "measure_if_zero": True},
+    "scale": {"scale": [0.5, 2.0**-20, 1.0]},
+}
+
+
+def records(device: torch.device) -> EachRecord:
+    amax, overflowed = torch.full((5,), -1.0, device=device), torch.zeros(5, dtype=torch.bool, device=device)
+    amax[4] = 2.5
+    return EachRecord((4, 0, 3), amax, overflowed, torch.zeros((), dtype=torch.int64, device=device))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_scale_for_each_is_that_of_single_casts(spec, source, transposed, casts, device):
+    given = {
+        key: torch.tensor(value, device=device) if key != "measure_if_zero" else value for key, value in source.items()
+    }
+    parts = matrices([1, 40, 3], device)
+    record, expected = records(device), records(device)
+    with counted() as launches:
+        together, _ = cast_each(parts, spec, transposed=transposed, record=record, **given)
+    assert launches == {"measure_each_kernel": 1, "cast_each_kernel": 1}
+    assert not casts
+    for number, (part, operand) in enumerate(zip(parts, together, strict=True)):
+        own = {key: value[number] if key != "measure_if_zero" else value for key, value in given.items()}
+        x = part.t() if transposed else part
+        wanted = triton_bindings.cast(x, spec, record=expected.of(number), **own).output
+        assert torch.equal(operand.data.view(torch.uint8), wanted.data.view(torch.uint8))
+        assert torch.equal(operand.scale, wanted.scale)
+    for own, wanted in zip((record.amax, record.overflowed), (expected.amax, expected.overflowed), strict=True):
+        assert torch.equal(own, wanted)
+    assert record.nonfinite == expected.nonfinite == 2
+
+
+def test_given_amaxes_are_not_measured_again(casts, device):
+    parts = matrices([2, 40], device)
+    _, amaxes = cast_each(parts, SPECS["FP32"])
+    with counted() as launches:
+        _, unmeasured = cast_each(parts, SPECS["FP32"], amax=amaxes)
+    assert launches == {"cast_each_kernel": 1}
+    assert unmeasured is None
+
+
+def test_matrices_of_other_widths_are_refused(device):
+    with pytest.raises(BackendError, match="width"):
+        casts_each.cast_matrices([torch.ones(2, 3, device=device), torch.ones(2, 4, device=device)], SPECS["FP32"])

@@ -3,12 +3,13 @@
 Each has the numbers of :func:`octavo.kernels.cast` and :func:`octavo.kernels.scaled_mm`, which are the definition and
 run one by one where no backend takes them together. The native CPU kernels do: a call for each of 64 small experts
 costs several times the work in it. On a GPU it is the launch that costs: Triton's kernel multiplies all in one, also
-where cuBLAS would multiply each, and matrices that are rows of one tensor are cast as that tensor, if no scale is of
-rows of two.
+where cuBLAS would multiply each; others cast all that have a scale each; and matrices that are rows of one tensor are
+cast as that tensor, if no scale is of rows of two.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from octavo.kernels.backends.triton import TritonBackend
 from octavo.kernels.dispatch import backend_of_cast, cast, scaled_mm, select_product
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
-from octavo.numerics.quantized import rows_of_scales
+from octavo.numerics.quantized import rows_of_scales, stored_scale
 
 __all__ = ["EachRecord", "cast_each", "scaled_mm_each"]
 
@@ -51,17 +52,18 @@ class EachRecord:
         amax, overflowed = (None if each is None else each[at] for each in (self.amax, self.overflowed))
         return AmaxRecord(amax, overflowed, self.nonfinite)
 
-    def add(self, amaxes: Tensor, nonfinite: Sequence[int]) -> None:
-        """Accumulate the largest magnitude and the count of non-finite elements of each matrix, on a CPU."""
-        at = torch.tensor(self.at or (), dtype=torch.int64, device="cpu")
+    def add(self, amaxes: Tensor, nonfinite: Tensor) -> None:
+        """Accumulate the largest magnitude and the count of non-finite elements of each matrix, on their device."""
+        pinned = torch.tensor(self.at or (), dtype=torch.int64, device="cpu", pin_memory=amaxes.is_cuda)
+        at = pinned.to(amaxes.device, non_blocking=True)
         if self.amax is not None:
             self.amax[at] = torch.maximum(self.amax[at], amaxes)
-        if not any(nonfinite):
+        if amaxes.is_cpu and not nonfinite.any():
             return
         if self.overflowed is not None:
-            self.overflowed[at] |= torch.tensor(nonfinite, device="cpu") > 0
+            self.overflowed[at] |= nonfinite > 0
         if self.nonfinite is not None:
-            self.nonfinite.add_(sum(nonfinite))
+            self.nonfinite.add_(nonfinite.sum())
 
 
 _NOTHING = EachRecord()
@@ -100,10 +102,16 @@ def cast_each(
         whole = isinstance(spec.granularity, PerTensor)
         largest = torch.cat(amaxes).flatten() if whole else None
         if record.at is not None:
-            record.add(torch.stack([each.amax() for each in amaxes]) if largest is None else largest, nonfinite)
+            counts = torch.tensor(nonfinite, dtype=torch.int64, device="cpu")
+            record.add(torch.stack([each.amax() for each in amaxes]) if largest is None else largest, counts)
         return operands, largest
-    together = backend == "triton" and not is_traced(matrices[0]) and record.amax is None and record.overflowed is None
-    height = _rows_of_a_group(spec.granularity, transposed=transposed) if together else None
+    together = backend == "triton" and not is_traced(matrices[0]) and not _is_captured(matrices[0])
+    if together and isinstance(spec.granularity, PerTensor):
+        return _cast_with_a_scale_each(
+            matrices, spec, record, transposed=transposed, amax=amax, scale=scale, measure_if_zero=measure_if_zero
+        )
+    measured = record.amax is not None or record.overflowed is not None  # of each, and a cast of all finds one
+    height = _rows_of_a_group(spec.granularity, transposed=transposed) if together and not measured else None
     operands = []
     for run in _runs(matrices, height):
         whole = run[0] if len(run) == 1 else _whole(run)
@@ -111,6 +119,24 @@ def cast_each(
         result = cast(whole.t() if transposed else whole, spec, record=record.of(number), **sources[number]).output
         operands += [result] if height is None else _parts(result, [len(x) for x in run], height, transposed=transposed)
     return operands, None
+
+
+def _cast_with_a_scale_each(
+    matrices: Sequence[Tensor], spec: CastSpec, record: EachRecord, *, transposed: bool, **source: Unpack[ScaleSource]
+) -> tuple[list[QuantizedTensor], Tensor | None]:
+    from octavo.kernels.triton import casts_each
+
+    buffers = (record.amax, record.overflowed, record.nonfinite)
+    measure = record.at is not None and any(buffer is not None for buffer in buffers)
+    result = casts_each.cast_matrices(matrices, spec, measure=measure, **source)
+    if measure and result.amaxes is not None and result.nonfinite is not None:
+        record.add(result.amaxes, result.nonfinite)
+    scales = stored_scale(result.scales, spec.scale_format)
+    operands = [
+        QuantizedTensor(codes.t() if transposed else codes, scale, spec.granularity, matrices[0].dtype)
+        for codes, scale in zip(result.codes.split([len(x) for x in matrices]), scales.unbind(), strict=True)
+    ]
+    return operands, result.amaxes
 
 
 def _rows_of_a_group(granularity: Granularity, *, transposed: bool) -> int | None:
@@ -200,11 +226,13 @@ def scaled_mm_each(
 
 
 def _fits_one_launch(a: Sequence[QuantizedTensor], problem: MatmulProblem) -> bool:
-    """Whether Triton's kernel multiplies them; ``problem`` is the first, and the longest K may need what that does not.
-
-    A CUDA graph would replay the copy of a table from host memory that is no longer its own.
-    """
-    if not a[0].data.is_cuda:
+    """Whether Triton's kernel multiplies them; ``problem`` is the first one, and the longest K may need more."""
+    if not a[0].data.is_cuda or _is_captured(a[0].data):
         return False
     longest = problem._replace(k=max(operand.shape[1] for operand in a))
-    return _TRITON.unsupported_reason(longest) is None and not torch.cuda.is_current_stream_capturing()
+    return _TRITON.unsupported_reason(longest) is None
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph records; it would replay the copy of a table from host memory that is not its own then."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

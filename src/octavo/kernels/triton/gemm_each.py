@@ -10,9 +10,6 @@ the other. A program owns every num_programs-th, whichever problem's it is, and 
 The tile itself, operands' layouts and the order of sums are those of gemm.py, so results are those of single launches,
 bit for bit. TMA has the same conditions as there: codes that do not meet them are copied first, all of an operand in
 one launch. Such are the codes of transposed views, and those whose K is an expert's number of tokens.
-
-The table is copied from pinned memory while the host goes on; a CUDA graph would replay that copy of memory that others
-use by then, so graphs do not capture these launches (octavo/kernels/each.py).
 """
 
 from collections.abc import Sequence
@@ -28,36 +25,22 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.kernels.triton import gemm, launching
 from octavo.kernels.triton.casts import first_of_tile
+from octavo.kernels.triton.problem_table import find_problem, problem_table
 from octavo.numerics import QuantizedTensor
 
 __all__ = ["TILES", "product_each"]
 
 compute_tile, place_of = gemm.compute_tile, gemm.place_of  # a kernel finds device functions among its module's globals
 
-_FIELDS: tl.constexpr = tl.constexpr(16)  # int64 numbers of a problem in a table
 # Those of two halves leave no registers for a problem's entry, which gemm.py's kernel has in its parameters.
 TILES = tuple(tile for tile in gemm.TILES if tile.halves == 1)
 _COPIED = 64  # rows and columns that a program copies
 
 
 @triton.jit
-def find_problem(table, problems, tile, PROBLEMS: tl.constexpr):
-    """The entry of a tile's problem in a table, and the numbers of that problem's first tile and of the next one's.
-
-    An entry begins with the number of tiles of all problems up to its own. PROBLEMS is a power of two, ``problems`` or
-    more: the search is a comparison with all of them at once, in registers.
-    """
-    each = tl.arange(0, PROBLEMS)
-    ends = tl.load(table + each.to(tl.int64) * _FIELDS, mask=each < problems, other=0)
-    before = (each < problems) & (ends <= tile)
-    entry = table + tl.sum(before.to(tl.int64), 0) * _FIELDS
-    first = tl.max(tl.where(before, ends, 0), 0)
-    return entry, first.to(tl.int32), tl.load(entry).to(tl.int32)
-
-
-@triton.jit
 def scaled_gemm_each(
-    table,  # int64 [problems, _FIELDS], see _fields
+    # Of an entry: tiles, M, N, K, address of y and of the bias; for a, then b, see _Operand.places
+    table,  # int64, see problem_table.py
     a, b, a_scale, b_scale, bias, out,  # tensors of the first problem: of their dtypes all are; bias is read with BIAS
     problems, tiles,  # numbers of them; tiles of all problems
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
@@ -111,7 +94,7 @@ def scaled_gemm_each(
 @triton.jit
 def copy_each_kernel(
     copies,  # one matrix after another: [rows, width] row-major, without gaps
-    table,  # int64 [problems, _FIELDS]: tiles, rows, columns, width, address, both strides, first element of the copy
+    table,  # entries: tiles, rows, columns, width, address, both strides, first element of the copy
     problems,
     BY_COLUMNS: tl.constexpr, PROBLEMS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +149,7 @@ def product_each(
             for end, y, q, bias, of_a, of_b in zip(ends, outs, a, bias_places, left.places, right.places, strict=True)
         ]
         copy_context().run(
-            _launch_with_memory, programs, _table(entries, device),
+            _launch_with_memory, programs, problem_table(entries, device),
             a[0].data, b[0].data, a[0].scale, b[0].scale, outs[0] if added is None else added[0], outs[0],
             len(a), ends[-1],
             A_ROWS=left.scale_rows or tile.rows,
@@ -267,7 +250,7 @@ def _copied(matrices: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, 
     entries = [(end, *x.shape, width, x.data_ptr(), *x.stride(), start) for end, x, width, start in rows]
     memory = matrices[0].new_empty(total)
     launching.launch(
-        copy_each_kernel, (sum(tiles),), memory, _table(entries, memory.device), len(matrices),
+        copy_each_kernel, (sum(tiles),), memory, problem_table(entries, memory.device), len(matrices),
         BY_COLUMNS=all(x.stride(0) == 1 for x in matrices),
         PROBLEMS=launching.next_power_of_2(len(matrices)),
         SIDE=_COPIED,
@@ -275,13 +258,6 @@ def _copied(matrices: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, 
     )  # fmt: skip
     first = memory.data_ptr()
     return memory, [(first + start * memory.itemsize, width) for start, width in zip(starts, widths, strict=True)]
-
-
-def _table(entries: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Entries in device memory, each filled up to _FIELDS; the host does not wait for their copy."""
-    fields = _FIELDS.value
-    rows = [(*entry, *[0] * (fields - len(entry))) for entry in entries]
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _launch_with_memory(programs: int, *arguments: object, **constants: Any) -> None:
