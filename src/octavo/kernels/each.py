@@ -140,7 +140,7 @@ def _cast_with_a_scale_each(
 
 
 def _rows_of_a_group(granularity: Granularity, *, transposed: bool) -> int | None:
-    """How many rows of a matrix share scales, if it or its transpose is cast; None if all do."""
+    """Number of rows of a matrix that share scales, if it or its transpose is cast; None if all do."""
     if isinstance(granularity, PerBlock):
         return granularity.columns if transposed else granularity.rows
     return 1 if isinstance(granularity, PerRow) and not transposed else None
