@@ -197,7 +197,7 @@ class _Operand(NamedTuple):
         copies: memory of copies, to be kept until the launch.
     """
 
-    places: list[tuple[int, ...]]
+    places: Sequence[tuple[int, ...]]
     scale_rows: int
     side_by_side: bool
     copies: tuple[Tensor | None, ...]
@@ -217,8 +217,8 @@ def _operand(each: Sequence[QuantizedTensor], *, columns: int = 0) -> _Operand:
         places = [
             (at, 1, stride if scale.stride_block else 0) for (at, stride), scale in zip(blocks, scales, strict=True)
         ]
-    places = [(*at, *scale) for at, scale in zip(codes, places, strict=True)]
-    return _Operand(places, rows, side_by_side, (copies, scale_copies))
+    both = [(*at, *scale) for at, scale in zip(codes, places, strict=True)]
+    return _Operand(both, rows, side_by_side, (copies, scale_copies))
 
 
 def _k_major(codes: Sequence[Tensor]) -> tuple[list[tuple[int, int]], Tensor | None]:
