@@ -19,16 +19,22 @@ _NARROW_PRODUCT = re.compile(r"(?:mul|mad)\.lo\.[su]32$")
 def written(ptx: str, signature: dict[str, str]) -> dict[str, list[str]]:
     """The pointers that are written to, each with the operations: ``store`` or an atomic one, such as ``max.s32``.
 
+    For an address that is made from none, but from what was loaded, it is the pointer to where that was.
+
     Args:
         ptx: of one kernel.
         signature: its arguments' names and Triton's types of them.
     """
     names = _parameters(signature)
-    made_from, writes = _read(ptx)
+    made_from, loaded_from, writes = _read(ptx)
     found: dict[str, set[str]] = defaultdict(set)
+
+    def pointers(register: str, origins: dict[str, set[str]]) -> set[str]:
+        arguments = {names[int(each)] for each in _ancestors(register, origins) if each.isdigit()}
+        return {name for name in arguments if signature.get(name, "").startswith("*")}
+
     for register, operation in writes:
-        arguments = {names[int(each)] for each in _ancestors(register, made_from) if each.isdigit()}
-        [pointer] = {name for name in arguments if signature[name].startswith("*")}
+        [pointer] = pointers(register, made_from) or pointers(register, loaded_from)
         found[pointer].add(operation)
     return {pointer: sorted(operations) for pointer, operations in found.items()}
 
@@ -40,14 +46,14 @@ def narrow_factors(ptx: str, signature: dict[str, str]) -> dict[str, list[str]]:
     of 2^31 elements or more. Products with constants and quotients are not looked at, nor sums.
     """
     names = _parameters(signature)
-    made_from, _ = _read(ptx)
+    made_from, _, _ = _read(ptx)
     narrow, addresses = _narrow_products(ptx, names)
     found: dict[str, set[str]] = defaultdict(set)
     for address in addresses:
         known = _ancestors(address, made_from)
         factors = {factor for register in known & narrow.keys() for factor in narrow[register]}
         for name in {names[int(each)] for each in known if each.isdigit()}:
-            if factors and signature[name].startswith("*"):
+            if factors and signature.get(name, "").startswith("*"):
                 found[name] |= factors
     return {pointer: sorted(factors) for pointer, factors in found.items()}
 
@@ -76,7 +82,7 @@ def _parameters(signature: dict[str, str]) -> list[str]:
     for name, type_ in signature.items():
         dimensions = type_.count(",") + 1 if type_.startswith("tensordesc") else 0
         names += [name] * (0 if type_ == "constexpr" else 1 + 2 * dimensions)
-    return names
+    return [*names, "memory for descriptors", "memory for a profiler"]  # Triton's own, last
 
 
 def _instructions(ptx: str) -> Iterator[tuple[str, str]]:
@@ -87,9 +93,13 @@ def _instructions(ptx: str) -> Iterator[tuple[str, str]]:
             yield match[1], match[2]
 
 
-def _read(ptx: str) -> tuple[dict[str, set[str]], list[tuple[str, str]]]:
-    """What every register is made from, registers and numbers of arguments; and where what is done to memory."""
+def _read(ptx: str) -> tuple[dict[str, set[str]], dict[str, set[str]], list[tuple[str, str]]]:
+    """What every register is made from, registers and numbers of arguments; and where what is done to memory.
+
+    The second is the first with the addresses that registers were loaded from.
+    """
     made_from: dict[str, set[str]] = defaultdict(set)
+    loads: dict[str, set[str]] = defaultdict(set)
     writes = []
     for operation, operands in _instructions(ptx):
         if operation.startswith(("st.global", "atom.global", "red.global")):
@@ -99,10 +109,16 @@ def _read(ptx: str) -> tuple[dict[str, set[str]], list[tuple[str, str]]]:
             writes.append((address[1], kind))
         elif operation.startswith("ld.param"):
             made_from[_REGISTER.findall(operands)[0]] |= set(_ARGUMENT.findall(operands))
+        elif operation.startswith("ld.global"):
+            address = _ADDRESS.search(operands)
+            assert address, operands
+            for register in _REGISTER.findall(operands[: address.start()]):
+                loads[register].add(address[1])
         elif not operation.startswith(("ld.", "st.", "bra")):  # what is loaded is data
             first, *others = _REGISTER.findall(operands) or [""]
             made_from[first] |= set(others)
-    return made_from, writes
+    loaded_from = defaultdict(set, {to: made_from[to] | loads[to] for to in made_from.keys() | loads.keys()})
+    return made_from, loaded_from, writes
 
 
 def _ancestors(register: str, made_from: dict[str, set[str]]) -> set[str]:

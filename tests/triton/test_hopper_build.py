@@ -18,6 +18,7 @@ ALONE = {  # programs that share their multiprocessor with none, and why
 RAISED = {  # what programs raise together, by kernel: amaxes as integers' maxima, counts as sums
     "measure_rows_and_columns_kernel": {"amaxes": ["max.s32"], "nonfinite": ["add.u64"]},
     "cast_tensor_kernel": {"amax_record": ["max.s32"], "nonfinite": ["add.u64"], "saturation": ["add.u64"]},
+    "measure_each_kernel": {"amaxes": ["max.s32"], "nonfinite": ["add.u64"]},
     "cast_rows_kernel": {"nonfinite": ["add.u64"]},
     "cast_blocks_kernel": {"nonfinite": ["add.u64"]},
     "_norm_rows_kernel": {"measured": ["add.u32", "max.s32"]},
@@ -31,6 +32,7 @@ NARROW = {  # to what places 32-bit products lead, by kernel, with their factors
 
 CONVERTING = {  # the kernels that store codes converted in hardware
     "cast_tensor_kernel",
+    "cast_each_kernel",
     "cast_rows_kernel",
     "cast_rows_and_columns_kernel",
     "cast_blocks_kernel",

@@ -2,24 +2,30 @@
 
 Each has the numbers of :func:`octavo.kernels.cast` and :func:`octavo.kernels.scaled_mm`, which are the definition and
 run one by one where no backend takes them together. The native CPU kernels do: a call for each of 64 small experts
-costs several times the work in it.
+costs several times the work in it. On a GPU it is the launch that costs: Triton's kernel multiplies all in one, also
+where cuBLAS would multiply each; others cast all that have a scale each; and matrices that are rows of one tensor are
+cast as that tensor, if no scale is of rows of two.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 import octavo.kernels.native_each as native_each
 import octavo.kernels.native_gemm as native_gemm
-from octavo.kernels.backend import ScaleSource, block_widths
+from octavo.kernels.backend import MatmulProblem, ScaleSource, block_widths
+from octavo.kernels.backends.triton import TritonBackend
 from octavo.kernels.dispatch import backend_of_cast, cast, scaled_mm, select_product
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, PerTensor, QuantizedTensor
-from octavo.numerics.quantized import rows_of_scales
+from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
+from octavo.numerics.quantized import rows_of_scales, stored_scale
 
 __all__ = ["EachRecord", "cast_each", "scaled_mm_each"]
+
+_TRITON = TritonBackend()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +52,18 @@ class EachRecord:
         amax, overflowed = (None if each is None else each[at] for each in (self.amax, self.overflowed))
         return AmaxRecord(amax, overflowed, self.nonfinite)
 
-    def add(self, amaxes: Tensor, nonfinite: Sequence[int]) -> None:
-        """Accumulate the largest magnitude and the count of non-finite elements of each matrix, on a CPU."""
-        at = torch.tensor(self.at or (), dtype=torch.int64, device="cpu")
+    def add(self, amaxes: Tensor, nonfinite: Tensor) -> None:
+        """Accumulate the largest magnitude and the count of non-finite elements of each matrix, on their device."""
+        pinned = torch.tensor(self.at or (), dtype=torch.int64, device="cpu", pin_memory=amaxes.is_cuda)
+        at = pinned.to(amaxes.device, non_blocking=True)
         if self.amax is not None:
             self.amax[at] = torch.maximum(self.amax[at], amaxes)
-        if not any(nonfinite):
+        if amaxes.is_cpu and not nonfinite.any():
             return
         if self.overflowed is not None:
-            self.overflowed[at] |= torch.tensor(nonfinite, device="cpu") > 0
+            self.overflowed[at] |= nonfinite > 0
         if self.nonfinite is not None:
-            self.nonfinite.add_(sum(nonfinite))
+            self.nonfinite.add_(nonfinite.sum())
 
 
 _NOTHING = EachRecord()
@@ -87,25 +94,85 @@ def cast_each(
         Their codes and scales; and for one scale a matrix their amaxes, float32 [G], where one call measured them all.
     """
     sources = [_source(number, amax, scale, measure_if_zero=measure_if_zero) for number in range(len(matrices))]
-    if backend_of_cast(matrices[0], spec, sources[0]) == "native" and not is_traced(matrices[0]):
+    backend = backend_of_cast(matrices[0], spec, sources[0])
+    if backend == "native" and not is_traced(matrices[0]):
         operands, amaxes, nonfinite = native_each.cast_each(
             matrices, spec, transposed=transposed, amax=amax, scale=scale, measure_if_zero=measure_if_zero
         )
         whole = isinstance(spec.granularity, PerTensor)
         largest = torch.cat(amaxes).flatten() if whole else None
         if record.at is not None:
-            record.add(torch.stack([each.amax() for each in amaxes]) if largest is None else largest, nonfinite)
+            counts = torch.tensor(nonfinite, dtype=torch.int64, device="cpu")
+            record.add(torch.stack([each.amax() for each in amaxes]) if largest is None else largest, counts)
         return operands, largest
-    results = [
-        cast(
-            matrix.t() if transposed else matrix,
-            spec,
-            record=record.of(number),
-            **source,
+    together = backend == "triton" and not is_traced(matrices[0]) and not _is_captured(matrices[0])
+    if together and isinstance(spec.granularity, PerTensor):
+        return _cast_with_a_scale_each(
+            matrices, spec, record, transposed=transposed, amax=amax, scale=scale, measure_if_zero=measure_if_zero
         )
-        for number, (matrix, source) in enumerate(zip(matrices, sources, strict=True))
+    measured = record.amax is not None or record.overflowed is not None  # of each, and a cast of all finds one
+    height = _rows_of_a_group(spec.granularity, transposed=transposed) if together and not measured else None
+    operands = []
+    for run in _runs(matrices, height):
+        whole = run[0] if len(run) == 1 else _whole(run)
+        number = len(operands)
+        result = cast(whole.t() if transposed else whole, spec, record=record.of(number), **sources[number]).output
+        operands += [result] if height is None else _parts(result, [len(x) for x in run], height, transposed=transposed)
+    return operands, None
+
+
+def _cast_with_a_scale_each(
+    matrices: Sequence[Tensor], spec: CastSpec, record: EachRecord, *, transposed: bool, **source: Unpack[ScaleSource]
+) -> tuple[list[QuantizedTensor], Tensor | None]:
+    from octavo.kernels.triton import casts_each
+
+    buffers = (record.amax, record.overflowed, record.nonfinite)
+    measure = record.at is not None and any(buffer is not None for buffer in buffers)
+    result = casts_each.cast_matrices(matrices, spec, measure=measure, **source)
+    if measure and result.amaxes is not None and result.nonfinite is not None:
+        record.add(result.amaxes, result.nonfinite)
+    scales = stored_scale(result.scales, spec.scale_format)
+    operands = [
+        QuantizedTensor(codes.t() if transposed else codes, scale, spec.granularity, matrices[0].dtype)
+        for codes, scale in zip(result.codes.split([len(x) for x in matrices]), scales.unbind(), strict=True)
     ]
-    return [result.output for result in results], None
+    return operands, result.amaxes
+
+
+def _rows_of_a_group(granularity: Granularity, *, transposed: bool) -> int | None:
+    """Number of rows of a matrix that share scales, if it or its transpose is cast; None if all do."""
+    if isinstance(granularity, PerBlock):
+        return granularity.columns if transposed else granularity.rows
+    return 1 if isinstance(granularity, PerRow) and not transposed else None
+
+
+def _runs(matrices: Sequence[Tensor], height: int | None) -> list[list[Tensor]]:
+    """Runs of matrices that follow each other in memory, each but the last of whole groups; one each without groups."""
+    runs: list[list[Tensor]] = []
+    for matrix in matrices:
+        before = runs[-1][-1] if runs else None
+        if before is not None and height is not None and len(before) % height == 0 and _follows(before, matrix):
+            runs[-1].append(matrix)
+        else:
+            runs.append([matrix])
+    return runs
+
+
+def _follows(before: Tensor, matrix: Tensor) -> bool:
+    end = before.data_ptr() + before.shape[0] * before.stride(0) * before.itemsize
+    same_memory = matrix.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    return same_memory and matrix.data_ptr() == end and matrix.stride() == before.stride()
+
+
+def _whole(run: list[Tensor]) -> Tensor:
+    return run[0].as_strided((sum(len(matrix) for matrix in run), run[0].shape[1]), run[0].stride())
+
+
+def _parts(whole: QuantizedTensor, rows: list[int], height: int, *, transposed: bool) -> list[QuantizedTensor]:
+    """Matrices of so many rows, or their transposes, each of whole groups of ``height`` rows but the last."""
+    data = whole.data.split(rows, dim=int(transposed))
+    scales = whole.scale.split([-(-each // height) for each in rows], dim=int(transposed))
+    return [replace(whole, data=codes, scale=scale) for codes, scale in zip(data, scales, strict=True)]
 
 
 def _source(number: int, amax: Tensor | None, scale: Tensor | None, *, measure_if_zero: bool) -> ScaleSource:
@@ -125,7 +192,10 @@ def scaled_mm_each(
     accumulate: Accumulate = Accumulate.FP32,
     fast_accumulation: bool = False,
 ) -> None:
-    """Write ``a[i] @ b[i].T + biases[i]`` into ``outs[i]``, contiguous; arguments as in :func:`octavo.scaled_mm`."""
+    """Write ``a[i] @ b[i].T + biases[i]`` into ``outs[i]``, contiguous; arguments as in :func:`octavo.scaled_mm`.
+
+    All of ``a`` have one dtype and granularity, all of ``b``, and all of ``outs`` and ``biases`` one dtype.
+    """
     out_dtype, bias = outs[0].dtype, None if biases is None else biases[0]
     backend, problem = select_product(a[0], b[0], out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
     if backend == "native" and not is_traced(a[0].data):
@@ -136,6 +206,11 @@ def scaled_mm_each(
             biases=biases,
             block=max(block_widths(problem), default=0),
         )
+        return
+    if not is_traced(a[0].data) and _fits_one_launch(a, problem):
+        from octavo.kernels.triton import gemm_each
+
+        gemm_each.product_each(a, b, outs, biases)
         return
     for number, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
         out.copy_(
@@ -148,3 +223,16 @@ def scaled_mm_each(
                 fast_accumulation=fast_accumulation,
             )
         )
+
+
+def _fits_one_launch(a: Sequence[QuantizedTensor], problem: MatmulProblem) -> bool:
+    """Whether Triton's kernel multiplies them; ``problem`` is the first one, and the longest K may need more."""
+    if not a[0].data.is_cuda or _is_captured(a[0].data):
+        return False
+    longest = problem._replace(k=max(operand.shape[1] for operand in a))
+    return _TRITON.unsupported_reason(longest) is None
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph records; it would replay the copy of a table from host memory that is not its own then."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -27,6 +27,7 @@ block's, of 256 x 128 numbers would take all that a thread of eight warps may ha
 which share the codes of b: the block's sums of one half are added before those of the other begin.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,17 +43,21 @@ from octavo.numerics import Granularity, PerBlock, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 
 __all__ = [
+    "ALIGNMENT",
+    "GROUP",
     "TILES",
     "Scales",
     "Tile",
     "block_width",
+    "cheapest_tile",
     "choose_tile",
+    "compute_tile",
+    "is_k_major",
     "k_major",
+    "place_of",
     "product",
     "programs",
-    "store_sums",
     "tile_constants",
-    "tile_sums",
 ]
 
 
@@ -78,8 +83,8 @@ TILES: tuple[Tile, ...] = (
     Tile(rows=128, halves=1, columns=128, warps=8, stages=4, cost=0.65),
     Tile(rows=64, halves=1, columns=128, warps=4, stages=4, cost=0.45),
 )
-_GROUP = 8  # rows of tiles that are worked on together
-_ALIGNMENT = 16  # bytes
+GROUP = 8  # rows of tiles that are worked on together
+ALIGNMENT = 16  # bytes
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
@@ -231,6 +236,43 @@ def store_sums(
 
 
 @triton.jit
+def place_of(tile, down, across, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of a tile [HEIGHT, COLUMNS] of y, which is ``down`` tiles high and ``across`` wide.
+
+    Tiles are numbered in bands of GROUP rows of tiles, in a band down a column first: programs that run side by side
+    share at most GROUP tiles of a's rows and a few of b's. The last band may be lower than GROUP.
+    """
+    first = tile // (GROUP * across) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    within = tile % (GROUP * across)
+    return (first + within % height) * HEIGHT, within // height * COLUMNS
+
+
+@triton.jit
+def compute_tile(
+    a, b, a_scale, b_scale, bias, out,  # see scaled_gemm
+    row, column, b_row, m, n, k, a_scale_row, a_scale_block, b_scale_row, b_scale_block,  # see tile_sums
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute and store the tile of y that begins at a row and a column."""
+    PARTS: tl.constexpr = COLUMNS * out.dtype.element_ty.primitive_bitwidth // 1024  # 128 bytes, a line of cache, a row
+    upper, lower = tile_sums(
+        a, b, a_scale, b_scale, row, column, b_row, m, k, a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+        A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK,
+    )  # fmt: skip
+    store_sums(
+        out, upper, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
+        A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS,
+    )  # fmt: skip
+    if HALVES == 2:
+        store_sums(
+            out, lower, a_scale, b_scale, bias, row + ROWS, column, m, n, a_scale_row, b_scale_row,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
 def scaled_gemm(
     a, b,  # descriptors of codes: [M, K] in boxes [ROWS, BLOCK], [N, K] in boxes [COLUMNS, BLOCK], row-major
     a_scale, b_scale,  # float32, or uint8 (E8M0), with the strides below
@@ -248,29 +290,13 @@ def scaled_gemm(
     """
     down = tl.cdiv(m, ROWS * HALVES)
     across = tl.cdiv(n, COLUMNS)
-    PARTS: tl.constexpr = COLUMNS * out.dtype.element_ty.primitive_bitwidth // 1024  # 128 bytes, a line of cache, a row
-    # Tiles are numbered in bands of GROUP rows of tiles, in a band down a column first: programs that run side by side
-    # share at most GROUP tiles of a's rows and a few of b's. The last band may be lower than GROUP.
     for tile in range(tl.program_id(0), down * across, tl.num_programs(0)):
-        first = tile // (GROUP * across) * GROUP
-        height = tl.minimum(down - first, GROUP)
-        within = tile % (GROUP * across)
-        row = (first + within % height) * (ROWS * HALVES)
-        column = within // height * COLUMNS
-        upper, lower = tile_sums(
-            a, b, a_scale, b_scale, row, column, column, m, k,
+        row, column = place_of(tile, down, across, ROWS * HALVES, COLUMNS, GROUP)
+        compute_tile(
+            a, b, a_scale, b_scale, bias, out, row, column, column, m, n, k,
             a_scale_row, a_scale_block, b_scale_row, b_scale_block,
-            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, HALVES, COLUMNS, BLOCK,
         )  # fmt: skip
-        store_sums(
-            out, upper, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
-            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS,
-        )  # fmt: skip
-        if HALVES == 2:
-            store_sums(
-                out, lower, a_scale, b_scale, bias, row + ROWS, column, m, n, a_scale_row, b_scale_row,
-                A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS,
-            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +377,7 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
             B_ROWS=b_scales.rows or tile.columns,
             ALONG_K=along_k,
             BIAS=bias is not None,
-            GROUP=_GROUP,
+            GROUP=GROUP,
             **tile_constants(tile, block),
         )
     return out
@@ -379,16 +405,19 @@ def k_major(codes: Tensor) -> Tensor:
         >>> k_major(codes) is codes, k_major(codes.t()).stride()
         (True, (16, 1))
     """
-    # TMA's conditions: contiguous rows whose distance and first address are multiples of 16 bytes. A stack is read as
-    # one matrix, so its matrices must follow each other.
+    # A stack is read as one matrix, so its matrices must follow each other.
     row = codes.shape[-1]
-    stacked = codes.ndim == 2 or codes.stride(0) == codes.shape[1] * codes.stride(1)
-    if stacked and codes.stride(-1) == 1 and codes.stride(-2) >= row and codes.stride(-2) % _ALIGNMENT == 0:
-        if codes.data_ptr() % _ALIGNMENT == 0:
-            return codes
-    padded = codes.new_empty((*codes.shape[:-1], row + -row % _ALIGNMENT))[..., :row]
+    if is_k_major(codes) and (codes.ndim == 2 or codes.stride(0) == codes.shape[1] * codes.stride(1)):
+        return codes
+    padded = codes.new_empty((*codes.shape[:-1], row + -row % ALIGNMENT))[..., :row]
     padded.view(torch.uint8).copy_(codes.view(torch.uint8))
     return padded
+
+
+def is_k_major(codes: Tensor) -> bool:
+    """Whether TMA reads a matrix as it is: contiguous rows whose distance and address are multiples of 16 bytes."""
+    row, side_by_side = codes.stride(-2), codes.stride(-1) == 1
+    return side_by_side and row >= codes.shape[-1] and row % ALIGNMENT == 0 and codes.data_ptr() % ALIGNMENT == 0
 
 
 def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 1) -> tuple[Tile, int]:
@@ -397,14 +426,18 @@ def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 
     Narrow blocks spend their time on scaling, not on fetching codes: tiles of two halves would not help. Rows of
     different groups share no tile, so each further group is taken for half a tile more.
     """
-    at_once = programs(device)
 
     def count(tile: Tile) -> int:
         height = tile.rows * tile.halves
         return -(-(m + (groups - 1) * height // 2) // height) * -(-n // tile.columns)
 
-    fit = [tile for tile in TILES if tile.halves == 1 or block == CHAIN]
-    tile = min(fit, key=lambda tile: -(-count(tile) // at_once) * tile.cost)
+    return cheapest_tile(count, device, [tile for tile in TILES if tile.halves == 1 or block == CHAIN])
+
+
+def cheapest_tile(count: Callable[[Tile], int], device: torch.device, tiles: Sequence[Tile]) -> tuple[Tile, int]:
+    """The tile that does all work in the least time if there are ``count`` of it, and how many programs share them."""
+    at_once = programs(device)
+    tile = min(tiles, key=lambda tile: -(-count(tile) // at_once) * tile.cost)
     return tile, min(count(tile), at_once)
 
 

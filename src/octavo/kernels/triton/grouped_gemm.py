@@ -20,7 +20,7 @@ from octavo.numerics import QuantizedTensor
 
 __all__ = ["grouped_product"]
 
-tile_sums, store_sums = gemm.tile_sums, gemm.store_sums  # a kernel finds device functions among its module's globals
+compute_tile = gemm.compute_tile  # a kernel finds device functions among its module's globals
 
 
 @triton.jit
@@ -40,7 +40,6 @@ def scaled_grouped_gemm(
     multiprocessor idle. EXPERTS is a power of two, E or more: the bookkeeping is done on blocks [EXPERTS] in registers.
     """
     across = tl.cdiv(n, COLUMNS)
-    PARTS: tl.constexpr = COLUMNS * out.dtype.element_ty.primitive_bitwidth // 1024
     each = tl.arange(0, EXPERTS)
     # Offsets of a GPU are not checked by the host: within 0 and T no wrong one reads or writes elsewhere.
     starts = tl.maximum(tl.load(offsets + each, mask=each < experts, other=0).to(tl.int32), 0)
@@ -57,21 +56,12 @@ def scaled_grouped_gemm(
         row = tl.sum(tl.where(each == expert, starts, 0), 0) + within % height * (ROWS * HALVES)
         column = within // height * COLUMNS  # an expert's rows one after the other: they share the weight's codes
         scale = b_scale + expert.to(tl.int64) * b_scale_matrix
-        # `end` in place of M masks scales and stores of the next expert's rows.
-        upper, lower = tile_sums(
-            a, b, a_scale, scale, row, column, expert * n + column, end, k,
+        # `end` in place of M masks scales and stores of the next expert's rows; `out` is a bias that is not read.
+        compute_tile(
+            a, b, a_scale, scale, out, out, row, column, expert * n + column, end, n, k,
             a_scale_row, a_scale_block, b_scale_row, b_scale_block,
-            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK,
+            A_ROWS, B_ROWS, ALONG_K, False, ROWS, HALVES, COLUMNS, BLOCK,
         )  # fmt: skip
-        store_sums(  # without a bias; `out` stands for the pointer that BIAS=False leaves unread
-            out, upper, a_scale, scale, out, row, column, end, n, a_scale_row, b_scale_row,
-            A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS,
-        )  # fmt: skip
-        if HALVES == 2:
-            store_sums(
-                out, lower, a_scale, scale, out, row + ROWS, column, end, n, a_scale_row, b_scale_row,
-                A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS,
-            )  # fmt: skip
 
 
 def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
