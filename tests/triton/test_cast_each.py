@@ -1,6 +1,7 @@
 """Casts of several matrices: as few launches as can be, with the codes, scales and records of a cast of each."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def records(device: torch.device) -> EachRecord:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_scale_for_each_is_that_of_single_casts(spec, source, transposed, casts, device):
-    given = {
+    given: dict[str, Any] = {
         key: torch.tensor(value, device=device) if key != "measure_if_zero" else value for key, value in source.items()
     }
     parts = matrices([1, 40, 3], device)
@@ -121,13 +122,15 @@ def test_a_scale_for_each_is_that_of_single_casts(spec, source, transposed, cast
     assert launches == {"measure_each_kernel": 1, "cast_each_kernel": 1}
     assert not casts
     for number, (part, operand) in enumerate(zip(parts, together, strict=True)):
-        own = {key: value[number] if key != "measure_if_zero" else value for key, value in given.items()}
+        own: dict[str, Any] = {
+            key: value[number] if key != "measure_if_zero" else value for key, value in given.items()
+        }
         x = part.t() if transposed else part
         wanted = triton_bindings.cast(x, spec, record=expected.of(number), **own).output
         assert torch.equal(operand.data.view(torch.uint8), wanted.data.view(torch.uint8))
         assert torch.equal(operand.scale, wanted.scale)
-    for own, wanted in zip((record.amax, record.overflowed), (expected.amax, expected.overflowed), strict=True):
-        assert torch.equal(own, wanted)
+    for ours, theirs in ((record.amax, expected.amax), (record.overflowed, expected.overflowed)):
+        assert torch.equal(ours, theirs)
     assert record.nonfinite == expected.nonfinite == 2
 
 

@@ -131,7 +131,7 @@ def layer_step(recipe: str, split: list[int], device: torch.device, *, stored_tr
     x, weight, bias, grad = (tensor.detach().to(device) for tensor in tensors(torch.bfloat16))
     if stored_transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
+    leaves = (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())
     y = fp8_grouped_linear(*leaves, torch.tensor(split, device=device), recipes.get(recipe))
     return results(y, grad, *leaves)
 

@@ -114,9 +114,9 @@ def cast_each(
     height = _rows_of_a_group(spec.granularity, transposed=transposed) if together and not measured else None
     operands = []
     for run in _runs(matrices, height):
-        whole = run[0] if len(run) == 1 else _whole(run)
+        matrix = run[0] if len(run) == 1 else _whole(run)
         number = len(operands)
-        result = cast(whole.t() if transposed else whole, spec, record=record.of(number), **sources[number]).output
+        result = cast(matrix.t() if transposed else matrix, spec, record=record.of(number), **sources[number]).output
         operands += [result] if height is None else _parts(result, [len(x) for x in run], height, transposed=transposed)
     return operands, None
 
