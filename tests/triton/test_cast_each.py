@@ -130,6 +130,8 @@ def test_a_scale_for_each_is_that_of_single_casts(spec, source, transposed, cast
         assert torch.equal(operand.data.view(torch.uint8), wanted.data.view(torch.uint8))
         assert torch.equal(operand.scale, wanted.scale)
     for ours, theirs in ((record.amax, expected.amax), (record.overflowed, expected.overflowed)):
+        assert ours is not None
+        assert theirs is not None
         assert torch.equal(ours, theirs)
     assert record.nonfinite == expected.nonfinite == 2
 
