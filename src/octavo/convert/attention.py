@@ -33,6 +33,7 @@ __all__ = [
     "check_attention",
     "convert_attention",
     "reason_to_stay",
+    "recipe_of",
     "restore_attention",
 ]
 
