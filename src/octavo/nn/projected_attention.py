@@ -44,7 +44,7 @@ class ProjectedAttention(nn.MultiheadAttention):
     """
 
     in_proj: nn.Linear
-    in_proj_weight = property(lambda _: _NoFastPath())  # type: ignore[assignment]
+    in_proj_weight = property(lambda _: _NoFastPath())
 
     def forward(  # noqa: PLR0917 (nn.MultiheadAttention's own)
         self,
@@ -206,6 +206,6 @@ def join_projections(modules: Mapping[str, ProjectedAttention]) -> None:
             continue
         layer = module.in_proj
         del module.in_proj
-        module.in_proj_weight, module.in_proj_bias = layer.weight, layer.bias  # type: ignore[assignment]
+        module.in_proj_weight, module.in_proj_bias = layer.weight, layer.bias
         module.out_proj.__class__ = nn.modules.linear.NonDynamicallyQuantizableLinear
         module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
