@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from octavo.convert.attention import attention_modules, reason_to_stay, recipe_of
 from octavo.convert.experts import linear_shapes, other_modules, unable
 from octavo.convert.other_modules import ConvertedModule
 from octavo.convert.report import shown
@@ -16,12 +17,14 @@ from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import is_own_linear
 from octavo.numerics.cast_spec import check_integer
+from octavo.recipes import Recipe
 
 __all__ = [
     "HEAD_NAMES",
     "all_paths",
     "candidates_of",
     "check_patterns",
+    "choose_attention",
     "choose_layers",
     "choose_others",
     "heads_of",
@@ -44,8 +47,11 @@ def choose_layers(
     keep_last_blocks: int = 0,
     linear_classes: Sequence[type[torch.nn.Linear]] = (),
     convolutions: bool = False,
+    attention: bool = False,
 ) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
     """Select the layers that :func:`convert` would convert with the same arguments; the model is not changed.
+
+    With ``attention``, ``skip`` may also name modules of attention; see :func:`choose_attention`.
 
     Returns:
         The layers by path; and the path of every other linear or embedding layer, with the reason why it stays.
@@ -66,7 +72,7 @@ def choose_layers(
     _check_classes(candidates, linear_classes)
     paths, readers = all_paths(model), weight_readers(model)
     every = multiplying_modules(model, convolutions=convolutions)
-    check_patterns(skip, every, paths)
+    check_patterns(skip, every | dict(attention_modules(model) if attention else ()), paths)
     choosing = routers(model)
     reasons = _heads(candidates, choosing, linear_classes) if not convert_head else {}
     reasons |= _outer_blocks(model, every, keep_first_blocks, keep_last_blocks)
@@ -114,6 +120,36 @@ def choose_others(
         else:
             recipes = {layer.recipe.name for _, layer in module.layers()} if isinstance(module, ConvertedModule) else ()
             left[path] = "; ".join([reason, *(f"keeps its recipe {name}" for name in recipes)])
+    return selected, left
+
+
+def choose_attention(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    *,
+    skip: Sequence[str] = (),
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+    convolutions: bool = False,
+) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
+    """Select the modules whose attention :func:`convert` would let run ``recipe``.
+
+    Returns:
+        The modules by path, and the path of each that is left with the reason.
+    """
+    modules, paths = dict(attention_modules(model)), all_paths(model)
+    every = multiplying_modules(model, convolutions=convolutions)
+    kept = _outer_blocks(model, every, keep_first_blocks, keep_last_blocks, inside=modules) if modules else {}
+    selected, left = {}, {}
+    for path, module in modules.items():
+        pattern = next((each for each in skip if matches(each, paths[module])), None)
+        reason = kept.get(path) if pattern is None else f"skip pattern {pattern!r}"
+        reason = reason or (None if recipe.is_high_precision else reason_to_stay(module))
+        if reason is None:
+            selected[path] = module
+        else:
+            own = recipe_of(module)
+            left[path] = reason if own is None else f"{reason}; keeps its recipe {own.name}"
     return selected, left
 
 
@@ -317,9 +353,14 @@ def matches(pattern: str, paths: list[str]) -> bool:
 
 
 def _outer_blocks(
-    model: torch.nn.Module, candidates: dict[str, torch.nn.Module], first: int, last: int
+    model: torch.nn.Module,
+    candidates: dict[str, torch.nn.Module],
+    first: int,
+    last: int,
+    *,
+    inside: dict[str, torch.nn.Module] | None = None,
 ) -> dict[str, str]:
-    """Layers in the model's first and last blocks: path to reason."""
+    """Layers, or the modules ``inside``, of the model's first and last blocks: path to reason."""
     check_integer("keep_first_blocks", first, least=0)
     check_integer("keep_last_blocks", last, least=0)
     reasons: dict[str, str] = {}
@@ -330,7 +371,7 @@ def _outer_blocks(
                 f"keep_first_blocks={first} and keep_last_blocks={last} must be no more together than the {count} "
                 f"blocks of {shown(stack)}"
             )
-        reasons |= _ends(model, candidates, stack, first, last)
+        reasons |= _ends(model, candidates if inside is None else inside, stack, first, last)
     return reasons
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from octavo import recipes
-from octavo.convert.attention import attention_in_fp8, convert_attention, restore_attention
+from octavo.convert.attention import attention_with_recipes, check_attention, convert_attention, restore_attention
 from octavo.convert.choice import (
     all_paths,
     check_patterns,
+    choose_attention,
     choose_layers,
     choose_others,
     matches,
@@ -109,18 +110,19 @@ def convert(
             own class again after :func:`restore`.
         attention_projections: convert the projections of ``nn.MultiheadAttention`` too, as linear layers ``in_proj``
             and ``out_proj`` (:mod:`octavo.nn.projected_attention`). Parameters stay the same objects and the
-            ``state_dict`` keeps its keys; torch's fast path of encoders, which runs no recipe, is off then.
+            ``state_dict`` keeps its keys; torch's fast paths of encoders, which run no recipe, are off then.
         convolutions: convert convolutions of patches that do not overlap too (:mod:`octavo.convert.convolutions`): 1×1
             kernels and embeddings of patches, without padding or groups.
         attention: recipe of attention's two products, with scales from their own tensors, such as "tensorwise"; of
-            modules of :mod:`octavo.nn` and of transformers' models that use its attention interface. "bf16" runs it in
-            high precision again, None leaves it as it is. See :func:`octavo.functional.fp8_attention`.
+            modules of :mod:`octavo.nn` and of transformers' models that run "sdpa" by its attention interface. "bf16"
+            runs it in high precision again, None leaves it as it is. ``skip`` and the blocks to keep count for the
+            modules of attention too, ``overrides`` do not. See :func:`octavo.functional.fp8_attention`.
 
     Raises:
         ConfigError: a share below ``strict``; a traced or scripted module, unknown recipe, ``scale_updates``,
             ``amax_group`` or ``frozen``, a ``skip`` that is a bare string, ``overrides`` that are no mapping, a pattern
             that matches nothing, an override of layers that all stay as they are, more blocks to keep than there are, a
-            class in ``linear_classes`` that computes something else, ``attention`` of a model that has none.
+            class in ``linear_classes`` that computes something else, ``attention`` of a model that has none to run it.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -136,16 +138,21 @@ def convert(
     with _split_projections(model, wanted=attention_projections):  # all decided and checked before the first change
         paths = all_paths(model)
         check_patterns(overriding, multiplying_modules(model, convolutions=convolutions), paths)
-        choice: dict[str, Any] = {
+        where: dict[str, Any] = {
             "skip": skip,
-            "layer_filter": layer_filter,
-            "min_weight_elements": min_weight_elements,
             "keep_first_blocks": keep_first_blocks,
             "keep_last_blocks": keep_last_blocks,
             "convolutions": convolutions,
         }
+        choice = {**where, "layer_filter": layer_filter, "min_weight_elements": min_weight_elements}
         others, others_left = choose_others(model, **choice)
-        chosen, skipped = choose_layers(model, **choice, convert_head=convert_head, linear_classes=linear_classes)
+        chosen, skipped = choose_layers(
+            model,
+            **choice,
+            convert_head=convert_head,
+            linear_classes=linear_classes,
+            attention=attention is not None,
+        )
         _check_effect(overriding, paths, skipped | others_left, chosen | others)
         followed, of_others = (
             {path: _overridden(paths[module], overriding, resolved) for path, module in modules.items()}
@@ -154,19 +161,20 @@ def convert(
         report = _planned(model, resolved, followed, skipped, others=(of_others, others_left))
         _check_share(report, strict)
         updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
-        if attention is not None:
-            convert_attention(model, recipes.get(attention))
+        attention_left = _convert_attention(model, attention, where)
     _run(chosen, followed, updates, cache_weights=cache_weights)
     for path, other in others.items():
         kind = kind_of(other, convolutions=convolutions)
         convert_module(other, kind, of_others[path], updates, path=path)
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
     not_stored |= dict.fromkeys(report.weights if frozen is not None else (), _NO_CODES)
+    running = attention_with_recipes(model)
     report = replace(
         report,
         stored=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
         not_stored=not_stored,
-        attention=attention_in_fp8(model),
+        attention=tuple(path for path, reason in running.items() if reason is None),
+        attention_skipped={path: reason for path, reason in running.items() if reason is not None} | attention_left,
         notes=dict(_notes(model)),
     )
     _warn_if_nothing_changed(report, resolved)
@@ -203,6 +211,19 @@ def _split_projections(model: torch.nn.Module, *, wanted: bool) -> Iterator[None
     except BaseException:
         join_projections(split)
         raise
+
+
+def _convert_attention(
+    model: torch.nn.Module, attention: str | Recipe | None, where: Mapping[str, Any]
+) -> dict[str, str]:
+    """Run a model's attention with the recipe that ``attention`` names; path of each module left, and why."""
+    if attention is None:
+        return {}
+    recipe = recipes.get(attention)
+    check_attention(model, recipe)
+    chosen, left = choose_attention(model, recipe, **where)
+    convert_attention(chosen.values(), recipe)
+    return left
 
 
 def _planned(

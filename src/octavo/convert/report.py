@@ -98,6 +98,8 @@ class ConversionReport:
         overridden: path of each converted layer that runs another recipe, and its name.
         weights: names of the parameters of other modules, such as experts, that run a recipe.
         attention: paths of the modules whose attention multiplies in FP8.
+        attention_skipped: path of each module whose attention was to multiply in FP8 and does not, or does with the
+            recipe that it had, and why.
         stored: paths of the layers whose weight is stored as FP8 codes.
         not_stored: path of each converted layer whose frozen weight could not be stored as FP8 codes, and why.
         skipped: path of every other linear or embedding layer, and why it stays as it is.
@@ -112,6 +114,7 @@ class ConversionReport:
     overridden: dict[str, str] = field(default_factory=dict)
     weights: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
+    attention_skipped: dict[str, str] = field(default_factory=dict)
     stored: tuple[str, ...] = ()
     not_stored: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -166,6 +169,7 @@ class ConversionReport:
         ]
         stay = self.skipped | self.parameters
         lines += [f"  {path}: {reason}" for path, reason in _grouped(stay, self.shares.by_path)]
+        lines += [f"  {path}: attention: {reason}" for path, reason in _grouped(self.attention_skipped)]
         lines += [f"note: {path} {note}" for path, note in _grouped(self.notes)]
         return "\n".join(lines + ([f"more would run in FP8 with {self._gains()}"] if self.gains else []))
 
@@ -195,6 +199,7 @@ class ConversionReport:
                 title="In high precision", columns=("weights", "reason"), rows=list(_grouped(stay, self.shares.by_path))
             ),
             Table(title="Not stored as codes", columns=("layers", "reason"), rows=list(_grouped(self.not_stored))),
+            Table(title="Attention", columns=("modules", "reason"), rows=list(_grouped(self.attention_skipped))),
             Table(title="Notes", columns=("module", "note"), rows=list(_grouped(self.notes))),
         )
         return summary(f"ConversionReport: recipe {self.recipe}", facts=facts, tables=tables)

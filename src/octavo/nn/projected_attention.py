@@ -7,13 +7,15 @@ never calls. Projected, the same object computes the same attention with two lay
     y       = out_proj(attention)
 
 Parameters stay the same objects, and a ``state_dict`` has the same keys. Where keys or values come from elsewhere, the
-layer multiplies each of the inputs and keeps its third. torch's fast paths, which read the parameters and so go round
-any recipe, do not take it: they ask for an ``in_proj_bias``.
+layer multiplies each of the inputs and keeps its third. torch's fast paths read the parameters and so go round any
+recipe. That of ``nn.TransformerEncoderLayer`` asks for an ``in_proj_bias``, which is None here. An
+``nn.TransformerEncoder`` makes one nested tensor of padded sequences for that path, unless a parameter of its first
+layer has a ``__torch_function__`` of its own: ``in_proj_weight`` has, and is nothing else.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,14 @@ __all__ = ["ProjectedAttention", "is_plain", "join_projections", "split_projecti
 _KEPT_NAMES = {"in_proj.weight": "in_proj_weight", "in_proj.bias": "in_proj_bias"}
 
 
+class _NoFastPath:
+    """The ``in_proj_weight`` that ``nn.TransformerEncoder`` sees; see the module's docstring."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise ConfigError("in_proj_weight of a projected attention is no tensor; its weight is in_proj.weight")
+
+
 class ProjectedAttention(nn.MultiheadAttention):
     """Made of an ``nn.MultiheadAttention`` by :func:`split_projections`; its arguments and results.
 
@@ -34,6 +44,7 @@ class ProjectedAttention(nn.MultiheadAttention):
     """
 
     in_proj: nn.Linear
+    in_proj_weight = property(lambda _: _NoFastPath())
 
     def forward(  # noqa: PLR0917 (nn.MultiheadAttention's own)
         self,
@@ -47,6 +58,11 @@ class ProjectedAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention``."""
+        if query.is_nested:
+            raise ConfigError(
+                "attention with projections as layers takes no nested tensors; make the nn.TransformerEncoder with "
+                "enable_nested_tensor=False, or convert it whole"
+            )
         if is_causal and attn_mask is None:
             raise ConfigError("is_causal=True says that attn_mask is the causal mask; give that mask too")
         is_batched = query.ndim == 3
@@ -190,6 +206,6 @@ def join_projections(modules: Mapping[str, ProjectedAttention]) -> None:
             continue
         layer = module.in_proj
         del module.in_proj
-        module.in_proj_weight, module.in_proj_bias = layer.weight, layer.bias  # type: ignore[assignment]
+        module.in_proj_weight, module.in_proj_bias = layer.weight, layer.bias
         module.out_proj.__class__ = nn.modules.linear.NonDynamicallyQuantizableLinear
         module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]

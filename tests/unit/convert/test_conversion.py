@@ -413,6 +413,20 @@ def test_projections_of_torchs_attention_run_in_fp8_and_are_restored(frozen):
         assert torch.equal(model.train()(x), exact)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+def test_an_encoder_with_projections_in_fp8_takes_padding_in_its_default_setting(recipe):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        exact = model(x, src_key_padding_mask=padding)[~padding]
+    octavo.convert(model, recipe, attention_projections=True)
+    for with_gradients in (False, True):
+        with torch.set_grad_enabled(with_gradients):
+            assert torch.allclose(model(x, src_key_padding_mask=padding)[~padding], exact, atol=0.3)
+
+
 def test_a_refused_conversion_leaves_attention_as_it_was():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     for refused in ({"skip": ["nothing.*"]}, {"strict": 1.0, "skip": ["*.linear1"]}):

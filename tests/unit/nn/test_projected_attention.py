@@ -131,3 +131,36 @@ def test_the_hint_without_its_mask_is_refused():
     x = torch.randn(5, 2, 16)
     with pytest.raises(ConfigError, match="give that mask too"):
         projected(x, x, x, is_causal=True)
+
+
+def _encoder(**options):
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2, **options).eval()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("split", ["encoder", "first layer"])
+def test_torchs_encoder_makes_no_nested_tensor_of_padded_sequences(split, frozen, with_gradients):
+    """By default it does, where it sees an ``in_proj_bias``, and gives all layers what their fast path alone takes."""
+    model, x = _encoder(), torch.randn(2, 5, 16)
+    model.requires_grad_(not frozen)
+    with torch.no_grad():
+        expected = _encoder(enable_nested_tensor=False)(x, src_key_padding_mask=PADDING)
+        model(x, src_key_padding_mask=PADDING)  # as it is before
+    changed = split_projections(model if split == "encoder" else model.layers[0])
+    with torch.set_grad_enabled(with_gradients):
+        torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), expected)
+    join_projections(changed)
+    with torch.no_grad():
+        assert not model(x, src_key_padding_mask=PADDING)[1, 3:].any(), "torch's nested tensors are padded with zeros"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused():
+    """Of an encoder whose first layer alone is torch's own."""
+    model, x = _encoder(), torch.randn(2, 5, 16)
+    split_projections(model.layers[1])
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"nested tensor.*enable_nested_tensor=False"):
+        model(x, src_key_padding_mask=PADDING)
