@@ -10,6 +10,7 @@ import octavo
 import octavo.doctor
 from octavo import recipes
 from octavo.doctor import Severity
+from octavo.doctor.diagnose import diagnose
 from octavo.doctor.rules.experts import starved_experts
 from octavo.doctor.series import Sample, series_of
 from octavo.doctor.thresholds import Thresholds
@@ -135,6 +136,57 @@ def test_a_mixture_has_one_line_a_layer_and_names_the_expert_without_tokens():
     assert finding.severity is Severity.WARN
     assert finding.evidence["expert"] == 2
     assert finding.cause.startswith("expert 2 got 0.0% of an even share of the tokens of 3 sampled steps; 1 experts")
+
+
+@pytest.mark.parametrize("began", [1, 3])
+def test_a_nan_in_one_expert_is_found_there_and_explains_what_follows(began):
+    pytest.importorskip("transformers")
+    model = mixture("Mixtral").model.requires_grad_(True).train()
+    octavo.convert(model, "delayed")
+    watcher = octavo.doctor.watch(model, interval=1)
+    tokens = torch.arange(96).view(2, 48)
+    for step in range(1, 5):
+        if step == began:
+            with torch.no_grad():
+                model.get_submodule(PATH).down_proj[2, 0, 0] = float("nan")
+        with watcher.step():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    for findings in (watcher.findings(), diagnose(series_of(lines_of(watcher.samples)))):
+        assert [one.code for one in findings] == ["nonfinite"]
+        (finding,) = findings
+        assert (finding.path, finding.role, finding.first_step) == (f"{PATH}.down_proj", "weight", began)
+        assert finding.evidence["expert"] == 2
+        assert finding.evidence["nonfinite"] == 1
+        assert finding.cause.startswith("NaN or ±Inf reach this cast first (1 elements since the last sample, expert 2)")
+    modules = watcher.samples[began - 1].modules
+    assert modules["expert_sqnr_db"][PATH] == -math.inf
+
+
+def lines_of(samples):
+    for sample in samples:
+        yield {"kind": "watched", "step": sample.step, **sample.names()}
+        yield {"kind": "statistics", "step": sample.step, **sample.values()}
+
+
+def test_a_nan_between_samples_is_counted_at_its_expert():
+    layer, offsets = GroupedLinear(3, 16, 8), torch.tensor([0, 5, 6, 9])
+    model = torch.nn.ModuleDict({"plain": torch.nn.Linear(16, 16), "experts": layer})
+    octavo.convert(model, "tensorwise")
+    watcher = octavo.doctor.watch(model, interval=10)
+    for step in range(1, 11):
+        x = torch.randn(9, 16)
+        with watcher.step():
+            y = model["plain"](x)
+            layer(torch.where(torch.arange(9)[:, None] == 5, math.nan, y) if step == 7 else y, offsets).sum().backward()
+    assert watcher.samples[-1].modules["expert_nonfinite"]["experts input output"] == 16
+    (finding,) = [one for one in watcher.findings() if one.code == "nonfinite"]
+    assert (finding.path, finding.role) == ("experts", "input")
+    assert "expert" not in finding.evidence
+
+
+def test_healthy_experts_have_no_counts():
+    watcher = watched_steps(GroupedLinear(3, 16, 8), torch.randn(9, 16), torch.tensor([0, 5, 6, 9]))
+    assert "expert_nonfinite" not in watcher.samples[0].modules
 
 
 def series_with(shares, idle=0.0):
