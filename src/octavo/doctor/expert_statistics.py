@@ -12,6 +12,9 @@ A layer may have 128 experts, whose casts would be thousands of rows of a page. 
 | least_expert         | which expert that is                                                                     |
 | idle_experts         | experts that got no token in any sampled step so far                                     |
 
+Experts that are linear layers each, in a list or of ``unfuse_experts``, have this line too, beside their own rows. A
+token of theirs is one that reaches an expert's first layer.
+
 A token is a row that is not all zeros: Llama 4 passes every token to every expert, times a score of 0 where the router
 chose another.
 
@@ -24,21 +27,24 @@ Of a sample in which a cast of any expert has NaN or ±Inf there is also, by "pa
 | casts_before         | how many casts of linear layers ran before                                               |
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo.convert import UnfusedExperts
 from octavo.convert.other_modules import weight_name
+from octavo.convert.routers import experts_in
 from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_SUMS, cast_sums
 from octavo.doctor.tables import Floats
 from octavo.nn.grouped_linear import ExpertsProjection, GroupedLinear
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import CastSpec
-from octavo.scaling import GRAD_OUTPUT, INPUT, ROLES, Operand
+from octavo.scaling import GRAD_OUTPUT, INPUT, ROLES, Operand, inside_backward
 
 __all__ = ["ExpertStatistics"]
 
@@ -80,9 +86,7 @@ class _ExpertRecorder:
         sums = [cast_sums(matrix, each) for matrix, each in pairs if isinstance(each, QuantizedTensor)]
         if spec is not None and len(sums) == len(experts) and sums:
             measured = torch.stack(sums).to(self.tokens.device)
-            noise = measured[:, _NOISE] / measured[:, _ENERGY]
-            broken = measured[:, _NONFINITE] > 0
-            self.noise[at] = torch.maximum(self.noise[at], noise.nan_to_num(0.0).masked_fill(broken, torch.inf))
+            self.noise[at] = torch.maximum(self.noise[at], _relative_noise(measured))
             key = CastKey(self.path, ROLES[role], "grad_input" if role == GRAD_OUTPUT else "output")
             if key not in self.casts:
                 before = torch.tensor([float(len(self.linear_casts))], dtype=torch.float64)
@@ -90,17 +94,75 @@ class _ExpertRecorder:
             self.casts[key][1 + at] += measured[:, _NONFINITE]
 
 
+class _CountedTokens:
+    """Hooks that count the tokens of each expert until they are removed.
+
+    Args:
+        first: the first layer of each expert, by its path.
+    """
+
+    def __init__(self, first: Mapping[str, nn.Module]) -> None:
+        device = next(next(iter(first.values())).parameters()).device
+        self.tokens = torch.zeros(len(first), dtype=torch.float64, device=device)
+        self._handles = [
+            layer.register_forward_pre_hook(partial(self._count, expert)) for expert, layer in enumerate(first.values())
+        ]
+
+    def _count(self, expert: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs and not inside_backward():  # activation checkpointing runs a forward again
+            self.tokens[expert] += (inputs[0].detach() != 0).any(dim=-1).sum().to(self.tokens)
+
+    def remove(self) -> None:
+        """Count no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _first_layers(experts: nn.Module) -> dict[str, nn.Module]:
+    """The first linear layer of each expert, by the expert's name; empty where an expert has none."""
+    each = dict(experts.named_children())
+    if isinstance(experts, UnfusedExperts):
+        each = {name: module for name, module in each.items() if name.isdigit()}
+    elif not isinstance(experts, nn.ModuleList | nn.ModuleDict):
+        return {}
+    first = {
+        name: next((layer for layer in module.modules() if isinstance(layer, nn.Linear)), None)
+        for name, module in each.items()
+    }
+    return {name: layer for name, layer in first.items() if layer is not None} if all(first.values()) else {}
+
+
+def _noise_of_each(path: str, experts: Collection[str], casts: Mapping[CastKey, Tensor]) -> Tensor:
+    """The largest relative noise of the casts of each expert's layers."""
+    place = {f"{path}.{name}" if path else name: number for number, name in enumerate(experts)}
+    noise = [torch.zeros((), dtype=torch.float64)] * len(place)
+    depth = path.count(".") + 2 if path else 1
+    for key, sums in casts.items():
+        number = place.get(".".join(key.path.split(".")[:depth]))
+        if number is not None:
+            noise[number] = torch.maximum(noise[number].to(sums), _relative_noise(sums))
+    return torch.stack([each.to(noise[0]) for each in noise])
+
+
+def _relative_noise(sums: Tensor) -> Tensor:
+    """Noise over energy of CAST_SUMS [..., F]; inf with NaN or ±Inf."""
+    noise = sums[..., _NOISE] / sums[..., _ENERGY]
+    return noise.nan_to_num(0.0).masked_fill(sums[..., _NONFINITE] > 0, torch.inf)
+
+
 class ExpertStatistics:
     """Statistics of all experts of a model; their tokens are added up over the sampled steps.
 
     Attributes:
         layers: the layers of experts, by the path of their weight.
+        lists: the first linear layer of each expert, by the path of experts that are linear layers each.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = {
             weight_name(path): layer for path, layer in model.named_modules() if isinstance(layer, GroupedLinear)
         }
+        self.lists = {path: first for path in experts_in(model) if (first := _first_layers(model.get_submodule(path)))}
         self._tokens: dict[str, Floats] = {}
 
     @contextmanager
@@ -123,14 +185,20 @@ class ExpertStatistics:
             owner = path.rpartition(".")[0] if isinstance(layer, ExpertsProjection) else path
             recorder = layer.experts_watch = _ExpertRecorder(layer, path, expert_casts, linear_casts)
             recorders.setdefault(owner, []).append(recorder)
+        counting = {path: _CountedTokens(first) for path, first in self.lists.items()}
         try:
             yield
+            for path, counted in counting.items():
+                noise = _noise_of_each(path, self.lists[path], linear_casts)
+                measured[path] = torch.stack([counted.tokens, noise.to(counted.tokens)])
             for owner, each in recorders.items():  # projections of the same experts see the same tokens
                 pairs = torch.stack([torch.stack([one.tokens, one.noise]) for one in each])
                 measured[owner] = pairs.amax(dim=0)
         finally:
             for layer in self.layers.values():
                 layer.experts_watch = None
+            for counted in counting.values():
+                counted.remove()
 
     def numbers(self, measured: Mapping[str, Floats]) -> dict[str, dict[str, float]]:
         """The numbers of the table above by name and path; adds the step's tokens to those before."""

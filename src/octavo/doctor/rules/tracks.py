@@ -156,7 +156,7 @@ def nonfinite_casts(series: Series) -> tuple[list[CastKey], Floats]:
     elements = {name: values for name, _, values in module_tracks(series, "expert_nonfinite")}
     places = {name: float(np.fmin.reduce(values)) for name, _, values in module_tracks(series, "casts_before")}
     of_experts = [name for name in elements if name.count(" ") > 1 and np.isfinite(places.get(name, np.nan))]
-    for name in reversed(sorted(of_experts, key=places.__getitem__)):  # the last first: places are of linear layers
+    for name in sorted(of_experts, key=places.__getitem__)[::-1]:  # the last first: places are of linear layers
         keys.insert(int(places[name]), CastKey(*name.rsplit(" ", 2)))
         columns.insert(int(places[name]), elements[name])
     return keys, np.stack(columns, axis=1) if columns else np.empty((len(series.casts.steps), 0))
