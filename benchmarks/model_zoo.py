@@ -8,11 +8,12 @@ not the same, where the report leaves a weight out, or where the restored model 
 
 It also fails where the converted model's outputs, or the gradients of its matrices, are too far from the plain model's.
 How far rounding may take them depends on the model: a token near the border of two experts goes to the other one, and
-sums cancel. So the plain model runs :data:`NOISY_RUNS` times with noise where octavo rounds, at least as large as FP8's:
+sums cancel. So the plain model runs :data:`NOISY_RUNS` times with noise where octavo rounds, no smaller than FP8's:
 every converted weight and every input of its module times 1 + u / 16, every gradient of the module's output times
 1 + u / 8, u uniform in ±1; 1/16 and 1/8 are the largest relative errors of E4M3 and E5M2. The distance (the norm of the
 difference) may be :data:`MARGIN` times the largest of these runs. Gradients are compared by kind of matrix: those that
-differ in their numbers alone (of layers, of experts) are one vector.
+differ in their numbers alone (of layers, of experts) are one vector. The bounds are wide, often 0.3 of a gradient's
+norm: experts whose outputs are twice too large break them, 1.3 times too large do not.
 
 "linear layers" is the share with ``nn.Linear`` alone converted, as octavo did before it knew experts and Conv1D.
 
