@@ -5,6 +5,16 @@
 A model is built first and run forward and backward as it is: what fails there is listed as not built, with the reason.
 It is then converted, takes a step of SGD, and is restored. That fails where anything raises, where the state_dict is
 not the same, where the report leaves a weight out, or where the restored model computes other numbers than before.
+
+It also fails where the converted model's outputs, or the gradients of its matrices, are too far from the plain model's.
+How far rounding may take them depends on the model: a token near the border of two experts goes to the other one, and
+sums cancel. So the plain model runs :data:`NOISY_RUNS` times with noise where octavo rounds, no smaller than FP8's:
+every converted weight and every input of its module times 1 + u / 16, every gradient of the module's output times
+1 + u / 8, u uniform in ±1; 1/16 and 1/8 are the largest relative errors of E4M3 and E5M2. The distance (the norm of the
+difference) may be :data:`MARGIN` times the largest of these runs. Gradients are compared by kind of matrix: those that
+differ in their numbers alone (of layers, of experts) are one vector. The bounds are wide, often 0.3 of a gradient's
+norm: experts whose outputs are twice too large break them, 1.3 times too large do not.
+
 "linear layers" is the share with ``nn.Linear`` alone converted, as octavo did before it knew experts and Conv1D.
 
 Counted are the multiplications of one forward by weights, as the operators that ran have them: a token's experts, not
@@ -29,7 +39,8 @@ from torch.utils.flop_counter import flop_registry
 
 import octavo
 from benchmarks.measure import hardware, markdown_table, publish
-from octavo.convert import other_modules
+from octavo.convert import ConversionReport, other_modules
+from octavo.formats import E4M3, E5M2, Format
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -99,6 +110,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHead", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "openai-gpt": ("OpenAIGPTLMHead", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }  # fmt: skip
+
+
+NOISY_RUNS, MARGIN = 3, 2.0
 
 
 class NotBuiltError(Exception):
@@ -202,6 +216,70 @@ def check(model: nn.Module, inputs: dict[str, Tensor]) -> str:
         return "" if torch.equal(model(**inputs)[0], before) else "the restored model computes other numbers"
 
 
+def results_of(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output of a model, and the gradients of its matrices by name."""
+    model.zero_grad()
+    output = model(**inputs)[0].float()
+    output.square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.ndim > 1 and p.grad is not None}
+    model.zero_grad()
+    return {"the output": output.detach(), **gradients}
+
+
+def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norms of the differences of :func:`results_of`, by kind; what one of them lacks is zeros."""
+    squares: Counter[str] = Counter()
+    for name in {**expected, **found}:
+        pair = [each[name].double() for each in (found, expected) if name in each]
+        difference = pair[0] - pair[1] if len(pair) > 1 else pair[0]
+        squares[re.sub(r"\.\d+(?=\.|$)", ".*", name)] += float(difference.square().sum())  # type: ignore[assignment]
+    return {kind: square**0.5 for kind, square in squares.items()}
+
+
+def add_noise(model: nn.Module, report: ConversionReport, seed: int) -> None:
+    """Multiply what octavo would round by 1 + u · the largest relative error of its format, u uniform in ±1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noisy(x: Tensor, fmt: Format) -> Tensor:
+        u = 2 * torch.rand(x.shape, generator=generator) - 1
+        return x * (1 + u * 2.0 ** -(fmt.mantissa_bits + 1)).to(x.dtype)
+
+    def of_input(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (noisy(args[0], E4M3), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: noisy(kwargs[first], E4M3)}
+
+    def of_gradient(_: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: noisy(gradient, E5M2))
+
+    weights = [*(f"{path}.weight" for path in report.converted), *report.weights]
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in weights):
+        model.get_submodule(path).register_forward_pre_hook(of_input, with_kwargs=True)
+        model.get_submodule(path).register_forward_hook(of_gradient)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if NORMED.sub(".weight", name) in weights:
+                parameter.copy_(noisy(parameter, E4M3))
+
+
+def wrong_numbers(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], noisy_runs: Sequence[Mapping[str, Tensor]]
+) -> str:
+    """Sentence about the kind of result that is farthest beyond its bound; empty if none is."""
+    norms = distances(expected, {})
+    bounds = {kind: MARGIN * max(distances(run, expected)[kind] for run in noisy_runs) for kind in norms}
+    off = distances(found, expected)
+    beyond = {kind: off[kind] / max(bounds[kind], 1e-30) for kind in norms if not off[kind] <= bounds[kind]}
+    if not beyond:
+        return ""
+    kind = max(beyond, key=beyond.__getitem__)
+    relative = [number / max(norms[kind], 1e-30) for number in (off[kind], bounds[kind])]
+    off_by, bound = relative
+    return f"{len(beyond)} of {len(norms)} beyond rounding: {kind} is {off_by:.3g} off, the bound is {bound:.3g}"
+
+
 def plain(make: Callable[[], nn.Module], inputs: dict[str, Tensor]) -> nn.Module:
     """Create a model that runs forward and backward before octavo sees it.
 
@@ -232,7 +310,8 @@ def row(name: str, make: Callable[[], nn.Module], family: str = "causal") -> Row
 
 
 def _measured(name: str, family: str, model: nn.Module, inputs: dict[str, Tensor]) -> Row:
-    linear_alone, converted = copy.deepcopy(model), copy.deepcopy(model)
+    linear_alone, converted, *noisy = (copy.deepcopy(model) for _ in range(2 + NOISY_RUNS))
+    expected = results_of(model, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of models in which nothing is converted
         octavo.convert(linear_alone, "tensorwise", skip=list(other_modules(linear_alone)))
@@ -240,6 +319,10 @@ def _measured(name: str, family: str, model: nn.Module, inputs: dict[str, Tensor
         report = octavo.convert(converted, "tensorwise")
         after = measured_share(converted, inputs)
         problem = check(model, inputs)
+        for seed, each in enumerate(noisy):
+            add_noise(each, report, seed)
+        runs = [results_of(each, inputs) for each in noisy]
+        problem = problem or wrong_numbers(expected, results_of(converted, inputs), runs)
     named = {f"{path}.weight" for path in (*report.converted, *report.skipped)}
     named |= {*report.parameters, *report.weights}
     matrices = {NORMED.sub(".weight", name) for name, p in model.named_parameters() if p.ndim > 1}

@@ -104,7 +104,11 @@ def test_an_expert_without_rows_keeps_its_history(together, monkeypatch):
         one.weight.data.copy_(layer.weight[expert])
     torch.manual_seed(1)
     for split in ([0, 9, 20, 30, 40], [0, 0, 13, 13, 40], [0, 40, 40, 40, 40], [0, 1, 2, 3, 40]):
-        x, grad = torch.randn(40, K), torch.randn(40, N)
+        x, grad = torch.randn(40, K, requires_grad=True), torch.randn(40, N)
+        apart = x.detach().clone().requires_grad_()
+        with torch.no_grad():  # so that a delayed scale is not that of the weight itself
+            for weight in (layer.weight, *(one.weight for one in alone)):
+                weight.mul_(1.7)
         layer.zero_grad()
         y = layer(x, torch.tensor(split))
         y.backward(grad)
@@ -114,11 +118,14 @@ def test_an_expert_without_rows_keeps_its_history(together, monkeypatch):
             if start == end:
                 assert not layer.weight.grad[expert].any()
                 continue
-            part = one(x[start:end])
+            part = one(apart[start:end])
             part.backward(grad[start:end])
             assert one.weight.grad is not None
             assert torch.equal(y[start:end], part)
             assert torch.equal(layer.weight.grad[expert], one.weight.grad)
+        assert x.grad is not None
+        assert apart.grad is not None
+        assert torch.equal(x.grad, apart.grad)
         octavo.update_scales(layer)
         for one in alone:
             octavo.update_scales(one)
@@ -177,10 +184,11 @@ def test_checkpointing_records_and_counts_once():
     layer, offsets = GroupedLinear(EXPERTS, K, N, recipe="delayed", manual_scale_updates=True), torch.tensor(SPLITS[2])
     x = torch.randn(40, K, requires_grad=True)
     with torch.no_grad():
-        x[0, 0] = float("nan")
+        x[0, 0] = layer.weight[0, 0, :2] = float("nan")
     y = torch.utils.checkpoint.checkpoint(layer, x, offsets, use_reentrant=False)
     y.nansum().backward()
-    assert octavo.nonfinite_counts(layer)["input"] == 1
+    counts = octavo.nonfinite_counts(layer)
+    assert (counts["input"], counts["weight"]) == (1, 2)
     assert layer.amax_history is not None
     assert layer.amax_history.overflowed[0].tolist() == [True, False, False, False]
 

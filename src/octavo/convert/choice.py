@@ -333,6 +333,14 @@ def check_patterns(
     """Refuse a pattern that matches none of the candidates."""
     for pattern in patterns:
         if not any(matches(pattern, paths[module]) for module in candidates.values()):
+            for path, module in candidates.items():
+                weights = [f"{known}.{name}" for known in paths[module] for name, _ in module.named_parameters()]
+                if matches(pattern, weights):
+                    module_pattern = pattern.rpartition(".")[0]
+                    shorter = module_pattern if matches(module_pattern, paths[module]) else path
+                    raise ConfigError(
+                        f"pattern {pattern!r} matches a weight, and patterns match whole modules; write {shorter!r}"
+                    )
             linears = [path for path, module in candidates.items() if isinstance(module, torch.nn.Linear)]
             raise ConfigError(
                 f"pattern {pattern!r} matches no layer; the first linear layers are {', '.join(linears[:5])}"

@@ -24,6 +24,8 @@ def routers(model: torch.nn.Module) -> dict[str, str]:
 
     Beside experts, or beside a module that holds nothing else, these are all weights in what is called a router or a
     gate, and the weights that have a row for each expert, or one for the share of an expert that every token goes to.
+    A module in which such weights lie deeper is a router if its last matrix has a row for each expert; those called
+    shared are not, nor those that map as many features as there are experts, as any layer of that width does.
 
     Example:
         >>> experts = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
@@ -35,6 +37,7 @@ def routers(model: torch.nn.Module) -> dict[str, str]:
     lists = {path: len(module) for path, module in model.named_modules() if path and isinstance(module, _LISTS)}
     for path, experts in (lists | mixtures).items():
         block = _block_of(model, path)
+        nested = _nested_routers(model.get_submodule(block), experts) if path in mixtures else set()
         for name, parameter in model.get_submodule(block).named_parameters():
             own = f"{block}.{name}" if block else name
             sibling, *rest = name.split(".")
@@ -42,9 +45,20 @@ def routers(model: torch.nn.Module) -> dict[str, str]:
             if path not in mixtures:
                 chooses = sibling in _NAMES and has_a_row_each
             else:
-                chooses = sibling in _NAMES or (len(rest) == 1 and (has_a_row_each or parameter.shape[:1] == (1,)))
+                chooses = sibling in nested or (len(rest) == 1 and (has_a_row_each or parameter.shape[:1] == (1,)))
             if chooses and parameter.ndim == 2 and not own.startswith(f"{path}."):
                 found[own] = _ROUTER
+    return found
+
+
+def _nested_routers(block: torch.nn.Module, experts: int | None) -> set[str]:
+    """Names of the modules beside experts that are routers: by their name, or by the shapes of their matrices."""
+    found = set(_NAMES)
+    for name, module in block.named_children():
+        shapes = [parameter.shape for parameter in module.parameters() if parameter.ndim == 2]
+        ends_in_a_row_each = bool(shapes) and shapes[-1][0] == experts != shapes[0][1]
+        if ends_in_a_row_each and "shared" not in name.split("_"):
+            found.add(name)
     return found
 
 

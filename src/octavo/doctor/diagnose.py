@@ -25,6 +25,7 @@ from octavo.doctor.losses import SEEN_AT, level_near_unigram, plateau
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.resolved import RESOLVED_AT, as_note_if_resolved
 from octavo.doctor.rules import LOSS_RULES, RULES, loss_gap
+from octavo.doctor.rules.tracks import nonfinite_casts
 from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
@@ -70,7 +71,7 @@ EXPLAINS = {
     "frozen-scale": _Consequences(here=_SCALES | _BY_SCALE, later=_LATER - {"frozen-scale"}, anyhow=_NOISE),
     "inexact-amax": _Consequences(here=_BY_SCALE, later=_LATER - {"inexact-amax"}, anyhow=_NOISE),
     "stale-scale": _Consequences(here=_BY_SCALE, later=_BY_SCALE | _LOSS | {"nonfinite"}, anyhow=_NOISE),
-    "nonfinite": _Consequences(later=_LATER | {"zero-tensor", "learning-rate"}),
+    "nonfinite": _Consequences(later=_LATER | {"zero-tensor", "learning-rate", "starved-experts"}),
     "sensitive-module": _Consequences(here=_BY_SCALE, later=frozenset({"loss-gap"}), anyhow=_NOISE),
     "outlier-growth": _Consequences(here=_SCALES - {"inexact-amax"} | _BY_SCALE, anyhow=_NOISE),
     "zero-tensor": _Consequences(here=_BY_SCALE, anyhow=frozenset({"zero-tensor"})),
@@ -151,7 +152,7 @@ def _worst_per_tensor(findings: Iterable[Finding]) -> list[Finding]:
 
 def _without_consequences(findings: list[Finding], series: Series) -> list[Finding]:
     """Findings that no other explains; if two explain each other, the one whose code comes first in EXPLAINS."""
-    order = {(key.path, key.role): index for index, key in reversed(list(enumerate(series.casts.keys)))}
+    order = {(key.path, key.role): index for index, key in reversed(list(enumerate(nonfinite_casts(series)[0])))}
     ranks = {code: rank for rank, code in enumerate(EXPLAINS)}
 
     def is_explained(one: Finding, by: Finding) -> bool:

@@ -151,7 +151,12 @@ class Watcher:
         self._dropped = False
         self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
         self.number = 0
-        self._nonfinite = {path: layer.nonfinite_counts.tolist() for path, layer in self.layers.items()}
+        self._nonfinite = {path: layer.nonfinite_counts.tolist() for path, layer in self._counted.items()}
+
+    @property
+    def _counted(self) -> dict[str, ScaledLayer]:
+        """Layers with counts of NaN and ±Inf: linear ones and those of experts."""
+        return {**self.layers, **self.experts.layers}
 
     def is_due(self, number: int) -> bool:
         """True if the step with this number, counted from 1, is sampled."""
@@ -220,6 +225,7 @@ class Watcher:
         batch_norms: dict[str, Tensor] = {}
         parameters: dict[str, Tensor] = {}
         experts: dict[str, Tensor] = {}
+        expert_casts: dict[CastKey, Tensor] = {}
         attention: dict[str, Tensor] = {}
         for path, layer in self.layers.items():
             recorder = LayerRecorder(path, casts, products)
@@ -229,10 +235,12 @@ class Watcher:
                 torch.compiler.set_stance("force_eager"),
                 watching_batch_norms(self.model, batch_norms),
                 OptimizerRecorder.recording(self.optimizer, parameters),
-                self.experts.recording(experts),
+                self.experts.recording(experts, expert_casts, casts),
                 self.attention.recording(attention),
             ):
-                yield lambda: self._sample(casts, products, parameters, batch_norms, experts, attention=attention)
+                yield lambda: self._sample(
+                    casts, products, parameters, batch_norms, experts, expert_casts=expert_casts, attention=attention
+                )
         finally:
             for layer in self.layers.values():
                 layer.watch = None
@@ -245,19 +253,23 @@ class Watcher:
         batch_norms: dict[str, Tensor],
         experts: dict[str, Tensor],
         *,
+        expert_casts: dict[CastKey, Tensor],
         attention: dict[str, Tensor],
     ) -> Sample:
-        counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
+        counts = {path: layer.nonfinite_counts for path, layer in self._counted.items()}
         sums_of_casts, sums_of_products, parameter_numbers, batch_norm_numbers, *others = _fetch(
-            casts, products, parameters, batch_norms, alignments(self.model), counts, experts, attention
+            casts, products, parameters, batch_norms, alignments(self.model), counts, experts, expert_casts, attention
         )
-        alignment_numbers, nonfinite_counts, expert_numbers, attention_numbers = others
+        alignment_numbers, nonfinite_counts, expert_numbers, expert_cast_numbers, attention_numbers = others
         sums_of_casts, sums_of_products, rank_numbers = self.ranks.reduce(sums_of_casts, sums_of_products)
         cast_table, product_table = (
             _apply_formula(cast_numbers, sums_of_casts),
             _apply_formula(product_numbers, sums_of_products),
         )
-        self._count_nonfinite(cast_table, nonfinite_counts)
+        new_counts = self._new_counts(nonfinite_counts)
+        column = CAST_FIELDS.index("nonfinite")
+        for key, row in cast_table.items():
+            row[column] = max(row[column], new_counts[key.path, key.role])
         modules = {"alignment": alignment_numbers, "batch_norm": batch_norm_numbers}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
         if batch_norm_numbers:
@@ -270,20 +282,19 @@ class Watcher:
             modules=numbers
             | rank_numbers
             | self.experts.numbers(expert_numbers)
+            | self.experts.nonfinite(expert_cast_numbers, new_counts)
             | self.attention.numbers(attention_numbers),
             scalars={"gradient_to_noise": _gradient_to_noise(parameter_numbers, product_table)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
 
-    def _count_nonfinite(self, casts: dict[CastKey, Any], counts: dict[str, Any]) -> None:
-        """Raise ``nonfinite`` to the layers' own counts since the previous sample, where these are larger."""
-        column = CAST_FIELDS.index("nonfinite")
+    def _new_counts(self, counts: dict[str, Any]) -> dict[tuple[str, str], int]:
+        """The layers' own counts of NaN and ±Inf since the previous sample, by path and role."""
         new_counts: dict[tuple[str, str], int] = {}
         for path, count in counts.items():
             before, self._nonfinite[path] = self._nonfinite[path], count.tolist()
             new_counts |= {(path, role): count[index] - before[index] for index, role in enumerate(ROLES)}
-        for key, numbers in casts.items():
-            numbers[column] = max(numbers[column], new_counts[key.path, key.role])
+        return new_counts
 
     def _store(self, sample: Sample) -> None:
         self._dropped |= len(self.samples) == self.samples.maxlen

@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": INTERMEDIATE, "num_experts_per_tok": 2},
     "GptOss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
 }
+ALONE = {  # experts of other flags of the interface: module, class, its configuration
+    "no gate": ("nemotron_h.modeling_nemotron_h", "NemotronHExperts",
+                {"n_routed_experts": EXPERTS, "hidden_size": K, "moe_intermediate_size": INTERMEDIATE,
+                 "moe_latent_size": None, "mlp_hidden_act": "relu2"}),
+    "post norm": ("muse_spark.modeling_muse_spark", "MuseSparkExperts",
+                  {"num_local_experts": EXPERTS, "moe_hidden_size": K, "moe_intermediate_size": INTERMEDIATE,
+                   "hidden_act": "silu", "post_norm_eps": 1e-6}),
+}  # fmt: skip
 each_model = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -46,6 +55,16 @@ def routing() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     indices = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(TOKENS)])  # the last expert gets nothing
     return torch.randn(TOKENS, K), indices, torch.rand(TOKENS, 2)
+
+
+def experts_alone(kind: str) -> Any:
+    module, name, sizes = ALONE[kind]
+    made = pytest.importorskip(f"transformers.models.{module}", reason="an older transformers").__dict__[name]
+    torch.manual_seed(0)
+    experts = made(SimpleNamespace(**sizes, _experts_implementation="eager"))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return experts
 
 
 def experts_of(model: nn.Module) -> Any:
@@ -96,6 +115,30 @@ def test_codes_are_those_of_a_linear_layer_for_each_expert(name):
         rows[token, place] = fp8_linear(hidden, down, biases[1], recipe) * weights[token, place, None]
     expected = rows.sum(1)
     assert torch.equal(module(x, indices, weights), expected)
+
+
+@pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_gate_and_with_a_norm_after_it_an_expert_is_linear_layers_too(kind, dtype):
+    module, (x, indices, weights) = experts_alone(kind).to(dtype), routing()
+    x = x.to(dtype)
+    plain = module(x, indices, weights)
+    octavo.convert(module, "rowwise")
+    recipe, rows = recipes.get("rowwise"), torch.zeros(TOKENS, 2, K)
+    for expert in range(EXPERTS - 1):
+        token, place = torch.where(indices == expert)
+        if kind == "no gate":
+            hidden = torch.relu(fp8_linear(x[token], module.up_proj[expert], None, recipe)).square()
+        else:
+            gate, up = fp8_linear(x[token], module.gate_up_proj[expert], None, recipe).chunk(2, dim=-1)
+            hidden = nn.functional.silu(gate) * up
+        output = fp8_linear(hidden, module.down_proj[expert], None, recipe)
+        output = output if kind == "no gate" else module.post_expert_norm(output)
+        rows[token, place] = output * weights[token, place, None]
+    found = module(x, indices, weights)
+    assert found.dtype is dtype
+    assert torch.equal(found, rows.sum(1).to(dtype))
+    assert (found - plain).norm() < 0.15 * plain.norm()
 
 
 @each_model
@@ -190,6 +233,11 @@ def test_patterns_filters_and_sizes_leave_experts_with_the_reason():
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert report.parameters[name] == "filter"
     assert report.parameters["model.layers.0.mlp.experts.down_proj"] == "filter"
+    for option in ({"skip": ["*.experts.down_proj"]}, {"overrides": {"*.experts.down_proj": "bf16"}}):
+        with pytest.raises(
+            ConfigError, match=r"matches a weight, and patterns match whole modules; write '\*\.experts'"
+        ):
+            octavo.convert(model, **option)
     assert octavo.convert(model, skip=["*.experts"]).parameters[name] == "skip pattern '*.experts'"
     with pytest.warns(UserWarning, match="changed nothing"):
         small = octavo.convert(build("GptOss"), min_weight_elements=2 * K * INTERMEDIATE)

@@ -29,12 +29,23 @@ BLOCKS = {
     "gate": lambda: {"experts": experts(), "gate": nn.Linear(D, E), "up_gate": nn.Linear(D, D)},
     "router": lambda: {"local_experts": experts(), "router": Router()},
     "choice": lambda: {"experts": experts(), "choice": nn.Linear(D, E), "shared_gate": nn.Linear(D, 1)},
+    "gating": lambda: {
+        "experts": experts(),
+        "gating": nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, E)),
+        "attention": nn.ModuleDict({"qkv": nn.Linear(D, E), "out": nn.Linear(D, D)}),
+        "shared_mlp": nn.Sequential(nn.Linear(D, F), nn.Linear(F, E)),
+    },
+    "gate_net": lambda: {"experts": experts(), "gate_net": nn.ModuleDict({"fc": nn.Linear(D, E)})},
+    "wg": lambda: {"experts": experts(), "gating": nn.ModuleDict({"wg": nn.ModuleDict({"proj": nn.Linear(D, E)})})},
     "unnamed": lambda: {"mlps": experts(), "router": nn.Linear(D, E)},
 }
 ROUTERS = {
     "gate": {"0.gate"},
     "router": {"0.router.down", "0.router.classifier"},
     "choice": {"0.choice", "0.shared_gate"},
+    "gating": {"0.gating.0", "0.gating.2"},
+    "gate_net": {"0.gate_net.fc"},
+    "wg": {"0.gating.wg.proj"},
     "unnamed": {"0.router"},
 }
 
@@ -45,7 +56,7 @@ def test_a_router_beside_a_list_of_experts_stays(name):
     report = octavo.convert(model, convert_head=True)
     reasons = {path for path, reason in report.skipped.items() if reason.startswith("router: ")}
     assert reasons == report.skipped.keys() == ROUTERS[name]
-    assert len(report.converted) == 2 * E + (name == "gate")
+    assert len(report.converted) == 2 * E + {"gate": 1, "gating": 4}.get(name, 0)
 
 
 def test_no_other_layer_is_taken_for_a_router():

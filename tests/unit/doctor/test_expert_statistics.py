@@ -9,7 +9,9 @@ import torch
 import octavo
 import octavo.doctor
 from octavo import recipes
+from octavo.convert import unfuse_experts
 from octavo.doctor import Severity
+from octavo.doctor.diagnose import diagnose
 from octavo.doctor.rules.experts import starved_experts
 from octavo.doctor.series import Sample, series_of
 from octavo.doctor.thresholds import Thresholds
@@ -44,6 +46,25 @@ def test_the_worst_expert_has_the_lowest_sqnr_of_its_casts():
     expected = [sqnr_db(each, octavo.quantize(each, octavo.E4M3).dequantize()) for each in layer.weight.detach()]
     assert found["worst_expert"] == min((0, 2), key=lambda expert: expected[expert])
     assert found["expert_sqnr_db"] == pytest.approx(min(expected[0], expected[2]), abs=1e-3)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "last"])
+def test_the_worst_cast_of_all_roles_and_micro_batches_counts(place):
+    """272 is half a step from 256 and from 288, where the largest element is 448; a gradient of ones has no noise."""
+    torch.manual_seed(0)
+    layer, offsets = GroupedLinear(1, 16, 8, recipe="tensorwise"), torch.tensor([0, 9])
+    batches = [torch.randn(9, 16), torch.randn(9, 16)]
+    batches[place] = torch.full((9, 16), 272.0)
+    batches[place][0, 0] = 448.0
+    model = torch.nn.ModuleDict({"plain": octavo.nn.Linear(16, 16), "experts": layer})
+    watcher = octavo.doctor.watch(model, interval=1)
+    with watcher.step():
+        for x in batches:
+            layer(x, offsets).sum().backward()
+    casts = [*batches, layer.weight.detach()[0]]
+    expected = [sqnr_db(each, octavo.quantize(each, octavo.E4M3).dequantize()) for each in casts]
+    assert min(expected) == expected[place] < 25
+    assert line_of(watcher)["expert_sqnr_db"] == pytest.approx(expected[place], abs=1e-3)
 
 
 def test_tokens_are_counted_for_each_expert_over_all_steps():
@@ -135,6 +156,111 @@ def test_a_mixture_has_one_line_a_layer_and_names_the_expert_without_tokens():
     assert finding.severity is Severity.WARN
     assert finding.evidence["expert"] == 2
     assert finding.cause.startswith("expert 2 got 0.0% of an even share of the tokens of 3 sampled steps; 1 experts")
+
+
+@pytest.mark.parametrize("began", [1, 3])
+def test_a_nan_in_one_expert_is_found_there_and_explains_what_follows(began):
+    pytest.importorskip("transformers")
+    model = mixture("Mixtral").model.requires_grad_(True).train()
+    octavo.convert(model, "delayed")
+    watcher = octavo.doctor.watch(model, interval=1)
+    tokens = torch.arange(96).view(2, 48)
+    for step in range(1, 5):
+        if step == began:
+            with torch.no_grad():
+                model.get_submodule(PATH).down_proj[2, 0, 0] = float("nan")
+        with watcher.step():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    for findings in (watcher.findings(), diagnose(series_of(lines_of(watcher.samples)))):
+        assert [one.code for one in findings] == ["nonfinite"]
+        (finding,) = findings
+        assert (finding.path, finding.role, finding.first_step) == (f"{PATH}.down_proj", "weight", began)
+        assert finding.evidence["expert"] == 2
+        assert finding.evidence["nonfinite"] == 1
+        assert finding.cause.startswith(
+            "NaN or ±Inf reach this cast first (1 elements since the last sample, expert 2)"
+        )
+    modules = watcher.samples[began - 1].modules
+    assert modules["expert_sqnr_db"][PATH] == -math.inf
+
+
+def lines_of(samples):
+    for sample in samples:
+        yield {"kind": "watched", "step": sample.step, **sample.names()}
+        yield {"kind": "statistics", "step": sample.step, **sample.values()}
+
+
+def test_a_nan_between_samples_is_counted_at_its_expert():
+    layer, offsets = GroupedLinear(3, 16, 8), torch.tensor([0, 5, 6, 9])
+    model = torch.nn.ModuleDict({"plain": torch.nn.Linear(16, 16), "experts": layer})
+    octavo.convert(model, "tensorwise")
+    watcher = octavo.doctor.watch(model, interval=10)
+    for step in range(1, 11):
+        x = torch.randn(9, 16)
+        with watcher.step():
+            y = model["plain"](x)
+            layer(torch.where(torch.arange(9)[:, None] == 5, math.nan, y) if step == 7 else y, offsets).sum().backward()
+    assert watcher.samples[-1].modules["expert_nonfinite"]["experts input output"] == 16
+    (finding,) = [one for one in watcher.findings() if one.code == "nonfinite"]
+    assert (finding.path, finding.role) == ("experts", "input")
+    assert "expert" not in finding.evidence
+
+
+def test_healthy_experts_have_no_counts():
+    watcher = watched_steps(GroupedLinear(3, 16, 8), torch.randn(9, 16), torch.tensor([0, 5, 6, 9]))
+    assert "expert_nonfinite" not in watcher.samples[0].modules
+
+
+def unfused(model):
+    assert unfuse_experts(model) == {}
+
+
+def listed(model):
+    """Experts as older models have them: a list of modules, of which each is called with its tokens."""
+
+    class Expert(torch.nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.w1, self.w3, self.w2 = layers
+
+        def forward(self, x):
+            return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
+
+    class Experts(torch.nn.ModuleList):
+        def forward(self, x, index, weights):
+            y = torch.zeros_like(x)
+            for number, expert in enumerate(self):
+                tokens, places = torch.where(index == number)
+                y = y.index_add(0, tokens, expert(x[tokens]) * weights[tokens, places, None])
+            return y
+
+    unfused(model)
+    for block in (f"model.layers.{layer}.mlp.experts" for layer in range(2)):
+        made = Experts(Expert(each.values()) for each in model.get_submodule(block).experts())
+        model.set_submodule(block, made)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in gradient_checkpointing_enable
+@pytest.mark.parametrize("divide", [unfused, listed])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_experts_of_linear_layers_have_the_line_of_fused_ones(divide, checkpoint):
+    pytest.importorskip("transformers")
+    tokens, lines = torch.arange(96).view(2, 48), []
+    for change in (lambda _: None, divide):
+        model = mixture("Mixtral").model.requires_grad_(True).train()
+        change(model)
+        octavo.convert(model, "rowwise")
+        if checkpoint:
+            model.gradient_checkpointing_enable()
+        watcher = octavo.doctor.watch(model, interval=1)
+        with watcher.step():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        lines.append(line_of(watcher, PATH))
+        assert not any(each._forward_pre_hooks for each in model.get_submodule(PATH).modules())
+    fused, separate = lines
+    names = [name for name in fused if "worst" not in name and "sqnr" not in name]
+    assert {name: separate[name] for name in names} == {name: fused[name] for name in names}
+    assert separate["expert_sqnr_db"] == pytest.approx(fused["expert_sqnr_db"], abs=1)
 
 
 def series_with(shares, idle=0.0):

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.resolved import as_resolved_note, recovered_steps
-from octavo.doctor.rules.tracks import Mask
+from octavo.doctor.rules.tracks import Mask, module_tracks, nonfinite_casts
 from octavo.doctor.series import CastKey, Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -23,12 +23,11 @@ def nonfinite(series: Series, limits: Thresholds) -> Iterator[Finding]:
     One sample of a cast is enough, as is a step that failed, or three losses in a row up to the last. Gradients that
     overflow under a dynamic loss scale, in a step that is skipped or repeated, do not count.
     """
-    table, recovered = series.casts, recovered_steps(series)
-    bad = np.nan_to_num(table.of("nonfinite")) > 0
-    bad &= ~_has_absorbed_overflow(series)[:, None] | np.array(
-        [key.role != "grad_output" for key in table.keys], dtype=bool
-    )
-    lasting = bad & ~np.isin(table.steps, list(recovered))[:, None]
+    recovered = recovered_steps(series)
+    keys, elements = nonfinite_casts(series)
+    bad = np.nan_to_num(elements) > 0
+    bad &= ~_has_absorbed_overflow(series)[:, None] | np.array([key.role != "grad_output" for key in keys], dtype=bool)
+    lasting = bad & ~np.isin(series.casts.steps, list(recovered))[:, None]
     failures = [event for event in series.events if event["kind"] == "failure"]
     final = next((event for event in failures if event["step"] not in recovered), None)
     if lasting.any():
@@ -60,7 +59,8 @@ class _FirstNonfinite:
         elements: number of non-finite elements of each cast.
         since: first step that the counts cover.
         step: step of the sample.
-        weights: number of layers whose weights were cast.
+        weights: number of layers whose weights were cast; those of experts only where one has any.
+        expert: the expert with the most of the first cast's, where that is of experts and in the sampled step.
     """
 
     keys: list[CastKey]
@@ -68,6 +68,7 @@ class _FirstNonfinite:
     since: int
     step: int
     weights: int
+    expert: int | None
 
     @property
     def bad_weights(self) -> int:
@@ -92,26 +93,35 @@ class _FirstNonfinite:
 
 
 def _first_nonfinite(series: Series, bad: Mask, failure: dict[str, Any] | None) -> _FirstNonfinite:
-    table = series.casts
-    row = int(np.argmax(bad.any(axis=1)))
-    step, since = int(table.steps[row]), int(table.steps[row - 1]) + 1 if row else 1
+    all_keys, elements = nonfinite_casts(series)
+    steps, row = series.casts.steps, int(np.argmax(bad.any(axis=1)))
+    step, since = int(steps[row]), int(steps[row - 1]) + 1 if row else 1
     has_stopped = failure is not None and failure["step"] == step
     columns = np.flatnonzero(bad[row])
-    cast = np.isfinite(table.of("nonfinite")[row])
+    keys = [all_keys[column] for column in columns]
+    experts = {name: values[row] for name, _, values in module_tracks(series, "nonfinite_expert")}
+    expert = experts.get(" ".join(keys[0]), np.nan)
     return _FirstNonfinite(
-        keys=[table.keys[column] for column in columns],
-        elements=table.of("nonfinite")[row, columns].tolist(),
+        keys=keys,
+        elements=elements[row, columns].tolist(),
         since=step if has_stopped else min(since, step),
         step=step,
         weights=len(
-            {table.keys[column].path for column in np.flatnonzero(cast) if table.keys[column].role == "weight"}
+            {
+                all_keys[column].path
+                for column in np.flatnonzero(np.isfinite(elements[row]))
+                if all_keys[column].role == "weight"
+            }
         ),
+        expert=int(expert) if np.isfinite(expert) else None,
     )
 
 
 def _finding_at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Finding:
     first = _first_nonfinite(series, bad, failure)
     evidence = {"nonfinite": first.elements[0], "casts_after": len(first.keys) - 1.0}
+    if first.knows_order and first.expert is not None:
+        evidence["expert"] = float(first.expert)
     if not first.knows_order:
         evidence = {
             "nonfinite": sum(first.elements),
@@ -140,6 +150,7 @@ def _describe_origin(first: _FirstNonfinite) -> str:
     after = len(first.keys) - 1
     then = f", {after} later casts have them too" if after else ", and no cast after it"
     elements = f"{first.elements[0]:.0f} elements since the last sample"
+    elements += f", expert {first.expert}" if first.expert is not None else ""
     if first.since == first.step:
         return f"NaN or ±Inf reach this cast first ({elements}){then}"
     if first.bad_weights:

@@ -15,7 +15,7 @@ from octavo.formats import E5M2, FP8_FORMATS, Format
 from octavo.kernels.cast_statistics import least_judged_amax
 from octavo.numerics.scaling import smallest_scaled_amax
 
-__all__ = ["Track", "length", "longest", "module_tracks", "tracks", "weights"]
+__all__ = ["Track", "length", "longest", "module_tracks", "nonfinite_casts", "tracks", "weights"]
 
 Mask = NDArray[np.bool_]
 
@@ -144,6 +144,22 @@ def module_tracks(series: Series, name: str) -> Iterator[tuple[str, Floats, Floa
     if name in series.modules:
         table = series.modules[name]
         yield from ((key, table.steps, table.values[:, column, 0]) for column, key in enumerate(table.keys))
+
+
+def nonfinite_casts(series: Series) -> tuple[list[CastKey], Floats]:
+    """All casts in the order of a step, and their NaN and ±Inf elements [T, C].
+
+    Casts of experts are in other tables, and only of samples in which one has any; see
+    :mod:`octavo.doctor.expert_statistics`.
+    """
+    keys, columns = list(series.casts.keys), list(series.casts.of("nonfinite").T)
+    elements = {name: values for name, _, values in module_tracks(series, "expert_nonfinite")}
+    places = {name: float(np.fmin.reduce(values)) for name, _, values in module_tracks(series, "casts_before")}
+    of_experts = [name for name in elements if name.count(" ") > 1 and np.isfinite(places.get(name, np.nan))]
+    for name in sorted(of_experts, key=places.__getitem__)[::-1]:  # the last first: places are of linear layers
+        keys.insert(int(places[name]), CastKey(*name.rsplit(" ", 2)))
+        columns.insert(int(places[name]), elements[name])
+    return keys, np.stack(columns, axis=1) if columns else np.empty((len(series.casts.steps), 0))
 
 
 def length(where: slice) -> int:

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo.formats import Format
 from octavo.language_model import LanguageModel
 from octavo.numerics import QuantizedTensor, sqnr_db
-from octavo.numerics.cast_spec import check_member
+from octavo.numerics.cast_spec import check_integer, check_member
 from octavo.quantization.calibration.expert_scales import MIN_TOKENS, fill_in, same_layers, tokens_of
 from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitude_histogram import MagnitudeCounts
@@ -93,8 +93,9 @@ def calibrate(
         on_batch: called after each batch with (done, total or None).
 
     Raises:
-        ConfigError: an unknown method or granularity, a pattern that matches nothing, no layer to calibrate, a weight
-            that ranks divide, or ``weight_method="mse"`` for one that another module also reads.
+        ConfigError: an unknown method or granularity, ``min_expert_tokens`` below 0, a pattern that matches nothing, no
+            layer to calibrate, a weight that ranks divide, or ``weight_method="mse"`` for one that another module also
+            reads.
         DataError: no batch, or a batch in which a layer's input contains NaN or ±Inf; on another rank too.
         TypeError: a batch of another type.
 
@@ -107,6 +108,7 @@ def calibrate(
         in FP8: 88.9 % of the parameters and 100.0 % of the multiplications, counting each weight once a token
     """
     check_choices(method=method, percentile=percentile, granularity=granularity, weight_method=weight_method)
+    check_integer("min_expert_tokens", min_expert_tokens, least=0)
     rule = RangeRule(method=Method(method), percentile=percentile, power_of_two=power_of_two)
     weight_rule = WeightMethod(weight_method)
     recipe = recipes.get("static", weight_granularity=granularity, power_of_two=power_of_two)

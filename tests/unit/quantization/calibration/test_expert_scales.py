@@ -7,6 +7,7 @@ import torch
 
 import octavo
 from octavo.convert import unfuse_experts
+from octavo.errors import ConfigError
 from octavo.export.checkpoint_writer import save_quantized
 from octavo.formats import E4M3
 from octavo.quantization.calibration.expert_scales import fill_in
@@ -53,6 +54,12 @@ def test_each_expert_has_the_scale_of_its_own_tokens():
     assert health["model.layers.0.self_attn.q_proj"].tokens is None
     assert not any(each.borrowed for each in found.health)
     assert (f"{BLOCK}.0.gate_proj", f"{BLOCK}.0.up_proj") in found.groups
+
+
+@pytest.mark.parametrize("least", [-1, 1.5, True])
+def test_a_least_number_of_tokens_below_0_is_refused(least):
+    with pytest.raises(ConfigError, match=r"^min_expert_tokens must be a whole number"):
+        octavo.calibrate(torch.nn.Linear(4, 4), [torch.zeros(2, 4)], min_expert_tokens=least)
 
 
 def test_an_expert_without_tokens_has_the_largest_scale_of_the_others(tmp_path):
