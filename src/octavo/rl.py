@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.caller_warnings import warn_caller
-from octavo.engines.agreement import copies_for, needs_calibration, resolved
-from octavo.engines.model import EngineCopies, EngineModel
+from octavo.engines.agreement import copies_for, resolved
+from octavo.engines.model import EngineCopies, EngineModel, needs_calibration
 from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.engines.agreement import Progress, check_windows, copies_for, mean_of, resolved
-from octavo.engines.model import EngineCopies, EngineModel
+from octavo.engines.model import EngineCopies, EngineModel, is_of_expert
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import BackendError, ConfigError
@@ -198,7 +198,7 @@ class _Runs:
     def in_company(self, index: int) -> Tensor:
         """Logits of a window in a batch with others."""
         window, *others = (self._tokens[(index + each) % len(self._tokens), :-1] for each in range(len(COMPANY) + 1))
-        are_equal = any(".experts." in path for path in self._layers)  # a router sends padding to experts too
+        are_equal = any(map(is_of_expert, self._layers))  # a router sends padding to experts too
         lengths = [len(window) if are_equal else -(-len(window) * part // 4) for part in COMPANY]
         batch = [window, *(other[:length] for other, length in zip(others, lengths, strict=True))]
         with _without_padding(self._layers.values(), torch.tensor([len(text) for text in batch])):

@@ -161,7 +161,7 @@ def self_record(found: SelfAgreement, facts: dict[str, Any]) -> dict[str, Any]:
 
 def worst_first(agreement: Agreement) -> list[LayerAgreement]:
     """The layers, largest error on the same inputs first."""
-    return sorted(agreement.layers, key=lambda layer: -layer.error.estimate)
+    return sorted(agreement.layers, key=lambda layer: -layer.error.estimate if layer.errors else math.inf)
 
 
 def layer_cells(layer: LayerAgreement) -> list[str]:
@@ -169,7 +169,8 @@ def layer_cells(layer: LayerAgreement) -> list[str]:
     cells = [layer.path]
     for part in (layer.weight, layer.input):
         cells += ["–", "–"] if part is None else [f"{part.share:.2%}", f"{part.scales_differ:,} of {part.scales:,}"]
-    return [*cells, in_nats(layer.error), f"{sum(layer.end_to_end) / len(layer.end_to_end):.4g}"]
+    own = layer.mean_end_to_end
+    return [*cells, in_nats(layer.error) if layer.errors else "–", "–" if own is None else f"{own:.4g}"]
 
 
 def effect_cells(effect: PropertyEffect) -> list[str]:

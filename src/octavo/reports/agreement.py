@@ -74,7 +74,7 @@ def _layers(agreement: Agreement) -> Any:
     figure = new_figure("relative error of the output", x="layer")
     names = [plain(layer.path) for layer in agreement.layers]
     same = [layer.error.estimate for layer in agreement.layers]
-    own = [sum(layer.end_to_end) / len(layer.end_to_end) for layer in agreement.layers]
+    own = [layer.mean_end_to_end for layer in agreement.layers]
     for (label, colour), values in ((SAME, same), (OWN, own)):
         marker = {"color": colour, "size": 5}
         figure.add_scatter(

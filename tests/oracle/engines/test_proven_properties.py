@@ -1,6 +1,6 @@
 """What the engines' tests prove: change a property of a cast to any other value, and the compared results change.
 
-Values are those of all profiles and, of an enum, all. Not counted are changes that no tensor could show:
+Values are those of all profiles; of an enum, all; and of a number, some near it. Not counted are changes that no tensor could show:
 
 - of a field that the computation does not read, such as a scale's division where a scale is given. A property none of
   whose fields is read is not proven, unless its value says that the engine has no such step;
@@ -33,6 +33,7 @@ from octavo.recipes.engines.profile import NOT_RUN
 from tests.oracle.engines.compared import COMPARED
 
 CASTS = [role for profile in PROFILES.values() for role in (profile.weight, profile.input) if role is not None]
+NEAR = (0.5, 1.5, 8.0)  # factors of a number
 RECIPROCAL = {
     Division.LIMIT_BY_AMAX: Division.LIMIT_BY_RECIPROCAL,
     Division.LIMIT_BY_RECIPROCAL: Division.LIMIT_BY_AMAX,
@@ -55,6 +56,7 @@ def other_values(original: EngineCast, name: str) -> Iterator[EngineCast]:
     """The cast with each other value of a field that it can have."""
     value = getattr(original, name)
     values = {getattr(each, name) for each in CASTS} | (set(type(value)) if isinstance(value, StrEnum) else set())
+    values |= {value * factor for factor in NEAR} if isinstance(value, float) else set()
     for other in values - {value}:
         changes: dict[str, Any] = {name: other}
         if name == "division" and other not in ENCODE_DIVISIONS:
