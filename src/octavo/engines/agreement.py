@@ -25,6 +25,7 @@ from octavo.engines.model import (
     EngineCopies,
     EngineLinear,
     EngineModel,
+    check_token_ids,
     input_amaxes,
     is_of_expert,
     needs_calibration,
@@ -44,6 +45,7 @@ __all__ = [
     "LayerAgreement",
     "Progress",
     "agree",
+    "check_bar",
     "check_windows",
     "copies_for",
     "mean_of",
@@ -155,7 +157,9 @@ def agree(
         on_progress: called with a phase's name, and windows done of all.
 
     Raises:
-        ConfigError: an unknown profile, tokens of another shape, or a model that a profile does not fit.
+        ConfigError: an unknown profile, tokens of another shape or beyond the vocabulary, a bar below 0, or a model
+            that a profile does not fit.
+        DataError: an engine's logits are not finite.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig
@@ -166,6 +170,7 @@ def agree(
         (0.0, True)
     """
     check_windows(tokens)
+    check_bar(max_kl)
     trained, served = resolved(trainer, accumulate), resolved(server, accumulate)
     copies = copies_for(model, (trained, served), tokens)
     ours, theirs, nudged = copies.of(trained), copies.of(served), copies.of(trained)
@@ -195,15 +200,28 @@ def check_windows(tokens: Tensor) -> None:
         raise ConfigError(f"tokens are [windows, T] with at least 2 a window, not {tuple(tokens.shape)}")
 
 
+def check_bar(max_kl: float | None) -> None:
+    """Raise ConfigError unless a bar is a number of nats of at least 0, or None."""
+    if max_kl is not None and not max_kl >= 0:
+        raise ConfigError(f"max_kl takes nats a token, 0 or more, not {max_kl}; None asks for no verdict")
+
+
 def resolved(profile: str | EngineProfile, accumulate: Accumulate | None = None) -> EngineProfile:
-    """A profile from its name, with other sums if they are given."""
+    """A profile from its name, with other sums if they are given.
+
+    Raises:
+        ConfigError: an unknown name, or neither a profile nor a name.
+    """
     found = get(profile) if isinstance(profile, str) else profile
+    if not isinstance(found, EngineProfile):
+        raise ConfigError(f"an engine is a profile or its name, such as 'vllm-token', not a {type(found).__name__}")
     return found if accumulate is None else replace(found, accumulate=accumulate)
 
 
 def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
     """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
     decoder = model.model if isinstance(model, LanguageModel) else model
+    check_token_ids(decoder, tokens)
     needed = any(map(needs_calibration, profiles))
     return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
 

@@ -36,6 +36,7 @@ __all__ = [
     "EngineCopies",
     "EngineLinear",
     "EngineModel",
+    "check_token_ids",
     "engine_layers",
     "input_amaxes",
     "is_of_expert",
@@ -230,10 +231,25 @@ def is_of_expert(path: str) -> bool:
     """Whether a layer is an expert's, which sees the tokens that a router sends it.
 
     Example:
-        >>> is_of_expert("model.layers.0.mlp.experts.3.up_proj"), is_of_expert("model.layers.0.mlp.shared_expert.up_proj")
+        >>> (
+        ...     is_of_expert("model.layers.0.mlp.experts.3.up_proj"),
+        ...     is_of_expert("model.layers.0.mlp.shared_expert.up_proj"),
+        ... )
         (True, False)
     """
     return ".experts." in path
+
+
+def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
+    """Raise ConfigError unless tokens are whole numbers within the model's vocabulary."""
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool:
+        raise ConfigError(f"tokens are ids in int64, not {str(tokens.dtype).removeprefix('torch.')}")
+    size = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None)
+    if size is not None and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+        raise ConfigError(
+            f"token ids of this model are 0 to {size - 1}, and tokens have {int(tokens.min())} to {int(tokens.max())}; "
+            "use the model's own tokenizer"
+        )
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import Progress, check_windows, copies_for, mean_of, resolved
+from octavo.engines.agreement import Progress, check_bar, check_windows, copies_for, mean_of, resolved
 from octavo.engines.model import EngineCopies, EngineModel, is_of_expert
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
 from octavo.engines.token_scores import TokenScores, score_tokens
@@ -124,7 +124,9 @@ def agree_with_itself(
         on_progress: called with a way's name, and windows done of all.
 
     Raises:
-        ConfigError: an unknown profile, tokens of another shape, ranks below 2, or a model that a profile does not fit.
+        ConfigError: an unknown profile, tokens of another shape or beyond the vocabulary, ranks below 2, a bar below
+            0, or a model that a profile does not fit.
+        DataError: the engine's logits are not finite.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig
@@ -135,6 +137,7 @@ def agree_with_itself(
         ['in company', 'token by token', '2 ranks, outputs divided']
     """
     check_windows(tokens)
+    check_bar(max_kl)
     if any(count < 2 for count in ranks):
         raise ConfigError(f"ranks are numbers of at least 2, not {list(ranks)}")
     engine = resolved(profile, accumulate)

@@ -1,11 +1,12 @@
 """What the engines' tests prove: change a property of a cast to any other value, and the compared results change.
 
-Values are those of all profiles; of an enum, all; and of a number, some near it. Not counted are changes that no tensor could show:
+Values are those of all profiles; of an enum, all; and of a number, some near it. Not counted are changes that no tensor
+could show:
 
 - of a field that the computation does not read, such as a scale's division where a scale is given. A property none of
   whose fields is read is not proven, unless its value says that the engine has no such step;
 - of a replacement's encode scale to what it is already, 1 / scale, or where numbers are divided by the scale;
-- between two floors of amaxes, where the smallest amax and the higher floor have one scale: scales grow with amaxes;
+- between two floors of amaxes that have one scale, or the smallest amax for a floor of 0: scales grow with amaxes;
   likewise between two limits up to which amaxes count as zero, where that scale is the replacement already;
 - between FP32 and FP64, or two forms of a division in FP64: an exact quotient of 24-bit numbers is further from the
   middle of two FP32 numbers than FP64 errs;
@@ -56,7 +57,8 @@ def other_values(original: EngineCast, name: str) -> Iterator[EngineCast]:
     """The cast with each other value of a field that it can have."""
     value = getattr(original, name)
     values = {getattr(each, name) for each in CASTS} | (set(type(value)) if isinstance(value, StrEnum) else set())
-    values |= {value * factor for factor in NEAR} if isinstance(value, float) else set()
+    if isinstance(value, float):  # whose reciprocal FP32 holds
+        values |= {value * each for each in NEAR if value * each * FP32.max >= 1}
     for other in values - {value}:
         changes: dict[str, Any] = {name: other}
         if name == "division" and other not in ENCODE_DIVISIONS:
@@ -81,8 +83,8 @@ def _same_zero_amax(original: EngineCast, changed: EngineCast) -> bool:
 
 
 def _same_amax_floor(original: EngineCast, changed: EngineCast) -> bool:
-    higher = max(original.amax_floor, changed.amax_floor)
-    return torch.equal(_scale_of(original, 2.0**-149), _scale_of(original, higher))
+    lower, higher = sorted((original.amax_floor, changed.amax_floor))
+    return torch.equal(_scale_of(original, max(2.0**-149, lower)), _scale_of(original, higher))
 
 
 def _same_zero_encode(original: EngineCast, changed: EngineCast) -> bool:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from octavo import engines
 from octavo.convert import unfuse_experts
 from octavo.engines import agree, attribute, convert_as_served, get, input_amaxes, model_as
+from octavo.engines.model import EngineLinear
 from octavo.engines.summary import layer_cells, record, worst_first
 from octavo.errors import ConfigError
 from octavo.models import Llama
@@ -34,7 +34,12 @@ def mixtral() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": EXPERTS}
     config = transformers.MixtralConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, max_position_embeddings=16, **sizes
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        max_position_embeddings=16,
+        **sizes,
     )
     return scaled(transformers.MixtralForCausalLM(config))
 
@@ -106,12 +111,12 @@ def test_training_refuses_fused_experts_and_casts_unfused_ones():
     fused, profile = mixtral(), get("vllm-token")
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts, .* octavo\.convert\.unfuse_experts"):
         convert_as_served(fused, profile)
-    assert not any(isinstance(module, engines.EngineLinear) for module in fused.modules())
+    assert not any(isinstance(module, EngineLinear) for module in fused.modules())
     model = unfused(fused)
     served = model_as(fused, profile)(TOKENS)
     context = convert_as_served(model, profile)
     casts = {path for path, layer in model.named_modules() if getattr(getattr(layer, "recipe", None), "output", None)}
-    quantized = {path for path in model_as(fused, profile).layers}
+    quantized = set(model_as(fused, profile).layers)
     assert {path for path in casts if model.get_submodule(path).recipe.output.b is not None} == quantized
     with context:
         logits = model(TOKENS).logits

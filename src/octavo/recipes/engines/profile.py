@@ -67,8 +67,8 @@ class Source:
         version: its release; "main" is a file of its repository that no package has.
         file: path in the project.
         test: test that runs the project's code; "" if the file was only read.
-        limit: how the test runs the code, such as :data:`INTERPRETED`, where a GPU may compute other last bits; "" if the
-            test proves the property.
+        limit: how the test runs the code, such as :data:`INTERPRETED`, where a GPU may compute other last bits; "" if
+            the test proves the property.
     """
 
     project: str
