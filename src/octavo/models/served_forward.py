@@ -75,7 +75,7 @@ def is_skipped(path: str, profile: EngineProfile) -> bool:
 
 
 def check_linear_layers(model: nn.Module, profile: EngineProfile) -> None:
-    """Raise ConfigError for weights of other modules than linear layers, as fused experts have, unless they are skipped."""
+    """Raise ConfigError for weights outside linear layers, such as fused experts', unless they are skipped."""
     others = [path for path in other_modules(model) if not is_skipped(path, profile)]
     if others:
         raise ConfigError(

@@ -5,6 +5,7 @@ could show:
 
 - of a field that the computation does not read, such as a scale's division where a scale is given. A property none of
   whose fields is read is not proven, unless its value says that the engine has no such step;
+- of a group of zeros' scale to one that E8M0 stores as the same byte;
 - of a replacement's encode scale to what it is already, 1 / scale, or where numbers are divided by the scale;
 - between two floors of amaxes that have one scale, or the smallest amax for a floor of 0: scales grow with amaxes;
   likewise between two limits up to which amaxes count as zero, where that scale is the replacement already;
@@ -27,9 +28,10 @@ from torch import Tensor
 from octavo.engines import PROFILES, Application, Division, EngineCast, PowerOfTwo, Saturation, get, quantize_as
 from octavo.engines.properties import CAST_PROPERTIES, proof_of
 from octavo.errors import ConfigError
-from octavo.formats import FP32
+from octavo.formats import E8M0, FP32
 from octavo.numerics import PerTensor
 from octavo.numerics.engine_cast import ENCODE_DIVISIONS, ENCODE_ROUNDINGS, AmaxOf
+from octavo.numerics.quantized import stored_scale
 from octavo.recipes.engines.profile import NOT_RUN
 from tests.oracle.engines.compared import COMPARED
 
@@ -87,6 +89,15 @@ def _same_amax_floor(original: EngineCast, changed: EngineCast) -> bool:
     return torch.equal(_scale_of(original, max(2.0**-149, lower)), _scale_of(original, higher))
 
 
+def _same_zero_scale(original: EngineCast, changed: EngineCast) -> bool:
+    values = (original.zero_scale, changed.zero_scale)
+    numbers = [torch.tensor(each) for each in values if isinstance(each, float)]
+    stored = [stored_scale(each, original.scale_format) for each in numbers]
+    return (
+        original.scale_format == E8M0 and len(stored) == 2 and torch.equal(*(each.view(torch.uint8) for each in stored))
+    )
+
+
 def _same_zero_encode(original: EngineCast, changed: EngineCast) -> bool:
     values = {original.zero_encode, changed.zero_encode}
     is_reciprocal = isinstance(original.zero_scale, float) and values == {None, 1 / original.zero_scale}
@@ -117,6 +128,7 @@ def _has_powers_of_two(original: EngineCast, _: EngineCast) -> bool:
 
 SAME: dict[str, Callable[[EngineCast, EngineCast], bool]] = {
     "zero_amax": _same_zero_amax,
+    "zero_scale": _same_zero_scale,
     "amax_floor": _same_amax_floor,
     "zero_encode": _same_zero_encode,
     "divided_in": _same_divided_in,
