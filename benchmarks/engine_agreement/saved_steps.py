@@ -1,10 +1,15 @@
-"""Steps of a long run, each saved when it is done, so that a run that was stopped goes on where it was."""
+"""Steps of a long run, each saved when it is done, so that a run that was stopped goes on where it was.
 
+Steps that were saved under other profiles than today's are put aside, so that no table mixes the two.
+"""
+
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo.engines import PROFILES, properties_of
 from octavo.files import write_atomically
 
 __all__ = ["FOLDER", "SavedSteps"]
@@ -22,13 +27,26 @@ class SavedSteps:
 
     def __init__(self, name: str, folder: Path = FOLDER) -> None:
         self._path = folder / f"{name}.json"
-        self.results: dict[str, Any] = json.loads(self._path.read_text()) if self._path.is_file() else {}
+        self._profiles = _sum_of_profiles()
+        saved = (
+            json.loads(self._path.read_text()) if self._path.is_file() else {"profiles": self._profiles, "results": {}}
+        )
+        if saved.get("profiles") != self._profiles:
+            put_aside = self._path.rename(self._path.with_suffix(".before.json"))
+            print(f"steps under other profiles: now in {put_aside}", flush=True)
+            saved = {"results": {}}
+        self.results: dict[str, Any] = saved["results"]
 
     def step(self, key: str, compute: Callable[[], Any]) -> Any:
         """The saved result of a step, or what ``compute`` returns, saved."""
         if key not in self.results:
             self.results[key] = compute()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(self.results))
+            write_atomically(self._path, json.dumps({"profiles": self._profiles, "results": self.results}))
             print(self._path.stem, key, flush=True)
         return self.results[key]
+
+
+def _sum_of_profiles() -> str:
+    properties = {name: properties_of(profile) for name, profile in PROFILES.items()}
+    return hashlib.sha256(json.dumps(properties).encode()).hexdigest()

@@ -108,7 +108,7 @@ def _suspects(model: LanguageModel, window: Tensor, claimed: EngineProfile, serv
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "server.jsonl"
         file.write_text(json.dumps([None, *(round(each, 6) for each in served.tolist())]) + "\n")
-        return find_suspects(model, claimed, window[None], read_server_logprobs(file))
+        return find_suspects(model, claimed, window[None], read_server_logprobs(file)).ranked
 
 
 def _is_named(suspect: Suspect, fault: tuple[str, str]) -> bool:

@@ -17,14 +17,15 @@ Rollouts that another program drew are compared in the same way, by the log-prob
 References: Schulman, "Approximating KL Divergence" (2020); Schulman et al., arXiv 1707.06347, equation 7.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from octavo.caller_warnings import warn_caller
-from octavo.engines.agreement import copies_for, needs_calibration, resolved
-from octavo.engines.model import EngineCopies, EngineModel
+from octavo.engines.agreement import copies_for, resolved
+from octavo.engines.model import EngineCopies, EngineModel, check_token_ids, needs_calibration
 from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
@@ -57,7 +58,8 @@ class Mismatch:
 
     Attributes:
         tokens: counted tokens.
-        missing: tokens of the mask without a finite difference, which are not counted.
+        missing: tokens of the mask without a difference, which are not counted: NaN in an engine, or −inf in the one
+            that drew them.
         mean: mean of |log r|.
         p99: its 99th percentile.
         largest: its maximum.
@@ -65,6 +67,9 @@ class Mismatch:
         k3: mean over texts of each text's mean of r − 1 − log r, with its 95 % interval.
         clipped: share of tokens with |r − 1| > 0.2.
         effective_share: (Σ r)² / (N Σ r²).
+
+    A drawn token that the trainer rules out (its log-probability is −inf) has r = 0: mean, largest, k1 and k3 are
+    infinite.
     """
 
     tokens: int
@@ -79,12 +84,12 @@ class Mismatch:
 
     def as_metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
         """The numbers by name, for a logger."""
-        names = ("mean", "p99", "largest", "k1", "clipped", "effective_share")
+        names = ("missing", "mean", "p99", "largest", "k1", "clipped", "effective_share")
         return {f"{prefix}{name}": getattr(self, name) for name in names} | {f"{prefix}k3": self.k3.estimate}
 
 
 class MismatchMonitor:
-    """Differences of a loop's rollouts, update by update, and a warning at the first above a bar.
+    """Differences of a loop's rollouts by update; warns at the first above a bar, and at the first with missing tokens.
 
     Args:
         max_kl: largest mean k3 without a warning, nats a token; None never warns.
@@ -107,19 +112,30 @@ class MismatchMonitor:
             raise ConfigError(f"max_kl must be above 0, not {max_kl}; None never warns")
         self.max_kl = max_kl
         self.history: list[Mismatch] = []
-        self._warned = False
+        self._warned: set[str] = set()
 
     def update(self, trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mismatch:
         """Compare one batch of rollouts; arguments as for :func:`mismatch`."""
         found = mismatch(trainer, server, mask)
         self.history.append(found)
-        if self.max_kl is not None and found.k3.estimate > self.max_kl and not self._warned:
-            self._warned = True
-            warn_caller(
-                f"update {len(self.history)}: KL of rollouts from the trainer is {found.k3.estimate:.4g} nats a token "
-                f"(k3), above {self.max_kl:g}; octavo agree MODEL --trainer … --server … --why names what differs"
+        if self.max_kl is not None and found.k3.estimate > self.max_kl:
+            self._warn_once(
+                f"KL of rollouts from the trainer is {found.k3.estimate:.4g} nats a token (k3), above {self.max_kl:g}; "
+                "octavo agree MODEL --trainer … --server … --why names what differs",
+                about="KL",
+            )
+        if self.max_kl is not None and found.missing:
+            self._warn_once(
+                f"{found.missing} of {found.missing + found.tokens} drawn tokens have no log-probability in both "
+                "engines and are not counted; look for NaN in the trainer, or for what the server left out",
+                about="missing",
             )
         return found
+
+    def _warn_once(self, message: str, *, about: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warn_caller(f"update {len(self.history)}: {message}")
 
 
 def mismatch(trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mismatch:
@@ -131,7 +147,7 @@ def mismatch(trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mis
         mask: True or 1 for tokens that were drawn [B, T]; None counts all.
 
     Raises:
-        ConfigError: shapes differ or are not [B, T], or no token has a finite difference.
+        ConfigError: shapes differ or are not [B, T], or no token has a difference.
 
     Example:
         >>> found = mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.5]]))
@@ -143,22 +159,31 @@ def mismatch(trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mis
         raise ConfigError(f"log-probabilities and mask must have one shape [B, T], not {shapes}")
     log_ratio = trainer.detach().double().cpu() - server.detach().double().cpu()
     drawn = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.detach().bool().cpu()
-    counted = drawn & log_ratio.isfinite()
+    counted = drawn & (log_ratio < torch.inf)  # NaN is not
     if not counted.any():
-        raise ConfigError("no drawn token has a finite log-probability in both engines; check the mask")
+        raise ConfigError(
+            "no drawn token has a log-probability in both engines; check the mask, and the trainer for NaN"
+        )
     texts = [row[keep] for row, keep in zip(log_ratio, counted, strict=True) if keep.any()]
     found = torch.cat(texts)
     return Mismatch(
         tokens=found.numel(),
         missing=int((drawn & ~counted).sum()),
         mean=float(found.abs().mean()),
-        p99=float(found.abs().quantile(0.99)),
+        p99=float(found.abs().quantile(0.99).nan_to_num(nan=torch.inf, posinf=torch.inf)),  # between infinities
         largest=float(found.abs().max()),
         k1=float(-found.mean()),
-        k3=student_interval([float(k3_estimate(text).mean()) for text in texts]),
+        k3=_mean_of([float(k3_estimate(text).mean()) for text in texts]),
         clipped=float(is_clipped(found).double().mean()),
         effective_share=effective_share(found),
     )
+
+
+def _mean_of(numbers: list[float]) -> Interval:
+    """Mean with its interval; an infinite one has none."""
+    if math.inf in numbers:
+        return Interval(estimate=math.inf, error=math.nan, freedom=math.nan)
+    return student_interval(numbers)
 
 
 @torch.no_grad()
@@ -183,8 +208,8 @@ def log_probs(
         temperature: divides the logits, as it did when the tokens were drawn.
 
     Raises:
-        ConfigError: an unknown profile, one that does not fit the model or lacks its ``calibration``, other shapes, or
-            a temperature not above 0.
+        ConfigError: an unknown profile, one that does not fit the model or lacks its ``calibration``, other shapes,
+            tokens beyond the vocabulary, or a temperature not above 0.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig
@@ -193,7 +218,7 @@ def log_probs(
         >>> log_probs(llama, torch.arange(8).reshape(2, 4), profile="vllm-token").shape
         torch.Size([2, 3])
     """
-    _check_texts("tokens", tokens, least=2)
+    _check_texts(model, "tokens", tokens, least=2)
     _check_temperature(temperature)
     logits = _logits(_under(model, profile, calibration), tokens[:, :-1])
     texts = zip(logits, tokens[:, 1:], strict=True)
@@ -238,7 +263,7 @@ def sample_rollout(
         >>> drawn.tokens.shape, drawn.mask.tolist()
         (torch.Size([1, 5]), [[False, True, True, True]])
     """
-    _check_texts("prompts", prompts, least=1)
+    _check_texts(model, "prompts", prompts, least=1)
     _check_temperature(temperature)
     check_whole("max_new_tokens", max_new_tokens, least=1)
     engine, tokens = _under(model, profile, prompts if calibration is None else calibration), prompts
@@ -269,7 +294,7 @@ def _under(model: nn.Module, profile: str | EngineProfile | None, calibration: T
         return model
     engine = resolved(profile)
     if calibration is not None:
-        _check_texts("the calibration's texts", calibration, least=1)
+        _check_texts(model, "the calibration's texts", calibration, least=1)
         return copies_for(model, (engine,), calibration).of(engine)
     if needs_calibration(engine):
         raise ConfigError(
@@ -291,9 +316,10 @@ def _row(logits: Tensor, temperature: float) -> Tensor:
     return log_probabilities(logits.double() / temperature)
 
 
-def _check_texts(name: str, tokens: Tensor, *, least: int) -> None:
+def _check_texts(model: nn.Module, name: str, tokens: Tensor, *, least: int) -> None:
     if tokens.ndim != 2 or tokens.shape[1] < least or not len(tokens):
         raise ConfigError(f"{name} are [B, T] with at least {least} a text, not {tuple(tokens.shape)}")
+    check_token_ids(model, tokens)
 
 
 def _check_temperature(temperature: float) -> None:

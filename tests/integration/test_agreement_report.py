@@ -27,5 +27,5 @@ def test_the_page_opens(is_whole, tmp_path, open_page, page_faults):
     effects = 0 if attribution is None else len(attribution.effects)
     assert page.locator("tbody tr").count() == LINEARS + 11 + effects
     assert page.locator("dd").nth(2).inner_text() == "<b>small</b>"
-    assert page.locator("ol li").count() == (0 if suspects is None else len(suspects))
+    assert page.locator("ol li").count() == (0 if suspects is None else len(suspects.ranked))
     assert page_faults(path) == []

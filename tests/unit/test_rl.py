@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.engines import get, model_as
+from octavo.engines import get, input_amaxes, model_as
 from octavo.engines.token_scores import divergences
 from octavo.errors import ConfigError
 from octavo.models import Llama, LlamaConfig
@@ -66,6 +66,19 @@ def test_an_engine_with_calibrated_scales_agrees_with_itself(policy, profile, te
     assert not torch.equal(log_probs(policy, drawn.tokens, profile=profile, calibration=drawn.tokens), again)
 
 
+def test_calibrated_scales_are_those_of_the_whole_texts(policy):
+    """The last token too, whose inputs have the largest magnitudes here."""
+    texts = torch.tensor([[5, 6, 7, 8, 12]])
+    profile, tokens = get("vllm-tensor"), torch.tensor([[1, 2, 3, 4]])
+    amaxes, without = input_amaxes(policy, texts), input_amaxes(policy, texts[:, :-1])
+    assert any(amaxes[path] > without[path] for path in amaxes)
+    expected = log_probs(model_as(policy, profile, input_amaxes=amaxes), tokens)
+    assert torch.equal(log_probs(policy, tokens, profile=profile, calibration=texts), expected)
+    drawn = sample_rollout(policy, tokens, max_new_tokens=1, profile=profile, calibration=texts, generator=seeded())
+    again = log_probs(model_as(policy, profile, input_amaxes=amaxes), drawn.tokens)
+    assert torch.equal(drawn.log_probs[drawn.mask], again[drawn.mask])
+
+
 def test_tokens_are_drawn_from_the_engine_at_the_temperature(policy):
     """10,000 first tokens have the engine's frequencies by a chi-squared test."""
     count, temperature = 10_000, 1.5
@@ -116,7 +129,7 @@ def test_mismatch_by_numpy():
     server = -random.exponential(size=(5, 40))
     trainer = server + 0.2 * random.standard_normal((5, 40))
     mask = random.random((5, 40)) < 0.7
-    trainer[0, np.flatnonzero(mask[0])[0]] = -np.inf
+    trainer[0, np.flatnonzero(mask[0])[0]] = np.nan
     server[1, np.flatnonzero(mask[1])[0]] = np.nan
     counted = mask & np.isfinite(trainer) & np.isfinite(server)
     log_ratio = (trainer - server)[counted]
@@ -133,6 +146,34 @@ def test_mismatch_by_numpy():
     assert found.clipped == pytest.approx(np.mean(np.abs(ratio - 1) > 0.2))
     assert found.effective_share == pytest.approx(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
     assert found.as_metrics()["mismatch/k3"] == found.k3.estimate
+
+
+def test_tokens_that_the_trainer_rules_out_are_an_infinite_mismatch():
+    server = torch.full((4, 100), -1.0)
+    trainer = server.clone()
+    trainer[:, 1:] = -torch.inf
+    monitor = MismatchMonitor(max_kl=0.01)
+    with pytest.warns(UserWarning, match=r"update 1: KL .* is inf nats"):
+        found = monitor.update(trainer, server)
+    assert (found.tokens, found.missing) == (400, 0)
+    assert found.mean == found.p99 == found.largest == found.k1 == found.k3.estimate == math.inf
+    assert found.clipped == pytest.approx(0.99)
+    assert found.effective_share == pytest.approx(0.01)
+    assert found.as_metrics()["mismatch/k3"] == math.inf
+    nothing = mismatch(torch.full_like(server, -torch.inf), server)
+    assert (nothing.effective_share, nothing.p99) == (0.0, math.inf)
+
+
+def test_missing_tokens_are_logged_and_warned_of_once():
+    server = torch.full((4, 100), -1.0)
+    trainer = server.clone()
+    trainer[:, 1:] = torch.nan
+    monitor = MismatchMonitor(max_kl=0.01)
+    with pytest.warns(UserWarning, match=r"update 1: 396 of 400 drawn tokens have no log-probability"):
+        found = monitor.update(trainer, server)
+    assert found.as_metrics()["mismatch/missing"] == found.missing == 396
+    monitor.update(trainer, server)  # a warning would be an error here
+    MismatchMonitor().update(trainer, server)
 
 
 def test_the_effective_share_of_a_ratio_beyond_float64():
@@ -162,6 +203,9 @@ def test_a_monitor_warns_once():
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), temperature=0), "temperature"),
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile="vllm"), "no engine"),
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile="modelopt"), "give calibration="),
+        (lambda policy: log_probs(policy, torch.tensor([[1, VOCABULARY]])), "ids of this model are 0 to 23"),
+        (lambda policy: log_probs(policy, torch.tensor([[1.0, 2.0]])), "tokens are ids in int64, not float32"),
+        (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile=3), "a profile or its name"),
         (lambda policy: sample_rollout(policy, torch.zeros(0, 2, dtype=torch.long), max_new_tokens=1), "at least 1"),
         (lambda policy: sample_rollout(policy, torch.tensor([[1]]), max_new_tokens=0), "max_new_tokens"),
     ],

@@ -19,7 +19,7 @@ from octavo.convert import unfuse_experts
 from octavo.engines import (
     Agreement,
     Attribution,
-    Suspect,
+    Suspects,
     agree,
     agree_with_itself,
     attribute,
@@ -44,6 +44,7 @@ from octavo.engines.summary import (
     self_record,
     suspect_in_words,
     token_rows,
+    untried_in_words,
     way_cells,
     worst_first,
 )
@@ -214,7 +215,7 @@ def _loaded(request: EvaluationRequest, *, hub: bool) -> tuple[LanguageModel, Te
 
 def _suspects(
     model: LanguageModel, agreement: Agreement, tokens: Tensor, logprobs: Sequence[Tensor] | None, display: Display
-) -> tuple[Suspect, ...] | None:
+) -> Suspects | None:
     if logprobs is None:
         return None
     return find_suspects(model, agreement.server, tokens, logprobs, on_progress=phases(display))
@@ -239,7 +240,7 @@ def _print(
     agreement: Agreement,
     facts: dict[str, Any],
     attribution: Attribution | None,
-    suspects: Sequence[Suspect] | None,
+    suspects: Suspects | None,
 ) -> None:
     title = f"{agreement.server.name} against {agreement.trainer.name}, {facts['model']} on {facts['data']}"
     print_table(title, TOKEN_COLUMNS, token_rows(agreement))
@@ -253,7 +254,8 @@ def _print(
         _print_attribution(attribution)
     if suspects is not None:
         print_lines("\nWhat explains the server's log-probabilities, best first:")
-        print_lines(*(f"  {suspect_in_words(each)}" for each in suspects[:SUSPECTS]))
+        print_lines(*(f"  {suspect_in_words(each)}" for each in suspects.ranked[:SUSPECTS]))
+        print_lines(*filter(None, [untried_in_words(suspects)]))
     print_lines("", *notes(agreement), *warnings_of(facts.get("read_before", {}), facts["data"], facts["split"]))
     if "accumulate" in facts:
         print_lines(f"Sums are {facts['accumulate']}.")

@@ -30,7 +30,8 @@ Prompt = str | list[dict[str, Any]]
 class ProfileRollouts:
     """Draw completions under an engine's profile: a ``rollout_func`` of TRL.
 
-    Length and temperature are those of the trainer's arguments. Neighbours of one length are drawn together.
+    Length and temperature are those of the trainer's arguments; its top_p, top_k, min_p and repetition_penalty are not
+    applied. Neighbours of one length are drawn together, and give an engine with calibrated scales its scales.
 
     Args:
         profile: the engine that draws, or its name.

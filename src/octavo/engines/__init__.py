@@ -6,7 +6,7 @@ from octavo.engines.linear import linear_as, weight_as
 from octavo.engines.model import EngineCopies, EngineModel, input_amaxes, model_as
 from octavo.engines.properties import differences, neighbours, with_property
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement, agree_with_itself
-from octavo.engines.suspects import Suspect, find_suspects, read_server_logprobs, server_settings
+from octavo.engines.suspects import Suspect, Suspects, find_suspects, read_server_logprobs, server_settings
 from octavo.engines.training import convert_as_served
 from octavo.kernels.row_by_row import RowByRow
 from octavo.numerics import EngineCast, quantize_as
@@ -38,6 +38,7 @@ __all__ = [
     "SelfAgreement",
     "Source",
     "Suspect",
+    "Suspects",
     "WayAgreement",
     "agree",
     "agree_with_itself",

@@ -12,6 +12,7 @@ Means have a 95 % interval over windows. The verdict is that of KL(server ‖ tr
 k3: the mean, against ``max_kl``.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,12 +21,21 @@ from torch import Tensor, nn
 
 from octavo.engines.layer_differences import CodesDifference, compare_codes, relative_error, total_of
 from octavo.engines.linear import input_as
-from octavo.engines.model import EngineCopies, EngineLinear, EngineModel, input_amaxes, watching
+from octavo.engines.model import (
+    EngineCopies,
+    EngineLinear,
+    EngineModel,
+    check_token_ids,
+    input_amaxes,
+    is_of_expert,
+    needs_calibration,
+    watching,
+)
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.language_model import LanguageModel
-from octavo.numerics import Accumulate, QuantizedTensor, Scaling
+from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.recipes.engines.catalog import get
 from octavo.recipes.engines.profile import EngineProfile
 
@@ -35,10 +45,10 @@ __all__ = [
     "LayerAgreement",
     "Progress",
     "agree",
+    "check_bar",
     "check_windows",
     "copies_for",
     "mean_of",
-    "needs_calibration",
     "nudge",
     "resolved",
 ]
@@ -62,8 +72,9 @@ class LayerAgreement:
         path: in the decoder.
         weight: codes of its weight; None if an engine does not quantize the layer.
         input: codes of the trainer's inputs; None if an engine does not cast them.
-        errors: relative error of the server's output on the trainer's inputs, by window.
-        end_to_end: the same on its own inputs.
+        errors: relative error of the server's output on the trainer's inputs, by window; of an expert, of windows with
+            tokens for it.
+        end_to_end: the same on its own inputs; empty for an expert, to which each engine may send other tokens.
     """
 
     path: str
@@ -74,8 +85,13 @@ class LayerAgreement:
 
     @property
     def error(self) -> Interval:
-        """Mean error on the same inputs."""
-        return student_interval(self.errors)
+        """Mean error on the same inputs; NaN for an expert without tokens."""
+        return student_interval(self.errors or (math.nan,))
+
+    @property
+    def mean_end_to_end(self) -> float | None:
+        """Mean error on its own inputs; None for an expert."""
+        return sum(self.end_to_end) / len(self.end_to_end) if self.end_to_end else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +157,9 @@ def agree(
         on_progress: called with a phase's name, and windows done of all.
 
     Raises:
-        ConfigError: an unknown profile, tokens of another shape, or a model that a profile does not fit.
+        ConfigError: an unknown profile, tokens of another shape or beyond the vocabulary, a bar below 0, or a model
+            that a profile does not fit.
+        DataError: an engine's logits are not finite.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig
@@ -152,6 +170,7 @@ def agree(
         (0.0, True)
     """
     check_windows(tokens)
+    check_bar(max_kl)
     trained, served = resolved(trainer, accumulate), resolved(server, accumulate)
     copies = copies_for(model, (trained, served), tokens)
     ours, theirs, nudged = copies.of(trained), copies.of(served), copies.of(trained)
@@ -181,22 +200,30 @@ def check_windows(tokens: Tensor) -> None:
         raise ConfigError(f"tokens are [windows, T] with at least 2 a window, not {tuple(tokens.shape)}")
 
 
+def check_bar(max_kl: float | None) -> None:
+    """Raise ConfigError unless a bar is a number of nats of at least 0, or None."""
+    if max_kl is not None and not max_kl >= 0:
+        raise ConfigError(f"max_kl takes nats a token, 0 or more, not {max_kl}; None asks for no verdict")
+
+
 def resolved(profile: str | EngineProfile, accumulate: Accumulate | None = None) -> EngineProfile:
-    """A profile from its name, with other sums if they are given."""
+    """A profile from its name, with other sums if they are given.
+
+    Raises:
+        ConfigError: an unknown name, or neither a profile nor a name.
+    """
     found = get(profile) if isinstance(profile, str) else profile
+    if not isinstance(found, EngineProfile):
+        raise ConfigError(f"an engine is a profile or its name, such as 'vllm-token', not a {type(found).__name__}")
     return found if accumulate is None else replace(found, accumulate=accumulate)
 
 
 def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
     """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
     decoder = model.model if isinstance(model, LanguageModel) else model
+    check_token_ids(decoder, tokens)
     needed = any(map(needs_calibration, profiles))
     return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
-
-
-def needs_calibration(profile: EngineProfile) -> bool:
-    """Whether a profile's scales of inputs are not those of the inputs themselves."""
-    return profile.input is not None and profile.input.scaling != Scaling.DYNAMIC
 
 
 def nudge(model: EngineModel, seed: int) -> None:
@@ -229,7 +256,8 @@ class _LayerComparison:
         layers = [{path: each.model.get_submodule(path) for path in self._paths} for each in (self._ours, self._theirs)]
         with watching(layers[0], self._see_trainer):
             expected: Tensor = self._ours(tokens)[0]
-        with watching(layers[1], self._see_server):
+        whole = {path: layer for path, layer in layers[1].items() if not is_of_expert(path)}
+        with watching(whole, self._see_server):
             got: Tensor = self._theirs(tokens)[0]
         return expected, got
 

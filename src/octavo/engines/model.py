@@ -2,6 +2,7 @@
 
     linear layers      those that ``octavo.convert`` takes, the head where the profile casts it: :class:`EngineLinear`
     a folder in FP8    those that it stores as codes; codes are kept, unless the profile requantizes
+    experts            those of transformers' interface as linear layers of their own, as files have them
     everything else    parameters rounded to ``profile.activations``; the residual stream and logits have that dtype
     keys and values    through ``profile.kv_cache``, of whose static casts the scale is 1
 
@@ -14,24 +15,35 @@ Layers whose scale comes from calibration or past steps need their inputs' amaxe
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import choose_layers, convert
+from octavo.convert import choose_layers, convert, other_modules, unfuse_experts
+from octavo.convert.experts import is_experts
 from octavo.engines.linear import linear_of_codes, weight_as
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
 from octavo.language_model import KVTransform, logits_of, stepwise_logits
 from octavo.models import Llama
-from octavo.models.served_forward import cast_of_cache
+from octavo.models.served_forward import cast_of_cache, check_linear_layers, is_skipped
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.recipes.engines.profile import EngineProfile
 
-__all__ = ["EngineCopies", "EngineLinear", "EngineModel", "engine_layers", "input_amaxes", "model_as", "watching"]
+__all__ = [
+    "EngineCopies",
+    "EngineLinear",
+    "EngineModel",
+    "check_token_ids",
+    "engine_layers",
+    "input_amaxes",
+    "is_of_expert",
+    "model_as",
+    "needs_calibration",
+    "watching",
+]
 
 KEPT_CASTS = 4  # casts of all weights that stay in memory, a byte an element each
 NORMS = ("input_layernorm", "post_attention_layernorm")  # whose outputs linear layers alone read
@@ -60,7 +72,7 @@ class EngineLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.codes, self.bias, self.profile = codes, bias, profile
-        is_dynamic = profile.input is None or profile.input.scaling == Scaling.DYNAMIC
+        is_dynamic = not needs_calibration(profile)
         self.input_scale = None if is_dynamic else input_scale
         self.input_amax = None if is_dynamic or input_scale is not None else input_amax
         if not is_dynamic and self.input_scale is None and self.input_amax is None:
@@ -128,7 +140,7 @@ class EngineCopies:
     """
 
     def __init__(self, model: nn.Module, input_amaxes: Mapping[str, Tensor] | None = None) -> None:
-        self._model, self._amaxes = model, {} if input_amaxes is None else input_amaxes
+        self._model, self._amaxes = _unfused(model), {} if input_amaxes is None else input_amaxes
         self._in_dtype: dict[torch.dtype, nn.Module] = {}
         self._codes: dict[tuple[object, ...], dict[str, QuantizedTensor]] = {}
 
@@ -136,15 +148,21 @@ class EngineCopies:
         """The decoder as an engine computes it.
 
         Raises:
-            ConfigError: no layer is quantized, a scale is missing, or a norm's cast is fused in a model whose norms are
-                not known.
+            ConfigError: no layer is quantized, weights that the engine quantizes are no linear layers', a scale is
+                missing, or a norm's cast is fused in a model whose norms are not known.
         """
         copied = _shared_copy(self._base(profile.activations))
         layers = engine_layers(copied, profile)
         codes = self._codes_of(layers, profile)
         for path, layer in layers.items():
             scale = layer.input_scale if isinstance(layer, Linear) and layer.recipe.has_static_input else None
-            new = EngineLinear(codes[path], layer.bias, profile, input_scale=scale, input_amax=self._amaxes.get(path))
+            amax = self._amaxes.get(path)
+            if scale is None and amax is None and needs_calibration(profile):
+                raise ConfigError(
+                    f"{profile.name} does not measure inputs, and {path} has no scale; give input_amaxes() of a text "
+                    "that reaches it"
+                )
+            new = EngineLinear(codes[path], layer.bias, profile, input_scale=scale, input_amax=amax)
             copied.set_submodule(path, new)
         if profile.fused_cast:
             _widen_norms(copied)
@@ -191,16 +209,47 @@ def engine_layers(model: nn.Module, profile: EngineProfile) -> dict[str, nn.Line
     """Layers that an engine quantizes, by path: those with stored codes, or those that ``octavo.convert`` takes.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or ``octavo.convert`` takes weights that are no linear layers'.
     """
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     if coded := {path: layer for path, layer in linears.items() if isinstance(_weight_of(layer), QuantizedTensor)}:
         return coded
     chosen, _ = choose_layers(model, convert_head=profile.head)
-    chosen = {p: layer for p, layer in chosen.items() if not any(fnmatchcase(p, each) for each in profile.skipped)}
+    chosen = {path: layer for path, layer in chosen.items() if not is_skipped(path, profile)}
     if not chosen:
         raise ConfigError(f"{profile.name} quantizes no layer of this {type(model).__name__}")
+    check_linear_layers(model, profile)
     return chosen
+
+
+def needs_calibration(profile: EngineProfile) -> bool:
+    """Whether a profile's scales of inputs are not those of the inputs themselves."""
+    return profile.input is not None and profile.input.scaling != Scaling.DYNAMIC
+
+
+def is_of_expert(path: str) -> bool:
+    """Whether a layer is an expert's, which sees the tokens that a router sends it.
+
+    Example:
+        >>> (
+        ...     is_of_expert("model.layers.0.mlp.experts.3.up_proj"),
+        ...     is_of_expert("model.layers.0.mlp.shared_expert.up_proj"),
+        ... )
+        (True, False)
+    """
+    return ".experts." in path
+
+
+def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
+    """Raise ConfigError unless tokens are whole numbers within the model's vocabulary."""
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool:
+        raise ConfigError(f"tokens are ids in int64, not {str(tokens.dtype).removeprefix('torch.')}")
+    size = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None)
+    if size is not None and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+        raise ConfigError(
+            f"token ids of this model are 0 to {size - 1}, and tokens have {int(tokens.min())} to {int(tokens.max())}; "
+            "use the model's own tokenizer"
+        )
 
 
 @torch.no_grad()
@@ -212,6 +261,7 @@ def input_amaxes(model: nn.Module, windows: Iterable[Tensor]) -> dict[str, Tenso
         amax = x.abs().amax().float()
         amaxes[path] = torch.maximum(amaxes[path], amax) if path in amaxes else amax
 
+    model = _unfused(model)
     with watching({path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}, see):
         for window in windows:
             logits_of(model, window[None])
@@ -229,6 +279,15 @@ def watching(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor, Tensor
         for path, layer in layers.items():
             hooks.enter_context(layer.register_forward_hook(report(path)))
         yield
+
+
+def _unfused(model: nn.Module) -> nn.Module:
+    """A copy with the same tensors whose experts have linear layers of their own; the model itself without experts."""
+    if not any(map(is_experts, other_modules(model).values())):
+        return model
+    copied = _shared_copy(model)
+    unfuse_experts(copied)
+    return copied
 
 
 def _weight_of(layer: nn.Linear) -> Tensor | QuantizedTensor:

@@ -97,7 +97,7 @@ def is_proven(profile: EngineProfile, name: str) -> bool:
 
     Example:
         >>> from octavo.engines import get
-        >>> is_proven(get("vllm-token"), "input.division"), is_proven(get("vllm-block"), "input.division")
+        >>> is_proven(get("torchao-rowwise"), "input.division"), is_proven(get("vllm-token"), "input.division")
         (True, False)
     """
     return _weakest_source(profile, name).is_proven

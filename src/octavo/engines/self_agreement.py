@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import Progress, check_windows, copies_for, mean_of, resolved
-from octavo.engines.model import EngineCopies, EngineModel
+from octavo.engines.agreement import Progress, check_bar, check_windows, copies_for, mean_of, resolved
+from octavo.engines.model import EngineCopies, EngineModel, is_of_expert
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import BackendError, ConfigError
@@ -124,7 +124,9 @@ def agree_with_itself(
         on_progress: called with a way's name, and windows done of all.
 
     Raises:
-        ConfigError: an unknown profile, tokens of another shape, ranks below 2, or a model that a profile does not fit.
+        ConfigError: an unknown profile, tokens of another shape or beyond the vocabulary, ranks below 2, a bar below
+            0, or a model that a profile does not fit.
+        DataError: the engine's logits are not finite.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig
@@ -135,6 +137,7 @@ def agree_with_itself(
         ['in company', 'token by token', '2 ranks, outputs divided']
     """
     check_windows(tokens)
+    check_bar(max_kl)
     if any(count < 2 for count in ranks):
         raise ConfigError(f"ranks are numbers of at least 2, not {list(ranks)}")
     engine = resolved(profile, accumulate)
@@ -198,7 +201,7 @@ class _Runs:
     def in_company(self, index: int) -> Tensor:
         """Logits of a window in a batch with others."""
         window, *others = (self._tokens[(index + each) % len(self._tokens), :-1] for each in range(len(COMPANY) + 1))
-        are_equal = any(".experts." in path for path in self._layers)  # a router sends padding to experts too
+        are_equal = any(map(is_of_expert, self._layers))  # a router sends padding to experts too
         lengths = [len(window) if are_equal else -(-len(window) * part // 4) for part in COMPANY]
         batch = [window, *(other[:length] for other, length in zip(others, lengths, strict=True))]
         with _without_padding(self._layers.values(), torch.tensor([len(text) for text in batch])):

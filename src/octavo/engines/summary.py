@@ -12,7 +12,7 @@ from octavo.engines.attribution import Attribution, Change, PropertyEffect
 from octavo.engines.layer_differences import CodesDifference
 from octavo.engines.properties import unproven
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement
-from octavo.engines.suspects import Suspect
+from octavo.engines.suspects import Suspect, Suspects
 from octavo.engines.token_scores import CLIP, TokenScores, effective_share
 from octavo.experiments.intervals import Interval
 from octavo.recipes.engines.profile import NOT_RUN, EngineProfile
@@ -35,6 +35,7 @@ __all__ = [
     "self_record",
     "suspect_in_words",
     "token_rows",
+    "untried_in_words",
     "way_cells",
     "worst_first",
 ]
@@ -161,7 +162,7 @@ def self_record(found: SelfAgreement, facts: dict[str, Any]) -> dict[str, Any]:
 
 def worst_first(agreement: Agreement) -> list[LayerAgreement]:
     """The layers, largest error on the same inputs first."""
-    return sorted(agreement.layers, key=lambda layer: -layer.error.estimate)
+    return sorted(agreement.layers, key=lambda layer: -layer.error.estimate if layer.errors else math.inf)
 
 
 def layer_cells(layer: LayerAgreement) -> list[str]:
@@ -169,7 +170,8 @@ def layer_cells(layer: LayerAgreement) -> list[str]:
     cells = [layer.path]
     for part in (layer.weight, layer.input):
         cells += ["–", "–"] if part is None else [f"{part.share:.2%}", f"{part.scales_differ:,} of {part.scales:,}"]
-    return [*cells, in_nats(layer.error), f"{sum(layer.end_to_end) / len(layer.end_to_end):.4g}"]
+    own = layer.mean_end_to_end
+    return [*cells, in_nats(layer.error) if layer.errors else "–", "–" if own is None else f"{own:.4g}"]
 
 
 def effect_cells(effect: PropertyEffect) -> list[str]:
@@ -214,11 +216,19 @@ def suspect_in_words(suspect: Suspect) -> str:
     return f"{changes}{more}: {match}"
 
 
+def untried_in_words(suspects: Suspects) -> str:
+    """Sentence about changes that were not tried; empty if all were."""
+    if not suspects.untried:
+        return ""
+    names = ", ".join(dict.fromkeys(name for name, _ in suspects.untried))
+    return f"Not tried, since no kernel computes them or they do not fit the model: {len(suspects.untried)} ({names})."
+
+
 def record(
     agreement: Agreement,
     facts: dict[str, Any],
     attribution: Attribution | None = None,
-    suspects: Sequence[Suspect] | None = None,
+    suspects: Suspects | None = None,
 ) -> dict[str, Any]:
     """Everything as JSON holds it; what is not finite becomes None where it is written."""
     result: dict[str, Any] = {
@@ -246,7 +256,8 @@ def record(
     if attribution is not None:
         result["attribution"] = _attribution(attribution)
     if suspects is not None:
-        result["suspects"] = [asdict(each) | {"exact": each.is_exact} for each in suspects]
+        result["suspects"] = [asdict(each) | {"exact": each.is_exact} for each in suspects.ranked]
+        result["untried"] = [list(each) for each in suspects.untried]
     return result
 
 

@@ -27,7 +27,7 @@ from octavo.parsing import parse_json
 from octavo.recipes.engines.catalog import FP8_CACHE, PROFILES
 from octavo.recipes.engines.profile import EngineProfile
 
-__all__ = ["AS_CLAIMED", "EXACT", "Suspect", "find_suspects", "read_server_logprobs", "server_settings"]
+__all__ = ["AS_CLAIMED", "EXACT", "Suspect", "Suspects", "find_suspects", "read_server_logprobs", "server_settings"]
 
 EXACT = 1e-5  # nats: what FP32 log-probabilities, printed with seven digits, lose
 AS_CLAIMED = "as claimed"
@@ -58,6 +58,19 @@ class Suspect:
         return tuple(dict.fromkeys(name for name, _ in self.changes))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspects:
+    """Result of :func:`find_suspects`.
+
+    Attributes:
+        ranked: best first.
+        untried: property and value of each change that no kernel computes here, or that does not fit the model.
+    """
+
+    ranked: tuple[Suspect, ...]
+    untried: tuple[tuple[str, str], ...] = ()
+
+
 @torch.no_grad()
 def find_suspects(
     model: LanguageModel | nn.Module,
@@ -67,7 +80,7 @@ def find_suspects(
     *,
     catalogue: Iterable[EngineProfile] = tuple(PROFILES.values()),
     on_progress: Progress = lambda _name, _done, _total: None,
-) -> tuple[Suspect, ...]:
+) -> Suspects:
     """Rank the changes of one property by how well they explain a server's log-probabilities, best first.
 
     Args:
@@ -87,16 +100,19 @@ def find_suspects(
     copies = copies_for(model, [profile for *_, profile in candidates], tokens)
     candidates += server_settings(copies, claimed)
     groups: dict[bytes, tuple[Tensor, list[tuple[str, str]]]] = {}
+    untried = list[tuple[str, str]]()
     for index, (name, value, profile) in enumerate(candidates):
         on_progress("try every property", index, len(candidates))
         try:
             engine = copies.of(profile)
             ours = torch.cat([text_log_probabilities(engine(w[None, :-1])[0], w[1:]) for w in tokens])
         except (BackendError, ConfigError):  # no engine has such a combination
+            untried.append((name, value))
             continue
         groups.setdefault(ours.numpy().tobytes(), (ours, []))[1].append((name, value))
     suspects = [_suspect(ours, theirs, changes) for ours, changes in groups.values()]
-    return tuple(sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta)))
+    ranked = sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta))
+    return Suspects(ranked=tuple(ranked), untried=tuple(untried))
 
 
 def server_settings(copies: EngineCopies, claimed: EngineProfile) -> Iterator[tuple[str, str, EngineProfile]]:

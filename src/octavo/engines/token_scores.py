@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.errors import DataError
+
 __all__ = [
     "CLIP",
     "TokenScores",
@@ -83,12 +85,14 @@ def is_clipped(log_ratio: Tensor) -> Tensor:
 
 
 def effective_share(log_ratio: Tensor) -> float:
-    """(Σ r)² / (N Σ r²) of N tokens.
+    """(Σ r)² / (N Σ r²) of N tokens; 0 if every r is 0.
 
     Example:
         >>> effective_share(torch.zeros(4)), effective_share(torch.tensor([0.0, -torch.inf]))
         (1.0, 0.5)
     """
+    if log_ratio.max() == -torch.inf:
+        return 0.0
     weights = (log_ratio - log_ratio.max()).exp()  # a common factor cancels; this one cannot overflow
     return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
 
@@ -102,12 +106,18 @@ def score_tokens(trainer: Tensor, server: Tensor, targets: Tensor, generator: to
         targets: int64 [T].
         generator: on the CPU; draws the server's tokens.
 
+    Raises:
+        DataError: logits are not finite.
+
     Example:
         >>> logits = torch.zeros(1, 4)
         >>> scores = score_tokens(logits, logits, torch.tensor([2]), torch.Generator().manual_seed(0))
         >>> float(scores.forward_kl), float(scores.k3)
         (0.0, 0.0)
     """
+    for side, logits in (("trainer", trainer), ("server", server)):
+        if not logits.isfinite().all():
+            raise DataError(f"the {side}'s logits have NaN or infinities; check the model's weights for them")
     columns: list[Tensor] = []
     squares, largest = 0.0, 0.0
     for ours, theirs, wanted in zip(trainer.split(ROWS), server.split(ROWS), targets.split(ROWS), strict=True):

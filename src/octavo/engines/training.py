@@ -6,7 +6,7 @@ from torch import nn
 from octavo.convert import convert
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
-from octavo.models.served_forward import served_forward
+from octavo.models.served_forward import check_linear_layers, served_forward
 from octavo.recipes import Recipe
 from octavo.recipes.engines import EngineProfile, served_recipe
 
@@ -23,7 +23,8 @@ def convert_as_served(model: nn.Module, profile: EngineProfile, *, gradients: st
 
     Raises:
         ConfigError: as for :func:`octavo.engines.served_recipe`; or inputs with static scales, which
-            :func:`octavo.prepare_qat` with that recipe trains.
+            :func:`octavo.prepare_qat` with that recipe trains; or experts that are not linear layers of their own, as
+            :func:`octavo.convert.unfuse_experts` makes them.
 
     Example:
         >>> from octavo import engines
@@ -43,7 +44,8 @@ def convert_as_served(model: nn.Module, profile: EngineProfile, *, gradients: st
         raise ConfigError(
             f"{profile.name} takes its inputs' scales from calibration; use octavo.prepare_qat, or octavo qat"
         )
-    report = convert(model, recipe, skip=profile.skipped, convert_head=profile.head)
+    check_linear_layers(model, profile)
+    convert(model, recipe, skip=profile.skipped, convert_head=profile.head)
     if needs_widening(torch.empty(0, dtype=profile.activations)):  # other linears round once, as an engine's
-        convert(model, "bf16", convert_head=True, layer_filter=lambda path, _: path not in report.converted)
+        convert(model, "bf16", convert_head=True, layer_filter=lambda _, layer: type(layer) is nn.Linear)
     return served_forward(model, profile)

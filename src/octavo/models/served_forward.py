@@ -6,6 +6,7 @@ keys and values    those that attention reads have been through the engine's cac
 
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from inspect import signature
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.convert import other_modules
 from octavo.errors import ConfigError
 from octavo.models.cache_transforms import KVTransform, cache_of_transformers
 from octavo.models.llama import Attention, SelfAttention
@@ -20,7 +22,7 @@ from octavo.nn.parameter_rounding import rounded_parameters
 from octavo.numerics import EngineCast, Scaling, quantize_as
 from octavo.recipes.engines import EngineProfile
 
-__all__ = ["cast_of_cache", "served_forward"]
+__all__ = ["cast_of_cache", "check_linear_layers", "is_skipped", "served_forward"]
 
 CACHE = "past_key_values"
 
@@ -36,10 +38,12 @@ class served_forward(AbstractContextManager[None]):  # noqa: N801 (a context, na
         profile: the engine.
 
     Raises:
-        ConfigError: the profile casts keys and values, and the model's are not known; or it is entered while active.
+        ConfigError: weights that the profile casts are no linear layers'; it casts keys and values, and the model's are
+            not known; or the context is entered while active.
     """
 
     def __init__(self, model: nn.Module, profile: EngineProfile) -> None:
+        check_linear_layers(model, profile)
         self._parameters = rounded_parameters(model, profile.activations)
         self._model, self._cast = model, profile.kv_cache
         self._hooks = ExitStack()
@@ -63,6 +67,23 @@ class served_forward(AbstractContextManager[None]):  # noqa: N801 (a context, na
     ) -> None:
         self._hooks.close()
         self._parameters.__exit__(kind, error, trace)
+
+
+def is_skipped(path: str, profile: EngineProfile) -> bool:
+    """Whether a profile leaves a module in high precision."""
+    return any(fnmatchcase(path, each) for each in profile.skipped)
+
+
+def check_linear_layers(model: nn.Module, profile: EngineProfile) -> None:
+    """Raise ConfigError for weights outside linear layers, such as fused experts', unless they are skipped."""
+    others = [path for path in other_modules(model) if not is_skipped(path, profile)]
+    if others:
+        raise ConfigError(
+            f"{profile.name} is computed of linear layers, and {', '.join(others[:2])}"
+            f"{f' and {len(others) - 2} more' if len(others) > 2 else ''} have weights of another kind: give experts "
+            "layers of their own by octavo.convert.unfuse_experts (before making the optimizer), or name the modules "
+            "in the profile's skipped"
+        )
 
 
 def cast_of_cache(cast: EngineCast) -> KVTransform:

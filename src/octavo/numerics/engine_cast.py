@@ -76,7 +76,7 @@ class Application(StrEnum):
 
 
 class Saturation(StrEnum):
-    """Codes of infinities and NaN; finite values beyond the limit become ±limit under all."""
+    """Codes of infinities and NaN, which E5M2 both has; finite values beyond the limit become ±limit under all."""
 
     PROPAGATE = "Inf becomes NaN, NaN stays"
     SATURATE = "Inf becomes the limit, NaN stays"

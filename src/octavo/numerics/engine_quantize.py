@@ -3,8 +3,6 @@
 The only rounding to FP8 is that of :func:`octavo.numerics.cast_nearest`.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -150,7 +148,7 @@ def _limited(x: Tensor, scaled: Tensor, cast: EngineCast) -> Tensor:
     limited = scaled.clamp(-cast.largest, cast.largest)
     match cast.saturation:
         case Saturation.PROPAGATE:
-            return torch.where(x.isinf(), math.inf, limited)
+            return torch.where(x.isinf(), x.to(limited.dtype), limited)
         case Saturation.NAN_TO_LIMIT:
             return limited.nan_to_num(nan=cast.largest)
         case Saturation.NAN_TO_MINUS_LIMIT:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from octavo.engines import Agreement, Attribution, Suspect
+from octavo.engines import Agreement, Attribution, Suspects
 from octavo.engines.summary import (
     EFFECT_COLUMNS,
     LAYER_COLUMNS,
@@ -17,6 +17,7 @@ from octavo.engines.summary import (
     path_in_words,
     suspect_in_words,
     token_rows,
+    untried_in_words,
     worst_first,
 )
 from octavo.engines.token_scores import TokenScores
@@ -34,7 +35,7 @@ def agreement_page(
     agreement: Agreement,
     facts: Mapping[str, Any],
     attribution: Attribution | None = None,
-    suspects: Sequence[Suspect] | None = None,
+    suspects: Suspects | None = None,
 ) -> str:
     """HTML of an agreement.
 
@@ -42,7 +43,7 @@ def agreement_page(
         agreement: result of ``octavo.agree``.
         facts: the model and the text, by name.
         attribution: to properties, if it was asked for.
-        suspects: of a real server, best first, if its log-probabilities were given.
+        suspects: of a real server, if its log-probabilities were given.
 
     Raises:
         ConfigError: plotly or jinja2 is not installed.
@@ -65,7 +66,8 @@ def agreement_page(
         effects=[] if attribution is None else [effect_cells(effect) for effect in attribution.effects],
         interactions=None if attribution is None else f"{attribution.interactions:+.4g}",
         path=[] if attribution is None else [path_in_words(change) for change in attribution.path],
-        suspects=[suspect_in_words(each) for each in suspects or ()],
+        suspects=[] if suspects is None else [suspect_in_words(each) for each in suspects.ranked],
+        untried="" if suspects is None else untried_in_words(suspects),
         facts={**names, **{name: value for name, value in facts.items() if not isinstance(value, dict)}},
     )
 
@@ -74,7 +76,7 @@ def _layers(agreement: Agreement) -> Any:
     figure = new_figure("relative error of the output", x="layer")
     names = [plain(layer.path) for layer in agreement.layers]
     same = [layer.error.estimate for layer in agreement.layers]
-    own = [sum(layer.end_to_end) / len(layer.end_to_end) for layer in agreement.layers]
+    own = [layer.mean_end_to_end for layer in agreement.layers]
     for (label, colour), values in ((SAME, same), (OWN, own)):
         marker = {"color": colour, "size": 5}
         figure.add_scatter(

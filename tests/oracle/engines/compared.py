@@ -113,7 +113,9 @@ COMPARED: Mapping[tuple[str, str], Compared] = {
     ("sglang-block", "input"): GROUPS,
     ("sglang-block-ue8m0", "input"): GROUPS,
     ("modelopt", "weight"): Compared(names=(*FINITE, "NaN")),
-    ("modelopt", "input"): Compared(given=(3.5, 1e-9, 1e-6, 3.0), argument="amax", seen=decoded),
+    ("modelopt", "input"): Compared(
+        given=(3.5, 1e-9, 2.0**-24, 2.0**-24 * (1 + 2.0**-23), 1e-6, 3.0), argument="amax", seen=decoded
+    ),
     ("modelopt-mxfp8", "weight"): Compared(),
     ("modelopt-mxfp8", "input"): Compared(),
 }

@@ -1,11 +1,13 @@
 """What the engines' tests prove: change a property of a cast to any other value, and the compared results change.
 
-Values are those of all profiles and, of an enum, all. Not counted are changes that no tensor could show:
+Values are those of all profiles; of an enum, all; and of a number, some near it. Not counted are changes that no tensor
+could show:
 
 - of a field that the computation does not read, such as a scale's division where a scale is given. A property none of
   whose fields is read is not proven, unless its value says that the engine has no such step;
+- of a group of zeros' scale to one that E8M0 stores as the same byte;
 - of a replacement's encode scale to what it is already, 1 / scale, or where numbers are divided by the scale;
-- between two floors of amaxes, where the smallest amax and the higher floor have one scale: scales grow with amaxes;
+- between two floors of amaxes that have one scale, or the smallest amax for a floor of 0: scales grow with amaxes;
   likewise between two limits up to which amaxes count as zero, where that scale is the replacement already;
 - between FP32 and FP64, or two forms of a division in FP64: an exact quotient of 24-bit numbers is further from the
   middle of two FP32 numbers than FP64 errs;
@@ -26,13 +28,15 @@ from torch import Tensor
 from octavo.engines import PROFILES, Application, Division, EngineCast, PowerOfTwo, Saturation, get, quantize_as
 from octavo.engines.properties import CAST_PROPERTIES, proof_of
 from octavo.errors import ConfigError
-from octavo.formats import FP32
+from octavo.formats import E8M0, FP32
 from octavo.numerics import PerTensor
 from octavo.numerics.engine_cast import ENCODE_DIVISIONS, ENCODE_ROUNDINGS, AmaxOf
+from octavo.numerics.quantized import stored_scale
 from octavo.recipes.engines.profile import NOT_RUN
 from tests.oracle.engines.compared import COMPARED
 
 CASTS = [role for profile in PROFILES.values() for role in (profile.weight, profile.input) if role is not None]
+NEAR = (0.5, 1.5, 8.0)  # factors of a number
 RECIPROCAL = {
     Division.LIMIT_BY_AMAX: Division.LIMIT_BY_RECIPROCAL,
     Division.LIMIT_BY_RECIPROCAL: Division.LIMIT_BY_AMAX,
@@ -55,6 +59,8 @@ def other_values(original: EngineCast, name: str) -> Iterator[EngineCast]:
     """The cast with each other value of a field that it can have."""
     value = getattr(original, name)
     values = {getattr(each, name) for each in CASTS} | (set(type(value)) if isinstance(value, StrEnum) else set())
+    if isinstance(value, float):  # whose reciprocal FP32 holds
+        values |= {value * each for each in NEAR if value * each * FP32.max >= 1}
     for other in values - {value}:
         changes: dict[str, Any] = {name: other}
         if name == "division" and other not in ENCODE_DIVISIONS:
@@ -79,8 +85,17 @@ def _same_zero_amax(original: EngineCast, changed: EngineCast) -> bool:
 
 
 def _same_amax_floor(original: EngineCast, changed: EngineCast) -> bool:
-    higher = max(original.amax_floor, changed.amax_floor)
-    return torch.equal(_scale_of(original, 2.0**-149), _scale_of(original, higher))
+    lower, higher = sorted((original.amax_floor, changed.amax_floor))
+    return torch.equal(_scale_of(original, max(2.0**-149, lower)), _scale_of(original, higher))
+
+
+def _same_zero_scale(original: EngineCast, changed: EngineCast) -> bool:
+    values = (original.zero_scale, changed.zero_scale)
+    numbers = [torch.tensor(each) for each in values if isinstance(each, float)]
+    stored = [stored_scale(each, original.scale_format) for each in numbers]
+    return (
+        original.scale_format == E8M0 and len(stored) == 2 and torch.equal(*(each.view(torch.uint8) for each in stored))
+    )
 
 
 def _same_zero_encode(original: EngineCast, changed: EngineCast) -> bool:
@@ -113,6 +128,7 @@ def _has_powers_of_two(original: EngineCast, _: EngineCast) -> bool:
 
 SAME: dict[str, Callable[[EngineCast, EngineCast], bool]] = {
     "zero_amax": _same_zero_amax,
+    "zero_scale": _same_zero_scale,
     "amax_floor": _same_amax_floor,
     "zero_encode": _same_zero_encode,
     "divided_in": _same_divided_in,

@@ -3,6 +3,9 @@
 The interpreter's maximum lets NaN through, which a GPU's does not: tensors of Triton's kernels are finite here. Its
 cast to FP8 drops the carry of a mantissa: the kernels store quotients in FP32, and ml_dtypes casts these. Its division
 and logarithm are NumPy's; on NVIDIA's GPUs FP32 division and log2 may differ in the last bits.
+
+vLLM compiles the PyTorch operations. Most tests run them as they are; the last ones show that Inductor's code for a CPU
+gives the same bits. Its code for a GPU divides approximately.
 """
 
 from functools import cache
@@ -53,7 +56,7 @@ class Platform:
     def __getattr__(self, name):
         return lambda *_, **__: False
 
-    simple_compile_backend = "eager"
+    simple_compile_backend = "inductor"
 
 
 class CustomOp(nn.Module):
@@ -96,13 +99,16 @@ def deep_gemm():
     return load_engine_module(REQUIREMENT, "vllm.utils.deep_gemm", real=(UTILS,), given=given())
 
 
-def by_quant_fp8(x, scale=None, *, shape, dtype=torch.float8_e4m3fn):
-    """``QuantFP8.forward_native``: what a compiled model runs."""
+def quant_fp8(shape, *, static=False, dtype=torch.float8_e4m3fn):
+    """``QuantFP8.forward_native``: what a compiled model compiles."""
     module = input_quantizer(dtype)
-    quantizer = module.QuantFP8(
-        static=scale is not None, group_shape=getattr(module.GroupShape, shape), use_ue8m0=False
-    )
-    return quantizer.forward_native(x, scale)
+    return module.QuantFP8(
+        static=static, group_shape=getattr(module.GroupShape, shape), use_ue8m0=False
+    ).forward_native  # fmt: skip
+
+
+def by_quant_fp8(x, scale=None, *, shape, dtype=torch.float8_e4m3fn):
+    return quant_fp8(shape, static=scale is not None, dtype=dtype)(x, scale)
 
 
 def compare(ours, codes, scale):
@@ -177,3 +183,39 @@ def groups(tmp_path_factory):
 def test_inputs_in_groups(groups, kind, engine, name, dtype):
     quotients, scale = groups[f"{kind} {dtype} {name}"]
     compare(quantize_as(tensor(name, dtype), input_cast(engine)), cast_by_peer(quotients), scale)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("shape", "dtype", "scale"),
+    [
+        ("PER_TOKEN", torch.float8_e4m3fn, None),
+        ("PER_TENSOR", torch.float8_e4m3fn, torch.tensor([0.37])),
+        ("PER_TOKEN", torch.float8_e4m3fnuz, None),
+    ],
+    ids=["vllm-token", "vllm-tensor", "vllm-fnuz"],
+)
+def test_compiled_for_a_cpu_casts_of_inputs_are_the_same(shape, dtype, scale):
+    eager = quant_fp8(shape, static=scale is not None, dtype=dtype)
+    compiled = torch.compile(eager, dynamic=True, fullgraph=True)
+    with importable(input_quantizer(dtype)):
+        for name in COMPARED["vllm-token", "input"].names:
+            x = tensor(name, torch.bfloat16)
+            codes, scales = compiled(x, scale)
+            expected, expected_scales = eager(x, scale)
+            assert same_codes(codes, expected), name
+            assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1)), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_compiled_for_a_cpu_the_cast_of_weights_is_the_same(ue8m0):
+    cast = deep_gemm().per_block_cast_to_fp8
+    with importable(deep_gemm()):
+        for name in COMPARED["vllm-block", "weight"].names:
+            x = tensor(name, torch.bfloat16).repeat(20, 1)
+            codes, scales = cast(x, use_ue8m0=ue8m0)
+            with torch.compiler.set_stance("force_eager"):
+                expected, expected_scales = cast(x, use_ue8m0=ue8m0)
+            assert same_codes(codes, expected), name
+            assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1)), name

@@ -8,7 +8,7 @@ import torch
 from benchmarks.engine_agreement import matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
 from benchmarks.engine_agreement.saved_steps import SavedSteps
-from octavo.engines import PROFILES, agree, find_suspects
+from octavo.engines import PROFILES, Suspects, agree, find_suspects
 from octavo.engines.suspects import EXACT
 from tests.unit.quantization.tiny_models import language_model, windows
 
@@ -18,6 +18,16 @@ def test_a_finished_step_is_not_run_again(tmp_path):
     assert steps.step("a", lambda: [1.5]) == [1.5]
     again = SavedSteps("some", tmp_path)
     assert again.step("a", lambda: pytest.fail("run again")) == [1.5]
+
+
+def test_steps_under_other_profiles_are_put_aside(tmp_path, monkeypatch, capsys):
+    SavedSteps("some", tmp_path).step("first", lambda: 1)
+    before = (tmp_path / "some.json").read_text()
+    changed = {**PROFILES, "vllm-token": replace(PROFILES["vllm-token"], output=torch.float32)}
+    monkeypatch.setattr("benchmarks.engine_agreement.saved_steps.PROFILES", changed)
+    assert SavedSteps("some", tmp_path).step("first", lambda: 2) == 2
+    assert (tmp_path / "some.before.json").read_text() == before
+    assert "other profiles" in capsys.readouterr().out
 
 
 def test_the_matrix_has_the_kl_of_each_pair(tmp_path, monkeypatch):
@@ -65,8 +75,8 @@ def test_a_fault_that_shares_its_numbers_with_another_is_not_named(tmp_path, mon
     monkeypatch.setattr(trials, "CLAIMED", ("vllm-token",))
 
     def shared(*arguments):
-        best, *others = find_suspects(*arguments)
-        return (replace(best, changes=(*best.changes, ("output", "float32"))), *others)
+        best, *others = find_suspects(*arguments).ranked
+        return Suspects(ranked=(replace(best, changes=(*best.changes, ("output", "float32"))), *others))
 
     monkeypatch.setattr(trials, "find_suspects", shared)
     model, (window,) = language_model(), windows(1, 40)

@@ -32,13 +32,14 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def trainer_of(folder, rollouts):
+def trainer_of(folder, rollouts, temperature=1.0):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(tiny_hugging_face_config(vocab_size=len(WORDS), num_hidden_layers=1))
     prompts = datasets.Dataset.from_dict({"prompt": ["abc", "de", "fgh", "a"] * 2})
     settings = trl.GRPOConfig(
         output_dir=str(folder), max_steps=3, per_device_train_batch_size=4, num_generations=4, use_cpu=True,
         max_completion_length=5, logging_steps=1, report_to=[], disable_tqdm=True, bf16=False, learning_rate=0.01,
+        temperature=temperature,
     )  # fmt: skip
     return trl.GRPOTrainer(
         model=model, args=settings, train_dataset=prompts, processing_class=tokenizer(), rollout_func=rollouts,
@@ -75,3 +76,19 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
     trainer.processing_class.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     drawn = rollouts([[{"role": "user", "content": "abc"}]], trainer)
     assert drawn["prompt_ids"] == [trainer.processing_class("abc")["input_ids"]]
+
+
+def test_both_log_probabilities_are_at_the_temperature(tmp_path):
+    rollouts = ProfileRollouts("vllm-token")
+    trainer = trainer_of(tmp_path, rollouts, temperature=0.3)
+    trainer.model.eval()
+    drawn = rollouts(["abc", "abc"], trainer)
+    texts = zip(drawn["prompt_ids"], drawn["completion_ids"], drawn["logprobs"], strict=True)
+    log_ratios = []
+    for prompt, ids, logprobs in texts:
+        with torch.no_grad():
+            logits = trainer.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
+        own = (logits / 0.3).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        log_ratios.append(own - torch.tensor(logprobs, dtype=torch.float64))
+    (found,) = rollouts.monitor.history
+    assert found.k1 == pytest.approx(-float(torch.cat(log_ratios).mean()), abs=1e-7)

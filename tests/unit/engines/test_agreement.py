@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import octavo
-from octavo.engines import agree, get, model_as, quantize_as
+from octavo.engines import agree, agree_with_itself, get, model_as, quantize_as
 from octavo.engines.agreement import mean_of, nudge
 from octavo.engines.layer_differences import compare_codes, relative_error, total_of
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
 from tests.oracle.engines.adversarial import input_cast
 from tests.unit.engines.test_model import seen_layers
@@ -124,6 +124,26 @@ def test_what_cannot_be_compared_is_refused(model):
         agree(model, "te-block", "vllm-block", TOKENS[0])
     with pytest.raises(ConfigError, match="there is no engine 'vllm'"):
         agree(model, "te-block", "vllm", TOKENS)
+    with pytest.raises(ConfigError, match=r"an engine is a profile or its name, such as 'vllm-token', not a int"):
+        agree(model, "te-block", 3, TOKENS)
+    with pytest.raises(ConfigError, match="tokens are ids in int64, not float32"):
+        agree(model, "te-block", "vllm-block", TOKENS.float())
+    for beyond in (300, -1):
+        with pytest.raises(ConfigError, match="token ids of this model are 0 to 299"):
+            agree(model, "te-block", "vllm-block", torch.tensor([[1, beyond, 2]]))
+    for bar in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match="max_kl takes nats a token, 0 or more"):
+            agree(model, "te-block", "vllm-block", TOKENS, max_kl=bar)
+        with pytest.raises(ConfigError, match="max_kl takes nats a token, 0 or more"):
+            agree_with_itself(model, "te-block", TOKENS, max_kl=bar)
+
+
+def test_nan_in_a_weight_is_said():
+    broken = language_model()
+    with torch.no_grad():
+        broken.model.get_parameter("model.norm.weight")[0] = torch.nan
+    with pytest.raises(DataError, match="the trainer's logits have NaN or infinities"):
+        agree(broken, "te-block", "vllm-block", TOKENS[:1])
 
 
 def test_codes_and_scales_are_counted():

@@ -125,7 +125,7 @@ def test_a_fault_is_named_in_every_trial(model, name):
             continue
         if all(map(torch.equal, logprobs, right)):
             continue
-        best, runner_up, *_ = find_suspects(model, get(name), TOKENS, logprobs)
+        best, runner_up, *_ = find_suspects(model, get(name), TOKENS, logprobs).ranked
         assert (prop, value) in best.changes
         assert best.is_exact
         assert AS_CLAIMED not in best.properties
@@ -143,7 +143,7 @@ def test_what_users_choose_on_a_server_is_named(model, name):
     for setting, value, profile in server_settings(copies, get(name)):
         engine = copies.of(profile)
         logprobs = [text_log_probabilities(engine(window[None, :-1])[0], window[1:]) for window in TOKENS]
-        best, *_ = find_suspects(model, get(name), TOKENS, logprobs, catalogue=[])
+        best, *_ = find_suspects(model, get(name), TOKENS, logprobs, catalogue=[]).ranked
         assert best.is_exact
         assert best.changes == ((setting, value),)
 
@@ -161,7 +161,8 @@ def test_a_cache_with_the_scale_1_holds_torchs_codes(model):
 
 def test_a_server_as_claimed_is_found_so(model):
     logprobs = [scores + 2e-6 for scores in served(model, get("vllm-token"))]
-    best, *_ = find_suspects(model, get("vllm-token"), TOKENS, logprobs[:1], catalogue=[get("te-current")])
+    found = find_suspects(model, get("vllm-token"), TOKENS, logprobs[:1], catalogue=[get("te-current")])
+    best, *_ = found.ranked
     assert best.is_exact
     assert best.properties[0] == AS_CLAIMED
 

@@ -61,6 +61,15 @@ def test_logits_in_training_are_those_of_the_engine(name):
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
+def test_skipped_layers_train_in_high_precision():
+    model, ids = decoder(), tokens(2, 24)
+    profile = replace(get("vllm-token"), skipped=("*.down_proj",))
+    served = model_as(model, profile)(ids)
+    assert not torch.equal(served, model_as(model, get("vllm-token"))(ids))
+    with convert_as_served(model, profile):
+        assert torch.equal(model(ids), served)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROVEN)
 def test_log_probabilities_of_10_000_tokens_after_updates(name):

@@ -8,7 +8,7 @@ import torch
 
 from octavo.engines import AmaxOf, Application, Division, EngineCast, PowerOfTwo, Saturation, quantize_as
 from octavo.errors import ConfigError
-from octavo.formats import E4M3, E4M3_FNUZ, E8M0
+from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0
 from octavo.numerics import PerRow
 
 X = torch.tensor([[1.0, -3.0, 0.5], [0.0, 7.0, -7.0]])
@@ -124,3 +124,11 @@ def test_bytes_of_scales():
     with pytest.raises(ConfigError, match="E8M0 holds powers of two"):
         EngineCast(scale_format=E8M0)
     assert EngineCast().largest == E4M3.max
+
+
+def test_infinities_that_propagate_keep_their_sign():
+    x = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan])
+    cast = EngineCast(format=E5M2, amax_of=AmaxOf.FINITE, saturation=Saturation.PROPAGATE)
+    values = quantize_as(x, cast).data.float()
+    assert values[1:3].tolist() == [math.inf, -math.inf]
+    assert values[3].isnan()

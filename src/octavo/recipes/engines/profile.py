@@ -2,8 +2,9 @@
 
 Every property has a :class:`Source`: the project's file that says so, and the test that runs the project's own code and
 compares, bit for bit; it proves a property whose every other value it would notice. All others are "read, not run"
-wherever they are shown. Kernels for GPUs that run under Triton's interpreter prove what IEEE arithmetic gives: a GPU's
-division and logarithm may differ in the last bit, so that the properties that rest on them are not proven there.
+wherever they are shown. Kernels for GPUs that run under Triton's interpreter, and PyTorch operations that are compiled
+for a CPU here and for a GPU in the engine, prove what IEEE arithmetic gives: a GPU's division and logarithm may differ
+in the last bit, so that the properties that rest on them are not proven there.
 """
 
 from collections.abc import Mapping
@@ -18,13 +19,14 @@ from octavo.numerics.engine_cast import EngineCast
 from octavo.numerics.granularity import granularity_in_words
 
 __all__ = [
+    "COMPILED",
     "GIVEN_SCALE",
     "INTERPRETED",
     "NOT_RUN",
     "EngineProfile",
     "Products",
     "Source",
-    "interpreted",
+    "limited",
     "not_run",
     "properties_of",
     "source_of",
@@ -45,6 +47,7 @@ GIVEN_SCALE = (  # properties that a scale from elsewhere leaves without effect
     "nonfinite_scale",
 )
 NOT_RUN = "read, not run"
+COMPILED = f"compiled for a CPU; on a GPU {NOT_RUN}"
 INTERPRETED = f"under Triton's interpreter; on a GPU {NOT_RUN}"
 
 
@@ -64,24 +67,25 @@ class Source:
         version: its release; "main" is a file of its repository that no package has.
         file: path in the project.
         test: test that runs the project's code; "" if the file was only read.
-        interpreted: whether a GPU may compute other last bits than the interpreter that the test runs the code under.
+        limit: how the test runs the code, such as :data:`INTERPRETED`, where a GPU may compute other last bits; "" if
+            the test proves the property.
     """
 
     project: str
     version: str
     file: str
     test: str = ""
-    interpreted: bool = False
+    limit: str = ""
 
     @property
     def proof(self) -> str:
-        """The test, :data:`INTERPRETED` where that limits it, or :data:`NOT_RUN`."""
-        return f"{self.test} {INTERPRETED}" if self.interpreted else self.test or NOT_RUN
+        """The test, with what limits it, or :data:`NOT_RUN`."""
+        return f"{self.test} {self.limit}".rstrip() if self.test else NOT_RUN
 
     @property
     def is_proven(self) -> bool:
         """Whether a test proves the property on the engine's own hardware."""
-        return bool(self.test) and not self.interpreted
+        return bool(self.test) and not self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +141,15 @@ def not_run(source: Source, role: str, *names: str) -> dict[str, Source]:
     return dict.fromkeys((f"{role}.{name}" for name in names), replace(source, test=""))
 
 
-def interpreted(source: Source, role: str, *names: str) -> dict[str, Source]:
-    """Sources of a cast's properties whose proof holds for Triton's interpreter."""
-    return dict.fromkeys((f"{role}.{name}" for name in names), replace(source, interpreted=True))
+def limited(source: Source, limit: str, role: str, *names: str) -> dict[str, Source]:
+    """Sources of a cast's properties whose proof does not hold on a GPU.
+
+    Example:
+        >>> source = Source(project="vLLM", version="0.33.0", file="fp8.py", test="test_vllm.py")
+        >>> limited(source, INTERPRETED, "input", "division")["input.division"].is_proven
+        False
+    """
+    return dict.fromkeys((f"{role}.{name}" for name in names), replace(source, limit=limit))
 
 
 def source_of(profile: EngineProfile, name: str) -> Source:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from octavo.numerics import Accumulate, PerBlock
 from octavo.numerics.engine_cast import AmaxOf, Application, EngineCast, PowerOfTwo
-from octavo.recipes.engines.profile import EngineProfile, Source, interpreted, not_run
+from octavo.recipes.engines.profile import INTERPRETED, EngineProfile, Source, limited, not_run
 
 __all__ = ["SGLANG"]
 
@@ -20,7 +20,7 @@ TRITON = _source(KERNELS, "tests/oracle/engines/test_sglang.py")
 LAYER = _source("sglang/srt/layers/quantization/fp8.py")
 COMMON = (
     {"input": TRITON}
-    | interpreted(TRITON, "input", "division", "application", "power_of_two")
+    | limited(TRITON, INTERPRETED, "input", "division", "application", "power_of_two")
     | not_run(TRITON, "input", "amax_of", "saturation", "nonfinite_scale")  # the interpreter's NaN is not a GPU's
     | {"weight": _source("sglang/srt/layers/quantization/fp8_utils.py")}
     | dict.fromkeys(

@@ -2,6 +2,11 @@
 
 ``QuantFP8`` has a CUDA kernel, and PyTorch operations for compiled models; they differ in the last bit of a product.
 Profiles that end in "-cuda" are those of the kernels.
+
+Inductor compiles the operations, and the cast of weights in blocks, to Triton's kernels, whose division is approximate
+unless its option ``division_rounding`` is set. Without ``emulate_precision_casts`` it may also drop a norm's rounding
+before the cast that it is fused with: ``fused_cast`` is then what vLLM computes, and the profiles say that the rounding
+stays, as in the operations themselves. No file that was read decides it.
 """
 
 from dataclasses import replace
@@ -9,7 +14,7 @@ from dataclasses import replace
 from octavo.formats import E4M3, E4M3_FNUZ
 from octavo.numerics import Accumulate, PerBlock, PerRow, Scaling
 from octavo.numerics.engine_cast import AmaxOf, Application, Division, EngineCast, PowerOfTwo, Saturation
-from octavo.recipes.engines.profile import GIVEN_SCALE, EngineProfile, Source, interpreted, not_run
+from octavo.recipes.engines.profile import COMPILED, GIVEN_SCALE, INTERPRETED, EngineProfile, Source, limited, not_run
 
 __all__ = ["VLLM"]
 
@@ -32,12 +37,28 @@ NATIVE = _source(f"{QUANTIZATION}/input_quant_fp8.py", TEST)
 TRITON = _source(f"{QUANTIZATION}/utils/fp8_utils.py", TEST)
 TRITON_GROUPS = (
     {"input": TRITON}
-    | interpreted(TRITON, "input", "division", "application", "power_of_two")
+    | limited(TRITON, INTERPRETED, "input", "division", "application", "power_of_two")
     | not_run(TRITON, "input", "amax_of", "saturation", "nonfinite_scale")  # the interpreter's NaN is not a GPU's
 )
 DEEP_GEMM = _source("vllm/utils/deep_gemm.py", TEST)
-BLOCKS = {"weight": DEEP_GEMM} | not_run(DEEP_GEMM, "weight", "scale_floor")
-TOKENS = {"input": NATIVE} | not_run(NATIVE, "input", "amax_floor")
+BLOCKS = (
+    {"weight": DEEP_GEMM}
+    | limited(DEEP_GEMM, COMPILED, "weight", "division", "application", "power_of_two")
+    | not_run(DEEP_GEMM, "weight", "scale_floor")
+)
+FUSED = {"fused_cast": Source(project="PyTorch", version="2.13.0", file="torch/_inductor/config.py")}
+TOKENS = (
+    {"input": NATIVE}
+    | limited(NATIVE, COMPILED, "input", "division", "application")
+    | not_run(NATIVE, "input", "amax_floor")
+    | FUSED
+)
+STATIC_INPUTS = (
+    {"input": NATIVE}
+    | limited(NATIVE, COMPILED, "input", "application")
+    | not_run(NATIVE, "input", *GIVEN_SCALE)
+    | FUSED
+)
 LAYER = _source(f"{QUANTIZATION}/fp8.py")
 COMMON = dict.fromkeys(
     ("requantizes", "activations", "fused_cast", "products", "output", "head", "kv_cache", "skipped"), LAYER
@@ -68,7 +89,7 @@ VLLM = (
         weight=replace(STATIC, scaling=Scaling.DYNAMIC),
         input=STATIC,
         accumulate=Accumulate.HOPPER_FAST,
-        sources=COMMON | {"weight": _kernel("common.cu"), "input": NATIVE} | not_run(NATIVE, "input", *GIVEN_SCALE),
+        sources=COMMON | STATIC_INPUTS | {"weight": _kernel("common.cu")},
     ),
     EngineProfile(
         name="vllm-token",
