@@ -53,7 +53,7 @@ class _InterfaceAttention(DotProductAttention):
 
     def __setstate__(self, state: Any) -> None:
         """As of a module; a model that is read from a file may be the first of its process."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         _register()
 
     def called_by(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
@@ -182,7 +182,7 @@ def _register() -> None:
     """Let octavo's function take the place of torch's in transformers' registry, once."""
     from transformers import AttentionInterface
 
-    former = AttentionInterface()[_NAME]
+    former = AttentionInterface()[_NAME]  # type: ignore[no-untyped-call]
     if not isinstance(former, partial) or former.func is not _attend:
         known = inspect.signature(_attend).parameters
         others = [name for name in inspect.signature(former).parameters if name not in known]

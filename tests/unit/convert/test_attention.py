@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_another_conversion_keeps_it_and_bf16_takes_it_back():
     assert torch.equal(logits(model), before)
 
 
-SPARSE = {
+SPARSE: dict[str, dict[str, Any]] = {
     "DeepseekV32": {
         "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
         "v_head_dim": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,

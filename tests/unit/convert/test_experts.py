@@ -29,7 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": INTERMEDIATE, "num_experts_per_tok": 2},
     "GptOss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
 }
-ALONE = {  # experts of other flags of the interface: module, class, its configuration
+ALONE: dict[str, tuple[str, str, dict[str, Any]]] = {  # module, class, its configuration
     "no gate": ("nemotron_h.modeling_nemotron_h", "NemotronHExperts",
                 {"n_routed_experts": EXPERTS, "hidden_size": K, "moe_intermediate_size": INTERMEDIATE,
                  "moe_latent_size": None, "mlp_hidden_act": "relu2"}),

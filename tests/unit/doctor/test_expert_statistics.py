@@ -1,6 +1,7 @@
 """Experts in the doctor: one line a layer with the worst expert and tokens per expert, and experts that starve."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_a_mixture_has_one_line_a_layer_and_names_the_expert_without_tokens():
 @pytest.mark.parametrize("began", [1, 3])
 def test_a_nan_in_one_expert_is_found_there_and_explains_what_follows(began):
     pytest.importorskip("transformers")
-    model = mixture("Mixtral").model.requires_grad_(True).train()
+    model: Any = mixture("Mixtral").model.requires_grad_(True).train()
     octavo.convert(model, "delayed")
     watcher = octavo.doctor.watch(model, interval=1)
     tokens = torch.arange(96).view(2, 48)
@@ -247,11 +248,11 @@ def test_experts_of_linear_layers_have_the_line_of_fused_ones(divide, checkpoint
     pytest.importorskip("transformers")
     tokens, lines = torch.arange(96).view(2, 48), []
     for change in (lambda _: None, divide):
-        model = mixture("Mixtral").model.requires_grad_(True).train()
+        model: Any = mixture("Mixtral").model.requires_grad_(True).train()
         change(model)
         octavo.convert(model, "rowwise")
         if checkpoint:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         watcher = octavo.doctor.watch(model, interval=1)
         with watcher.step():
             model(input_ids=tokens, labels=tokens).loss.backward()
