@@ -73,6 +73,7 @@ NOT_RUN = {
 FORMATS = "test_documented_commands.py compares it with octavo formats"
 PRINTED = "test_documents.py compares it with what the Python before it prints"
 EXPERTS = "docs/how-to/train-mixtures-of-experts.md"
+EXPORTED_EXPERTS = "docs/how-to/deploy-mixtures-of-experts.md"
 SHOWN = {
     ("docs/concepts/delayed-scaling.md", "amax "): "a formula",
     ("docs/concepts/formats.md", "name "): FORMATS,
@@ -80,7 +81,7 @@ SHOWN = {
     ("docs/concepts/scaling.md", "encode_scale "): "a formula",
     ("docs/how-to/agree-with-a-server.md", "[null, "): "a file of the reader's, given to the command after it",
     (EXPERTS, "model.layers.0.mlp.experts"): PRINTED,
-    (EXPERTS, "Linear("): PRINTED,
+    (EXPORTED_EXPERTS, "Linear("): PRINTED,
     ("docs/how-to/serve-with-triton.md", "Triton is ready "): "what NVIDIA's server prints",
     ("docs/how-to/serve.md", "smol is served at "): "what test_how_to.py waits for",
     ("docs/how-to/use-the-autopilot.md", '{"kind": "autopilot"'): "a line of a longer run",

@@ -152,7 +152,7 @@ FURNITURE = {
     "docs/how-to/plan.md": for_plan,
     "docs/how-to/serve.md": for_serve,
     "docs/how-to/train-as-served.md": remove("runs/mine"),
-    "docs/how-to/train-mixtures-of-experts.md": for_experts,
+    "docs/how-to/deploy-mixtures-of-experts.md": for_experts,
     "docs/how-to/train-on-several-devices.md": for_several_devices,
     "docs/how-to/use-the-autopilot.md": remove("runs/mine"),
 }
