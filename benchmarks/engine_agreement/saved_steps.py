@@ -28,9 +28,9 @@ class SavedSteps:
     def __init__(self, name: str, folder: Path = FOLDER) -> None:
         self._path = folder / f"{name}.json"
         self._profiles = _sum_of_profiles()
-        saved = (
-            json.loads(self._path.read_text()) if self._path.is_file() else {"profiles": self._profiles, "results": {}}
-        )
+        saved: dict[str, Any] = {"profiles": self._profiles, "results": {}}
+        if self._path.is_file():
+            saved = json.loads(self._path.read_text())
         if saved.get("profiles") != self._profiles:
             put_aside = self._path.rename(self._path.with_suffix(".before.json"))
             print(f"steps under other profiles: now in {put_aside}", flush=True)
