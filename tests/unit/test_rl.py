@@ -206,7 +206,7 @@ def test_a_monitor_warns_once():
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile="modelopt"), "give calibration="),
         (lambda policy: log_probs(policy, torch.tensor([[1, VOCABULARY]])), "ids of this model are 0 to 23"),
         (lambda policy: log_probs(policy, torch.tensor([[1.0, 2.0]])), "tokens are ids in int64, not float32"),
-        (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile=cast("Any", 3)), "a profile or its name"),
+        (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), profile=cast(Any, 3)), "a profile or its name"),
         (lambda policy: sample_rollout(policy, torch.zeros(0, 2, dtype=torch.long), max_new_tokens=1), "at least 1"),
         (lambda policy: sample_rollout(policy, torch.tensor([[1]]), max_new_tokens=0), "max_new_tokens"),
     ],

@@ -126,7 +126,7 @@ def test_what_cannot_be_compared_is_refused(model):
     with pytest.raises(ConfigError, match="there is no engine 'vllm'"):
         agree(model, "te-block", "vllm", TOKENS)
     with pytest.raises(ConfigError, match=r"an engine is a profile or its name, such as 'vllm-token', not a int"):
-        agree(model, "te-block", cast("Any", 3), TOKENS)
+        agree(model, "te-block", cast(Any, 3), TOKENS)
     with pytest.raises(ConfigError, match="tokens are ids in int64, not float32"):
         agree(model, "te-block", "vllm-block", TOKENS.float())
     for beyond in (300, -1):
