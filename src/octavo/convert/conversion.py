@@ -7,7 +7,7 @@ modules, and references that optimizers hold all stay as they are, and so do the
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -163,20 +163,10 @@ def convert(
         updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
         attention_left = _convert_attention(model, attention, where)
     _run(chosen, followed, updates, cache_weights=cache_weights)
-    for path, other in others.items():
-        kind = kind_of(other, convolutions=convolutions)
-        convert_module(other, kind, of_others[path], updates, path=path)
+    _run_others(others, of_others, updates, convolutions=convolutions)
     not_stored = store_weights_as_codes(model, chosen if frozen is not None else ())[1]
     not_stored |= dict.fromkeys(report.weights if frozen is not None else (), _NO_CODES)
-    running = attention_with_recipes(model)
-    report = replace(
-        report,
-        stored=tuple(path for path in followed if _stores_codes(model.get_submodule(path))),
-        not_stored=not_stored,
-        attention=tuple(path for path, reason in running.items() if reason is None),
-        attention_skipped={path: reason for path, reason in running.items() if reason is not None} | attention_left,
-        notes=dict(_notes(model)),
-    )
+    report = _completed(replace(report, not_stored=not_stored, attention_skipped=attention_left), model, followed)
     _warn_if_nothing_changed(report, resolved)
     _warn_if_nothing_stored(report, frozen)
     logging.getLogger("octavo").info("%s", report)
@@ -202,6 +192,14 @@ def _run(
         module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
 
 
+def _run_others(
+    others: Mapping[str, torch.nn.Module], of_others: Mapping[str, Recipe], updates: ScaleUpdates, *, convolutions: bool
+) -> None:
+    """Make modules with weights of their own octavo's, each with its recipe."""
+    for path, other in others.items():
+        convert_module(other, kind_of(other, convolutions=convolutions), of_others[path], updates, path=path)
+
+
 @contextmanager
 def _split_projections(model: torch.nn.Module, *, wanted: bool) -> Iterator[None]:
     """Give attention linear layers before the block chooses, and take them away if it fails."""
@@ -224,6 +222,18 @@ def _convert_attention(
     chosen, left = choose_attention(model, recipe, **where)
     convert_attention(chosen.values(), recipe)
     return left
+
+
+def _completed(report: ConversionReport, model: torch.nn.Module, layers: Iterable[str]) -> ConversionReport:
+    """The report with what shows in the converted model alone."""
+    reasons = attention_with_recipes(model)
+    return replace(
+        report,
+        stored=tuple(path for path in layers if _stores_codes(model.get_submodule(path))),
+        attention=tuple(path for path, reason in reasons.items() if reason is None),
+        attention_skipped={path: reason for path, reason in reasons.items() if reason} | report.attention_skipped,
+        notes=dict(_notes(model)),
+    )
 
 
 def _planned(

@@ -93,7 +93,7 @@ def cast_of_cache(cast: EngineCast) -> KVTransform:
         >>> through = cast_of_cache(EngineCast(scaling=Scaling.STATIC))
         >>> keys = torch.tensor([1.06, 500.0])
         >>> through(0, keys, keys)[1]
-        tensor([1.0000, 448.0000])
+        tensor([  1., 448.])
     """
 
     def through(_: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
