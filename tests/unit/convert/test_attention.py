@@ -58,6 +58,14 @@ def test_padding_is_not_seen():
     assert torch.allclose(padded[1, :20], short[0], atol=2e-2)
 
 
+def test_a_prompt_does_not_see_the_empty_places_of_a_longer_cache():
+    model = model_of("Llama")
+    octavo.convert(model, "bf16", attention="tensorwise")
+    for masked in ({}, {"attention_mask": torch.ones_like(TOKENS)}):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=2 * TOKENS.shape[1])
+        assert sqnr_db(logits(model), logits(model, past_key_values=cache, **masked)) > 20
+
+
 def test_generation_and_files_go_on(tmp_path):
     model = model_of("Llama")
     octavo.convert(model, "bf16", attention="rowwise")
