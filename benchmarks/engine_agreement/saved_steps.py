@@ -3,7 +3,6 @@
 Steps that were saved under other profiles than today's are put aside, so that no table mixes the two.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ class SavedSteps:
 
     def __init__(self, name: str, folder: Path = FOLDER) -> None:
         self._path = folder / f"{name}.json"
-        self._profiles = _sum_of_profiles()
+        self._profiles = {name: properties_of(profile) for name, profile in PROFILES.items()}
         saved: dict[str, Any] = {"profiles": self._profiles, "results": {}}
         if self._path.is_file():
             saved = json.loads(self._path.read_text())
@@ -45,8 +44,3 @@ class SavedSteps:
             write_atomically(self._path, json.dumps({"profiles": self._profiles, "results": self.results}))
             print(self._path.stem, key, flush=True)
         return self.results[key]
-
-
-def _sum_of_profiles() -> str:
-    properties = {name: properties_of(profile) for name, profile in PROFILES.items()}
-    return hashlib.sha256(json.dumps(properties).encode()).hexdigest()

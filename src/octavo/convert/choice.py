@@ -112,8 +112,7 @@ def choose_others(
     reasons = _outer_blocks(model, every, keep_first_blocks, keep_last_blocks) if others else {}
     selected, left = {}, {}
     for path, module in others.items():
-        pattern = next((each for each in skip if matches(each, paths[module])), None)
-        reason = unable(module) if pattern is None else f"skip pattern {pattern!r}"
+        reason = _reason_of_pattern(paths[module], skip) or unable(module)
         reason = reason or _reason_of_weights(path, module, layer_filter, min_weight_elements) or reasons.get(path)
         if reason is None:
             selected[path] = module
@@ -142,8 +141,7 @@ def choose_attention(
     kept = _outer_blocks(model, every, keep_first_blocks, keep_last_blocks, inside=modules) if modules else {}
     selected, left = {}, {}
     for path, module in modules.items():
-        pattern = next((each for each in skip if matches(each, paths[module])), None)
-        reason = kept.get(path) if pattern is None else f"skip pattern {pattern!r}"
+        reason = _reason_of_pattern(paths[module], skip) or kept.get(path)
         reason = reason or (None if recipe.is_high_precision else reason_to_stay(module))
         if reason is None:
             selected[path] = module
@@ -151,6 +149,10 @@ def choose_attention(
             own = recipe_of(module)
             left[path] = reason if own is None else f"{reason}; keeps its recipe {own.name}"
     return selected, left
+
+
+def _reason_of_pattern(paths: list[str], skip: Sequence[str]) -> str | None:
+    return next((f"skip pattern {each!r}" for each in skip if matches(each, paths)), None)
 
 
 def _reason_of_weights(
@@ -275,9 +277,8 @@ def _reason_to_skip(
     min_weight_elements: int,
 ) -> str | None:
     assert isinstance(module, torch.nn.Linear)
-    pattern = next((each for each in skip if matches(each, paths)), None)
-    if pattern is not None:
-        return f"skip pattern {pattern!r}"
+    if (reason := _reason_of_pattern(paths, skip)) is not None:
+        return reason
     if layer_filter is not None and not layer_filter(paths[0], module):
         return "filter"
     if module.weight.numel() < min_weight_elements:
