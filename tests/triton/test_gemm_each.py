@@ -147,10 +147,9 @@ def test_a_layers_results_are_those_of_its_experts_one_by_one(
 ):
     one_tile(gemm_each.TILES[-1])
     monkeypatch.setattr(each, "select_product", lambda *_, **__: ("triton", None))
-    monkeypatch.setattr(each, "_fits_one_launch", lambda *_: True)
     with counted() as launches:
         together = layer_step(recipe, split, device, stored_transposed=stored_transposed)
-    monkeypatch.setattr(each, "_fits_one_launch", lambda *_: False)
+    monkeypatch.setattr(each, "select_product", lambda *_, **__: ("none that takes several", None))
     monkeypatch.setattr(each, "scaled_mm", lambda a, b, *, out_dtype, bias, **_: gemm.product(a, b, bias, out_dtype))
     one_by_one = layer_step(recipe, split, device, stored_transposed=stored_transposed)
     for one, other in zip(together, one_by_one, strict=True):
@@ -193,7 +192,7 @@ def test_a_step_of_64_experts_on_a_gpu(recipe, device, monkeypatch):
     if recipe in {"tensorwise", "delayed"}:
         assert launches.total() < 20, "of 64 experts"
     monkeypatch.setattr(each, "backend_of_cast", lambda *_: "none that takes several")
-    monkeypatch.setattr(each, "_fits_one_launch", lambda *_: False)
+    monkeypatch.setattr(each, "select_product", lambda *_, **__: ("none that takes several", None))
     monkeypatch.setattr(each, "scaled_mm", lambda a, b, *, out_dtype, bias, **_: gemm.product(a, b, bias, out_dtype))
     for one, other in zip(together, step(), strict=True):
         assert torch.equal(one, other)

@@ -266,9 +266,11 @@ def select_product(
     accumulate: Accumulate,
     *,
     fast_accumulation: bool,
+    preferred: str | None = None,
 ) -> tuple[str, MatmulProblem]:
-    """Name of the backend that :func:`scaled_mm` selects, and the problem; arguments as there."""
-    selected, problem = _select_product(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+    """Select a backend as :func:`scaled_mm` does, or ``preferred`` where it can; returns its name, and the problem."""
+    options = (out_dtype, bias, accumulate)
+    selected, problem = _select_product(a, b, *options, fast_accumulation=fast_accumulation, preferred=preferred)
     return selected.name, problem
 
 
@@ -280,15 +282,19 @@ def _select_product(
     accumulate: Accumulate,
     *,
     fast_accumulation: bool,
+    preferred: str | None = None,
 ) -> tuple[Backend, MatmulProblem]:
-    call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation, torch.is_grad_enabled())
+    call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation, torch.is_grad_enabled(), preferred)
     try:
         entry = _gemm_choices.get(call)
     except TypeError:  # an unhashable argument is invalid; _describe raises for it
         entry = None
     if entry is None:
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-        entry = _select(problem, BACKENDS)
+        backends = BACKENDS
+        if preferred is not None:
+            backends = tuple(sorted(BACKENDS, key=lambda backend: backend.name != preferred))
+        entry = _select(problem, backends)
         if len(_gemm_choices) < _MOST_CHOICES:
             _gemm_choices[call] = entry
     selected, selection = entry

@@ -16,16 +16,14 @@ from torch import Tensor
 
 import octavo.kernels.native_each as native_each
 import octavo.kernels.native_gemm as native_gemm
-from octavo.kernels.backend import MatmulProblem, ScaleSource, block_widths
-from octavo.kernels.backends.triton import TritonBackend
+from octavo.kernels.backend import ScaleSource, block_widths
 from octavo.kernels.dispatch import backend_of_cast, cast, scaled_mm, select_product
+from octavo.kernels.row_by_row import is_row_by_row
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.quantized import rows_of_scales, stored_scale
 
 __all__ = ["EachRecord", "cast_each", "scaled_mm_each"]
-
-_TRITON = TritonBackend()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,22 +194,29 @@ def scaled_mm_each(
 
     All of ``a`` have one dtype and granularity, all of ``b``, and all of ``outs`` and ``biases`` one dtype.
     """
-    out_dtype, bias = outs[0].dtype, None if biases is None else biases[0]
-    backend, problem = select_product(a[0], b[0], out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-    if backend == "native" and not is_traced(a[0].data):
-        native_gemm.gemm_each(
-            [(left.data, rows_of_scales(left)) for left in a],
-            [(right.data, rows_of_scales(right)) for right in b],
-            outs,
-            biases=biases,
-            block=max(block_widths(problem), default=0),
+    out_dtype = outs[0].dtype
+    one_by_one = is_traced(a[0].data) or _is_captured(a[0].data) or (is_row_by_row() and accumulate == Accumulate.FP32)
+    if not one_by_one:
+        longest = max(range(len(a)), key=lambda number: a[number].shape[1])  # it decides for all
+        backend, problem = select_product(
+            *(a[longest], b[longest], out_dtype, None if biases is None else biases[longest], accumulate),
+            fast_accumulation=fast_accumulation,
+            preferred="triton" if a[0].data.is_cuda else None,
         )
-        return
-    if not is_traced(a[0].data) and _fits_one_launch(a, problem):
-        from octavo.kernels.triton import gemm_each
+        if backend == "native":
+            native_gemm.gemm_each(
+                [(left.data, rows_of_scales(left)) for left in a],
+                [(right.data, rows_of_scales(right)) for right in b],
+                outs,
+                biases=biases,
+                block=max(block_widths(problem), default=0),
+            )
+            return
+        if backend == "triton":
+            from octavo.kernels.triton import gemm_each
 
-        gemm_each.product_each(a, b, outs, biases)
-        return
+            gemm_each.product_each(a, b, outs, biases)
+            return
     for number, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
         out.copy_(
             scaled_mm(
@@ -223,14 +228,6 @@ def scaled_mm_each(
                 fast_accumulation=fast_accumulation,
             )
         )
-
-
-def _fits_one_launch(a: Sequence[QuantizedTensor], problem: MatmulProblem) -> bool:
-    """Whether Triton's kernel multiplies them; ``problem`` is the first one, and the longest K may need more."""
-    if not a[0].data.is_cuda or _is_captured(a[0].data):
-        return False
-    longest = problem._replace(k=max(operand.shape[1] for operand in a))
-    return _TRITON.unsupported_reason(longest) is None
 
 
 def _is_captured(x: Tensor) -> bool:

@@ -53,6 +53,17 @@ def test_auto_records_its_choice_with_reasons_once_a_problem():
 
 
 @pytest.mark.usefixtures("_no_choices")
+def test_a_preferred_backend_is_recorded_where_it_can_and_another_where_it_cannot():
+    a, b = _quantized(4, 8), _quantized(3, 8)
+    for preferred in ("torch_cpu", "triton"):
+        dispatch.select_product(a, b, None, None, Accumulate.FP32, fast_accumulation=False, preferred=preferred)
+    able, unable = selections()
+    assert (able.backend, able.rejected) == ("torch_cpu", ())
+    assert unable.backend == explain(unable.problem).backend
+    assert unable.rejected[0][0] == "triton"
+
+
+@pytest.mark.usefixtures("_no_choices")
 def test_blocks_that_do_not_meet_go_to_the_reference_with_every_reason():
     a, b = (_quantized(4, 8, granularity=PerBlock(1, columns)) for columns in (4, 8))
     scaled_mm(a, b)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from octavo.formats import E4M3
 from octavo.kernels import quantize, scaled_mm
+from octavo.kernels.each import scaled_mm_each
 from octavo.kernels.row_by_row import RowByRow, is_row_by_row, rows_of
 from octavo.nn.attention import attend
 from octavo.numerics import PerBlock, PerRow, PerTensor
@@ -53,6 +54,16 @@ def test_sums_of_codes_have_the_bits_of_a_row_alone(granularity):
         assert is_row_by_row()
     assert not is_row_by_row()
     torch.testing.assert_close(scaled_mm(codes, weight, bias=bias), expected)
+
+
+def test_sums_of_several_experts_have_the_bits_of_a_row_alone():
+    weights = [quantize(torch.randn(40, 384, generator=GENERATOR), E4M3, granularity=PerRow()) for _ in range(2)]
+    codes = [quantize(torch.randn(rows, 384, generator=GENERATOR), E4M3, granularity=PerRow()) for rows in (33, 5)]
+    outs = [torch.empty(len(each.data), 40) for each in codes]
+    with RowByRow():
+        scaled_mm_each(codes, weights, outs)
+    for rows, weight, out in zip(codes, weights, outs, strict=True):
+        assert torch.equal(out, torch.cat([scaled_mm(row, weight) for row in rows_of(rows)]))
 
 
 def test_the_context_is_of_one_thread():
