@@ -1,5 +1,6 @@
 """Selection of the layers that ``convert`` converts, with a reason for each layer that it leaves."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeGuard
@@ -201,7 +202,8 @@ def _check_classes(candidates: Mapping[str, torch.nn.Module], linear_classes: Se
                 "x @ weight.T + bias it computes or stores something else; leave the class out"
             )
             try:
-                is_plain = _computes_as_linear(layer)
+                with torch.no_grad(), torch.random.fork_rng([layer.weight.device] if layer.weight.is_cuda else []):
+                    is_plain = _computes_as_linear(layer)
             except Exception as error:  # a forward of its own may raise anything
                 raise ConfigError(f"{refusal} (its forward raised {type(error).__name__}: {error})") from error
             if not is_plain:
@@ -215,19 +217,31 @@ def _has_weight_and_bias_alone(layer: torch.nn.Linear) -> bool:
 
 
 def _computes_as_linear(layer: torch.nn.Linear) -> bool:
-    """Return whether a layer has a weight and a bias alone, and computes of two rows what nn.Linear computes."""
+    """Return whether a layer has a weight and a bias alone, and computes of two rows what nn.Linear computes.
+
+    It is asked about a copy with other values, in training and in evaluation: a correction of zeros hides, and so does
+    what only training does.
+    """
     weight = layer.weight
     if not _has_weight_and_bias_alone(layer):
         return False
     if weight.is_meta or type(weight) is not torch.nn.Parameter:
         return True  # no values of its own to multiply
     x = torch.linspace(-1, 1, 2 * layer.in_features, device=weight.device).reshape(2, -1).to(weight.dtype)
-    with torch.no_grad():
-        expected = torch.nn.functional.linear(x, weight, layer.bias)
-        found: object = type(layer).forward(layer, x)
-    if not isinstance(found, torch.Tensor) or found.shape != expected.shape or found.dtype is not expected.dtype:
-        return False
-    return torch.allclose(found, expected, rtol=torch.finfo(x.dtype).eps ** 0.5, atol=1e-3)
+    probe = copy.copy(layer)
+    probe._parameters = {  # noqa: SLF001 (a copy's, so that the layer's stay)
+        name: None if each is None else torch.nn.Parameter(torch.empty_like(each).uniform_(0.5, 1.5))
+        for name, each in layer._parameters.items()  # noqa: SLF001
+    }
+    expected = torch.nn.functional.linear(x, probe.weight, probe.bias)
+    for training in (True, False):
+        probe.training = training
+        found: object = type(layer).forward(probe, x)
+        if not isinstance(found, torch.Tensor) or found.shape != expected.shape or found.dtype is not expected.dtype:
+            return False
+        if not torch.allclose(found, expected, rtol=torch.finfo(x.dtype).eps ** 0.5, atol=1e-3):
+            return False
+    return True
 
 
 def _unreadable(weight: torch.Tensor) -> str | None:

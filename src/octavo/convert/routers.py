@@ -24,8 +24,9 @@ def routers(model: torch.nn.Module) -> dict[str, str]:
 
     Beside experts, or beside a module that holds nothing else, these are all weights in what is called a router or a
     gate, and the weights that have a row for each expert, or one for the share of an expert that every token goes to.
-    A module in which such weights lie deeper is a router if its last matrix has a row for each expert; those called
-    shared are not, nor those that map as many features as there are experts, as any layer of that width does.
+    A module in which such weights lie deeper is a router if its last matrix has a row for each expert, or one; those
+    called shared have a row only by chance, and those that map as many features as there are experts. It is one too if
+    it compares tokens with a vector of each expert, a matrix of its own [experts, D] or [D, experts].
 
     Example:
         >>> experts = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
@@ -56,8 +57,11 @@ def _nested_routers(block: torch.nn.Module, experts: int | None) -> set[str]:
     found = set(_NAMES)
     for name, module in block.named_children():
         shapes = [parameter.shape for parameter in module.parameters() if parameter.ndim == 2]
-        ends_in_a_row_each = bool(shapes) and shapes[-1][0] == experts != shapes[0][1]
-        if ends_in_a_row_each and "shared" not in name.split("_"):
+        if not shapes or isinstance(module, torch.nn.Linear):
+            continue
+        ends_in_a_row_each = shapes[-1][0] == experts != shapes[0][1] and "shared" not in name.split("_")
+        compares = any(experts in each.shape for each in module.parameters(recurse=False) if each.ndim == 2)
+        if ends_in_a_row_each or compares or shapes[-1][0] == 1:
             found.add(name)
     return found
 

@@ -226,6 +226,22 @@ class LowRank(nn.Linear):
         return super().forward(x) + x @ self.a.T @ self.b.T
 
 
+class DoubledZeros(Doubled):
+    """Its weight and bias are zero, as the last layer of a residual branch may begin."""
+
+    def __init__(self, k, n):
+        super().__init__(k, n)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class Dropping(nn.Linear):
+    """It leaves out half of its inputs in training."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, training=self.training))
+
+
 @pytest.mark.parametrize("frozen", [None, "fp8"])
 def test_named_subclasses_are_converted_and_restored(frozen):
     torch.manual_seed(0)
@@ -252,12 +268,21 @@ def test_named_subclasses_are_converted_and_restored(frozen):
         assert torch.allclose(each[0](x), plain[0](x), atol=0.2)
 
 
-@pytest.mark.parametrize("kind", [Doubled, LowRank, Matmul, nn.Linear])
-def test_a_class_that_is_no_plain_linear_layer_is_refused(kind):
-    model = nn.Sequential(Doubled(4, 4), LowRank(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=rf"^linear_classes names .*{kind.__name__}.*(leave the class out|no layer)"):
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [Doubled, DoubledZeros, Dropping, LowRank, Matmul, nn.Linear])
+def test_a_class_that_is_no_plain_linear_layer_is_refused(kind, training):
+    model = nn.Sequential(*(one(4, 4) for one in (Doubled, DoubledZeros, Dropping, LowRank, nn.Linear)))
+    model.train(training)
+    kept, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    with pytest.raises(
+        ConfigError, match=rf"^linear_classes names .*{kind.__name__}.*(leave the class out|no layer)"
+    ) as error:
         octavo.convert(model, linear_classes=[kind])
-    assert [type(layer) for layer in model] == [Doubled, LowRank, nn.Linear]
+    assert "raised" not in str(error.value)
+    assert [type(layer) for layer in model] == [Doubled, DoubledZeros, Dropping, LowRank, nn.Linear]
+    assert all(layer.training is training for layer in model)
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state), "a user's seed gives what it gave"
 
 
 def test_tied_weights_stay_tied_through_training():

@@ -25,6 +25,14 @@ class Router(nn.Module):
         self.down, self.classifier = nn.Linear(D, 8, bias=False), nn.Linear(8, E + 2, bias=False)
 
 
+class Cosine(nn.Module):
+    """A router that compares tokens with a column of each expert, as Tutel's and Soft-MoE's cosine gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.columns = nn.Linear(D, 8), nn.Parameter(torch.randn(8, E))
+
+
 BLOCKS = {
     "gate": lambda: {"experts": experts(), "gate": nn.Linear(D, E), "up_gate": nn.Linear(D, D)},
     "router": lambda: {"local_experts": experts(), "router": Router()},
@@ -37,6 +45,8 @@ BLOCKS = {
     },
     "gate_net": lambda: {"experts": experts(), "gate_net": nn.ModuleDict({"fc": nn.Linear(D, E)})},
     "wg": lambda: {"experts": experts(), "gating": nn.ModuleDict({"wg": nn.ModuleDict({"proj": nn.Linear(D, E)})})},
+    "cosine": lambda: {"experts": experts(), "choice": Cosine()},
+    "share": lambda: {"experts": experts(), "shared_share": nn.Sequential(nn.Linear(D, 8), nn.Linear(8, 1))},
     "unnamed": lambda: {"mlps": experts(), "router": nn.Linear(D, E)},
 }
 ROUTERS = {
@@ -46,6 +56,8 @@ ROUTERS = {
     "gating": {"0.gating.0", "0.gating.2"},
     "gate_net": {"0.gate_net.fc"},
     "wg": {"0.gating.wg.proj"},
+    "cosine": {"0.choice.project"},
+    "share": {"0.shared_share.0", "0.shared_share.1"},
     "unnamed": {"0.router"},
 }
 
