@@ -105,12 +105,14 @@ class _CountedTokens:
         device = next(next(iter(first.values())).parameters()).device
         self.tokens = torch.zeros(len(first), dtype=torch.float64, device=device)
         self._handles = [
-            layer.register_forward_pre_hook(partial(self._count, expert)) for expert, layer in enumerate(first.values())
+            layer.register_forward_pre_hook(partial(self._count, expert), with_kwargs=True)
+            for expert, layer in enumerate(first.values())
         ]
 
-    def _count(self, expert: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs and not inside_backward():  # activation checkpointing runs a forward again
-            self.tokens[expert] += (inputs[0].detach() != 0).any(dim=-1).sum().to(self.tokens)
+    def _count(self, expert: int, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        if not inside_backward():  # activation checkpointing runs a forward again
+            (x,) = (*inputs, *named.values())
+            self.tokens[expert] += (x.detach() != 0).any(dim=-1).sum().to(self.tokens)
 
     def remove(self) -> None:
         """Count no more."""

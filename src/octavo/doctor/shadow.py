@@ -53,7 +53,7 @@ class Shadow:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the tensors of the first call with a backward pass."""
-        handle = self.layer.register_forward_hook(self._record)
+        handle = self.layer.register_forward_hook(self._record, with_kwargs=True)
         try:
             yield
         finally:
@@ -77,10 +77,10 @@ class Shadow:
             layers={self.path: layer_facts(self.layer, self.recipe)},
         )
 
-    def _record(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _record(self, layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
         if self._tensors is not None or not output.requires_grad:
             return
-        (x,) = inputs
+        (x,) = (*inputs, *named.values())
         x = x.detach().to(autocast_dtype(x)).flatten(0, -2)
         weight = self.layer.weight.detach().clone()  # the optimizer changes it before the step ends
 

@@ -108,6 +108,17 @@ def test_tokens_are_counted_once_under_activation_checkpointing():
     assert counts[1] == counts[0]
 
 
+def test_tokens_of_experts_that_are_called_by_keyword_are_counted():
+    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(2)])})
+    octavo.convert(model, "tensorwise")
+    watcher = octavo.doctor.watch(model, interval=1)
+    with watcher.step():
+        for rows, expert in zip((5, 3), model["experts"], strict=True):
+            expert(input=torch.randn(rows, 16)).square().sum().backward()
+    found = line_of(watcher)
+    assert (found["least_expert_tokens"], found["most_expert_tokens"]) == (3, 5)
+
+
 def test_llama_4s_expert_that_the_router_never_chooses_starves():
     """Llama 4 passes every token to every expert, times its score, which is 0 where the router chose another."""
     llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")

@@ -56,6 +56,14 @@ def test_equals_the_layers_own_statistics_under_that_recipe(recipe):
             np.testing.assert_allclose(found.casts[key], numbers, rtol=1e-6)
 
 
+def test_a_call_by_keyword_is_recorded():
+    model, x = layer_and_input()
+    shadow = Shadow("0", model[0], octavo.recipes.get("tensorwise"))
+    with shadow.watching():
+        model[0](input=x).square().sum().backward()
+    assert shadow.sample(1) is not None
+
+
 def test_training_does_not_see_it():
     (plain, x), (shadowed, _) = layer_and_input(), layer_and_input()
     trained_once(plain, x)
