@@ -61,7 +61,8 @@ def heat_map(run: str | Path | Watcher | Series, statistic: str = "saturation_fr
     chosen = _statistic(statistic)
     series = series_from(run)
     steps = series.casts.steps
-    maps = cell_maps(series, chosen, columns := columns_of(steps, most=MOST_COLUMNS)) if len(steps) else []
+    layers = layers_of(series)
+    maps = cell_maps(series, chosen, columns := columns_of(steps, most=MOST_COLUMNS), layers) if len(steps) else []
     if not maps:
         raise ConfigError(
             "no layer was sampled: watch a converted model with octavo.doctor.watch, or train with statistics_interval"
@@ -72,7 +73,7 @@ def heat_map(run: str | Path | Watcher | Series, statistic: str = "saturation_fr
     height = MARGINS + GAP * len(maps) + sum(heights)
     figure = notebook_figure("", panels=[one.name for one in maps], gap=GAP / height)
     for row, one in enumerate(maps, 1):
-        _draw(figure, one, layers_of(series), columns, limit, row=row)
+        _draw(figure, one, layers, columns, limit, row=row)
     figure.update_layout(coloraxis=_colour_axis(limit), plot_bgcolor=MISSING, hovermode="closest", height=height)
     figure.update_xaxes(showgrid=False, rangemode="normal")
     return in_light(figure)

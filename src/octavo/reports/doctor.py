@@ -75,9 +75,11 @@ def _data(
     series: Series, findings: Sequence[Finding], histograms: Sequence[Histogram], thresholds: Thresholds
 ) -> dict[str, Any]:
     """Plain data for doctor.js."""
-    layers = packing.layers_of(series)
+    named = {path for one in findings for path in (one.path, *one.places)}
+    layers = packing.layers_of(series, named)
     data: dict[str, Any] = {
         "layers": layers,
+        "experts_left_out": len(packing.other_experts(series, named)),
         "facts": {path: _facts(series.layers.get(path, {})) for path in layers},
         "histograms": [one.facts() for one in histograms],
         "colours": {"missing": MISSING, "pale": PALE, "tinted": TINTED, "warm": WARM},
@@ -90,7 +92,7 @@ def _data(
         data |= {"edges": columns.edges.tolist(), "first": columns.first.tolist(), "last": columns.last.tolist()}
         data["samples_per_column"] = -(-len(steps) // len(columns.starts))
         for statistic in all_statistics(thresholds, series.modules):
-            if sheets := packing.sheets(series, statistic, columns):
+            if sheets := packing.sheets(series, statistic, columns, layers):
                 data["statistics"].append(asdict(statistic) | {"name": statistic.name, "sheets": sheets})
     data["findings"] = [_target(one, data) for one in findings]
     return data

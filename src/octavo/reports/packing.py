@@ -14,8 +14,9 @@ number over 100 decades.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,17 @@ from numpy.typing import NDArray
 from octavo.doctor.series import CastKey, ProductKey, Series
 from octavo.doctor.statistics_catalog import PageStatistic, StatisticKind, Worst
 
-__all__ = ["MOST_COLUMNS", "CellMap", "Columns", "cell_maps", "columns_of", "encode", "layers_of", "sheets"]
+__all__ = [
+    "MOST_COLUMNS",
+    "CellMap",
+    "Columns",
+    "cell_maps",
+    "columns_of",
+    "encode",
+    "layers_of",
+    "other_experts",
+    "sheets",
+]
 
 MOST_COLUMNS = 400
 # Of Series.modules, those whose keys are casts: "path role gemm".
@@ -82,13 +93,40 @@ def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
     return Columns(starts, steps[starts], steps[ends])
 
 
-def layers_of(series: Series) -> list[str]:
-    """Rows of the maps: layers in the order of execution, then parameters and modules."""
+def layers_of(series: Series, named: Collection[str] = ()) -> list[str]:
+    """Rows of the maps: layers in the order of execution, then parameters and modules.
+
+    Of a mixture's experts that are linear layers each, these are the expert with the lowest SQNR and those of ``named``
+    layers: 128 experts would be hundreds of rows of each layer.
+    """
     executed = _executed_layers(series)
     layers = set(executed)
     others = [_place(name, layers) for name in series.parameters.keys]
     modules = [key for name, table in series.modules.items() if name not in BY_CAST for key in table.keys]
-    return list(dict.fromkeys([*executed, *others, *modules]))
+    left_out = other_experts(series, named)
+    rows = dict.fromkeys([*executed, *others, *modules])
+    return [path for path in rows if left_out.isdisjoint(_with_modules_around(path))]
+
+
+def other_experts(series: Series, named: Collection[str] = ()) -> set[str]:
+    """Paths of the experts that :func:`layers_of` leaves out."""
+    mixtures = series.modules.get("worst_expert")
+    if mixtures is None:
+        return set()
+    lowest: dict[str, dict[str, float]] = {mixture: {} for mixture in mixtures.keys}
+    for key, sqnr in zip(series.casts.keys, np.fmin.reduce(series.casts.of("sqnr_db")), strict=True):
+        around = ["", *_with_modules_around(key.path)]
+        for mixture, expert in pairwise(around):
+            if mixture in lowest:
+                lowest[mixture][expert] = float(np.fmin(lowest[mixture].get(expert, np.inf), sqnr))
+    shown = {min(each, key=each.__getitem__) for each in lowest.values() if each}
+    shown |= {module for path in named for module in _with_modules_around(path)}
+    return {expert for each in lowest.values() for expert in each} - shown
+
+
+def _with_modules_around(path: str) -> list[str]:
+    """Paths of the modules around a layer, outermost first, and its own."""
+    return [".".join(path.split(".")[: depth + 1]) for depth in range(path.count(".") + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +136,7 @@ class CellMap:
     Attributes:
         name: the role or GEMM, or its second cast; "" for a parameter or module.
         role: the role or GEMM.
-        rows: [R] places in ``layers_of``.
+        rows: [R] places in the list of layers.
         cells: [R, B] the worst of each column's samples.
     """
 
@@ -108,23 +146,24 @@ class CellMap:
     cells: Floats
 
 
-def sheets(series: Series, statistic: PageStatistic, columns: Columns) -> list[dict[str, Any]]:
-    """Maps of a statistic for the page: "name", "role", "rows" (of ``layers_of``), and the keys of ``encode``."""
+def sheets(series: Series, statistic: PageStatistic, columns: Columns, layers: Sequence[str]) -> list[dict[str, Any]]:
+    """Maps of a statistic for the page: "name", "role", "rows" (of ``layers``), and the keys of ``encode``."""
     logarithmic = is_logarithmic(statistic.kind)
     return [
         {"name": one.name, "role": one.role, "rows": one.rows, **encode(one.cells, logarithmic)}
-        for one in cell_maps(series, statistic, columns)
+        for one in cell_maps(series, statistic, columns, layers)
     ]
 
 
-def cell_maps(series: Series, statistic: PageStatistic, columns: Columns) -> list[CellMap]:
-    """Maps of a statistic by role or GEMM; those without a number are left out."""
-    position = {path: index for index, path in enumerate(layers_of(series))}
+def cell_maps(series: Series, statistic: PageStatistic, columns: Columns, layers: Sequence[str]) -> list[CellMap]:
+    """Maps of a statistic by role or GEMM of :func:`layers_of`; those without a number are left out."""
+    position = {path: index for index, path in enumerate(layers)}
     maps = []
-    for name, role, places in _groups(series, statistic):
+    for name, role, found in _groups(series, statistic):
+        places = {path: column for path, column in found.items() if path in position}
         table = series.modules[statistic.field] if statistic.table == "modules" else getattr(series, statistic.table)
         cells = columns.worst(table.of(statistic.field)[:, list(places.values())], statistic).T
-        if np.isnan(cells).all():
+        if np.isnan(cells).all():  # or there is no row
             continue
         rows = [position[path] for path in places]
         order = sorted(range(len(rows)), key=rows.__getitem__)

@@ -5,8 +5,11 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from plotly.offline import get_plotlyjs_version
 
+import octavo
+import octavo.doctor
 from octavo.doctor import Finding, Sample, Severity, series_of
 from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS
@@ -144,6 +147,18 @@ def test_a_finding_nothing_shows_has_no_link():
     page = doctor_page(run(looks=2), [lost], title="t")
     assert data_of(page)["findings"] == [None]
     assert "Show where" not in text_of(page)
+
+
+def test_the_page_says_how_many_experts_have_no_rows():
+    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(4)])})
+    octavo.convert(model, "tensorwise")
+    watcher = octavo.doctor.watch(model, interval=1)
+    with watcher.step():
+        for expert in model["experts"]:
+            expert(torch.randn(3, 16)).square().sum().backward()
+    page = doctor_page(series_of([], watcher.samples), [], title="experts")
+    assert len([path for path in data_of(page)["layers"] if path.startswith("experts.")]) == 1
+    assert "findings, without the 3 others." in text_of(page)
 
 
 def test_many_findings_are_folded():

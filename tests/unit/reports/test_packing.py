@@ -10,7 +10,7 @@ from octavo.doctor.series import CastKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, PageStatistic, StatisticKind, Worst, all_statistics
 from octavo.doctor.thresholds import Thresholds
-from octavo.reports.packing import MOST_COLUMNS, columns_of, encode, layers_of, sheets
+from octavo.reports.packing import MOST_COLUMNS, columns_of, encode, layers_of, other_experts, sheets
 from tests.unit.reports.synthetic_run import paths, run
 
 
@@ -32,7 +32,7 @@ def statistic(name):
 
 
 def cells(series, name, sheet=0):
-    found = sheets(series, statistic(name), columns_of(series.casts.steps))[sheet]
+    found = sheets(series, statistic(name), columns_of(series.casts.steps), layers_of(series))[sheet]
     return decode(found, len(found["rows"])), found
 
 
@@ -120,7 +120,7 @@ def test_casts_that_only_some_layers_make_get_their_own_map():
     ]
     sample = Sample(step=1, casts={CastKey(*key): numbers for key in keys}, products={}, parameters={})
     series = series_of([], [sample])
-    found = sheets(series, statistic("casts.amax"), columns_of(series.casts.steps))
+    found = sheets(series, statistic("casts.amax"), columns_of(series.casts.steps), layers_of(series))
     assert [(one["name"], one["rows"]) for one in found] == [
         ("input", [0, 1]), ("input, again for grad_weight", [1]), ("grad_output", [0]),
     ]  # fmt: skip
@@ -135,16 +135,43 @@ def test_scales_across_ranks_stand_by_role():
         modules={"rank_scale_ratio": {"a b input output": 2.0, "a b weight output": 1.0}},
     )
     series = series_of([], [sample])
-    found = sheets(series, statistic("modules.rank_scale_ratio"), columns_of(series.casts.steps))
+    found = sheets(series, statistic("modules.rank_scale_ratio"), columns_of(series.casts.steps), layers_of(series))
     assert [(one["name"], one["rows"]) for one in found] == [("input", [0]), ("weight", [0])]
     assert layers_of(series) == ["a b"]
+
+
+def experts_series(noisy):
+    """A layer beside two mixtures of three experts, whose expert ``noisy`` of the first has the lowest SQNR."""
+    place, casts = CAST_FIELDS.index("sqnr_db"), {CastKey("head", "input", "output"): np.ones(len(CAST_FIELDS))}
+    for mixture in ("0.experts", "1.experts"):
+        for expert in range(3):
+            for layer in ("up", "down"):
+                numbers = np.full(len(CAST_FIELDS), 30.0 - expert)
+                if (mixture, expert, layer) == ("0.experts", noisy, "down"):
+                    numbers[place] = -np.inf
+                casts[CastKey(f"{mixture}.{expert}.{layer}", "input", "output")] = numbers
+    modules = {"worst_expert": {"0.experts": float(noisy), "1.experts": 2.0, "fused.experts": 0.0}}
+    return series_of([], [Sample(step=1, casts=casts, products={}, parameters={}, modules=modules)])
+
+
+def test_of_experts_with_layers_of_their_own_the_worst_and_the_named_have_rows():
+    series = experts_series(noisy=0)
+    mixtures = ["0.experts", "1.experts", "fused.experts"]
+    shown = ["head", "0.experts.0.up", "0.experts.0.down", "1.experts.2.up", "1.experts.2.down", *mixtures]
+    assert layers_of(series) == shown
+    assert other_experts(series) == {"0.experts.1", "0.experts.2", "1.experts.0", "1.experts.1"}
+    named = layers_of(series, ["1.experts.1.up", "head"])
+    assert set(named) - set(shown) == {"1.experts.1.up", "1.experts.1.down"}
+    found = sheets(series, statistic("casts.sqnr_db"), columns_of(series.casts.steps), shown)[0]
+    assert found["rows"] == [0, 1, 2, 3, 4]
+    assert decode(found, 5)[2, 0] == -np.inf
 
 
 def test_statistic_without_values_has_no_map():
     casts = {CastKey("a", "input", "output"): np.full(len(CAST_FIELDS), np.nan)}
     sample = Sample(step=1, casts=casts, products={}, parameters={})
     series = series_of([], [sample])
-    assert sheets(series, statistic("casts.amax"), columns_of(series.casts.steps)) == []
+    assert sheets(series, statistic("casts.amax"), columns_of(series.casts.steps), layers_of(series)) == []
 
 
 def test_every_field_can_be_shown_and_every_code_has_its_statistic():
