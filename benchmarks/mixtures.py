@@ -1,12 +1,13 @@
 """Loss of mixtures trained in FP8 against BF16: a small Mixtral and a small Qwen3-MoE, paired over seeds.
 
-    python -m benchmarks.mixtures [--steps 300] [--seeds 3] [--only mixtral] [--out runs/mixtures] [--quick]
+    python -m benchmarks.mixtures [--replay] [--steps 300] [--seeds 3] [--only mixtral] [--out runs/mixtures] [--quick]
 
 Both learn the built-in corpus with their own routers and the loss that balances these. The runs of a seed share initial
 weights and batches; gaps have the 95 % interval of octavo.experiments.intervals over seeds and held-out windows. "one
 scale" is tensorwise with one scale for all experts of a layer, where octavo has one for each. "bf16 nudged" is BF16
-with initial weights larger by 2^-20: its gap is what routing makes of any small difference. Each finished run is a line
-of ``runs.jsonl`` in ``--out``, and is not computed again.
+with initial weights larger by 2^-20: its gap is what routing makes of any small difference. With ``--replay``
+the routers of all runs of a seed choose the experts that BF16's chose: gaps are then of what experts compute, and not
+of which are asked. Each finished run is a line of ``runs.jsonl`` in ``--out``, and is not computed again.
 """
 
 import argparse
@@ -61,6 +62,7 @@ class Setting:
     lr: float
     warmup: int
     eval_tokens: int
+    replay: bool = False
 
 
 def build(name: str, vocab_size: int, context: int, seed: int) -> Any:
@@ -84,6 +86,37 @@ def one_scale_for_all_experts() -> Iterator[None]:
 
     with mock.patch.object(grouped_linear, "cast_each", cast):
         yield
+
+
+@contextmanager
+def recording(path: Path) -> Iterator[None]:
+    """Save each choice of experts, in order."""
+    chosen: list[Tensor] = []
+    top = torch.topk
+
+    def topk(x: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+        values, indices = top(x, k, dim=dim)
+        chosen.append(indices.to(torch.uint8))
+        return values, indices
+
+    with mock.patch.object(torch, "topk", topk):
+        yield
+    torch.save(chosen, path)
+
+
+@contextmanager
+def replaying(path: Path) -> Iterator[None]:
+    """Choose the experts of :func:`recording`, whatever their scores are."""
+    chosen = iter(torch.load(path))
+
+    def topk(x: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+        indices = next(chosen).long()
+        assert indices.shape == (*x.shape[:-1], k)
+        return x.gather(dim, indices), indices
+
+    with mock.patch.object(torch, "topk", topk):
+        yield
+    assert next(chosen, None) is None, "every choice was replayed"
 
 
 def train(setting: Setting, data: TokenData) -> tuple[list[float], list[float]]:
@@ -140,7 +173,10 @@ class Runs:
     def windows(self, setting: Setting, data: TokenData) -> list[float]:
         """Held-out losses of a run, which is computed if it is not in the file."""
         if key(setting) not in self._windows:
-            with one_scale_for_all_experts() if setting.recipe == ONE_SCALE else nullcontext():
+            routes = self.path.with_name(f"routes-{setting.model}-{setting.seed}.pt")
+            route = recording(routes) if setting.recipe == BASE else replaying(routes)
+            scales = one_scale_for_all_experts() if setting.recipe == ONE_SCALE else nullcontext()
+            with scales, route if setting.replay else nullcontext():
                 losses, windows = train(setting, data)
             self._windows[key(setting)] = windows
             with self.path.open("a") as file:
@@ -181,6 +217,7 @@ def against_bar(gap: Interval) -> str:
 def main() -> None:
     """Train, compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replay", action="store_true", help="all recipes use the experts that BF16 chose")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 9))
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
@@ -192,7 +229,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     data = prepare(data_config.source, arguments.out / "data", vocab_size=data_config.vocab_size)
     common: dict[str, Any] = {"batch_size": 4, "context": 128, "lr": 1.5e-3, "warmup": 100, "eval_tokens": 32768}
-    common |= {"steps": arguments.steps}
+    common |= {"steps": arguments.steps, "replay": arguments.replay}
     if arguments.quick:
         common |= {"batch_size": 2, "context": 32, "warmup": 1, "eval_tokens": 256, "steps": 3}
     runs, rows = Runs(arguments.out / "runs.jsonl"), []
@@ -208,7 +245,8 @@ def main() -> None:
     lines = [*markdown_table(header, rows), "", f"{arguments.seeds} seeds, {common['steps']} steps."]
     lines += [f"- {name}: {size / 1e6:.1f} M parameters" for name, size in sizes.items()]
     write = not (arguments.no_write or arguments.quick)
-    publish("mixtures", lines, title="Mixtures trained in FP8 against BF16", machine=machine, write=write)
+    result, routes = ("mixtures_replayed", ", BF16's choice of experts") if arguments.replay else ("mixtures", "")
+    publish(result, lines, title=f"Mixtures trained in FP8 against BF16{routes}", machine=machine, write=write)
 
 
 if __name__ == "__main__":
