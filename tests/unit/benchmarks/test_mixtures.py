@@ -71,3 +71,32 @@ def test_a_gap_is_judged_by_its_interval():
     ]
     assert table[0][3] == f"+0.0020 ± {4.303 * 0.002 / math.sqrt(3):.4f}"
     assert [row[4] for row in table] == ["undecided", "missed", "met"]
+
+
+def routed(model: Any) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Logits, scores and chosen experts of each router."""
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    routers = [module for path, module in model.named_modules() if path.endswith("mlp.gate")]
+    handles = [router.register_forward_hook(lambda _, __, output: found.append(output)) for router in routers]
+    model(input_ids=torch.arange(16).view(1, 16))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", mixtures.MODELS)
+def test_replayed_routers_choose_what_was_chosen_with_scores_of_their_own(name, tmp_path):
+    model, other = (mixtures.build(name, 64, 16, seed=seed) for seed in (0, 1))
+    with mixtures.recording(tmp_path / "routes.pt"):
+        expected = routed(model)
+    own = routed(other)
+    with mixtures.replaying(tmp_path / "routes.pt"):
+        replayed = routed(other)
+    assert len(expected) == 4
+    for (logits, scores, indices), (_, _, wanted), (_, _, before) in zip(replayed, expected, own, strict=True):
+        assert torch.equal(indices, wanted)
+        assert not torch.equal(indices, before)
+        kept = logits.float().softmax(-1).gather(-1, wanted)
+        torch.testing.assert_close(scores, kept / kept.sum(-1, keepdim=True))
+    with pytest.raises(AssertionError, match="every choice"), mixtures.replaying(tmp_path / "routes.pt"):
+        pass
