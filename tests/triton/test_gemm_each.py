@@ -138,7 +138,12 @@ def layer_step(recipe: str, split: list[int], device: torch.device, *, stored_tr
 
 @pytest.mark.parametrize(
     ("split", "stored_transposed"),
-    [(SPLITS[0], True), (SPLITS[1], False), (SPLITS[3], False), (SPLITS[4], False)],
+    [
+        (SPLITS[0], True),
+        pytest.param(SPLITS[1], False, marks=pytest.mark.long),
+        (SPLITS[3], False),
+        (SPLITS[4], False),
+    ],
     ids=str,
 )
 @each_recipe
