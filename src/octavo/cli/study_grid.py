@@ -19,6 +19,7 @@ from octavo.experiments.cells import CellResult, Variant
 from octavo.experiments.grid import CELLS, Grid, locked, run_grid
 from octavo.experiments.grid_comparison import GridComparison
 from octavo.experiments.grid_results import write_results
+from octavo.experiments.intervals import facts_with_ends
 from octavo.experiments.presets import Preset, outcomes, preset_named
 from octavo.experiments.run_measures import Phase
 from octavo.experiments.study import DEFAULT_RECIPES, check_study_data
@@ -276,8 +277,9 @@ def _print(
             {
                 "folder": str(out),
                 "bars": asdict(comparison.bars),
-                "groups": [asdict(one) | {"verdict": comparison.verdict(one)} for one in measures],
-                "claims": [asdict(one) for one in found],
+                "groups": [facts_with_ends(one) | {"verdict": comparison.verdict(one)} for one in measures],
+                "claims": [facts_with_ends(one) for one in found],
+                "pairs": [facts_with_ends(one) for one in comparison.ranking(*comparison.factors)],
             }
         )
         return

@@ -24,7 +24,7 @@ A. B. Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1 (2007).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from octavo.errors import ConfigError
 __all__ = [
     "CONFIDENCE",
     "Interval",
+    "facts_with_ends",
     "holm",
     "paired_interval",
     "paired_p_value",
@@ -90,6 +91,24 @@ class Interval:
     def p_above_zero(self) -> float:
         """One-sided probability of an estimate this high if the truth is 0 or less."""
         return self.p_value / 2 if self.estimate > 0 else 1 - self.p_value / 2
+
+
+def facts_with_ends(result: Any) -> dict[str, Any]:
+    """A dataclass as a dict, where each interval has its ends "low" and "high" too.
+
+    Example:
+        >>> facts_with_ends(Interval(estimate=0.5, error=0.0, freedom=4))
+        {'estimate': 0.5, 'error': 0.0, 'freedom': 4, 'low': 0.5, 'high': 0.5}
+    """
+
+    def with_ends(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        facts = dict(pairs)
+        if facts.keys() != Interval.__dataclass_fields__.keys():
+            return facts
+        interval = Interval(**facts)
+        return facts | {"low": interval.low, "high": interval.high}
+
+    return asdict(result, dict_factory=with_ends)
 
 
 def paired_interval(differences: ArrayLike) -> Interval:

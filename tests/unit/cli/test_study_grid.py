@@ -42,6 +42,7 @@ def test_json_has_every_group_with_its_verdict(octavo, printed, arguments):
     record = json.loads(octavo(*arguments, "--json").stdout)
     assert [group["group"] for group in record["groups"]] == [["bf16", 1.0, 1.0], ["tensorwise", 1.0, 1.0]]
     assert record["groups"][0]["verdict"] == "baseline"
+    assert record["pairs"] == [], "runs of two steps end above the unigram entropy"
 
 
 @pytest.mark.long

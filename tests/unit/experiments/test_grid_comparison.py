@@ -10,7 +10,7 @@ import pytest
 from octavo.experiments.bars import Bars
 from octavo.experiments.cells import Cell, CellResult, Variant
 from octavo.experiments.grid_comparison import GridComparison, spikes
-from octavo.experiments.intervals import holm
+from octavo.experiments.intervals import facts_with_ends, holm
 from octavo.experiments.presets import Claim, outcomes
 from octavo.training.comparison import RunMeasures
 
@@ -58,6 +58,9 @@ def test_a_gap_is_paired_over_seeds():
     assert 0 < measures.gap.low < 0.002 < measures.gap.high < 0.003
     assert measures.spread == pytest.approx(np.std([4.0, 4.01, 4.02, 4.03, 4.04], ddof=1), abs=1e-4)
     assert comparison.verdict(measures) == "within 0.005 nats, inside the baseline's spread"
+    facts, (pair,) = facts_with_ends(measures), comparison.ranking(1.0, 1.0)
+    assert (facts["gap"]["low"], facts["gap"]["high"]) == (measures.gap.low, measures.gap.high)
+    assert facts_with_ends(pair)["difference"]["high"] == pair.difference.high
 
 
 def test_a_gap_beyond_the_bar_is_above_it():
