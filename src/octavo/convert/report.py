@@ -20,6 +20,7 @@ from octavo.convert.routers import experts_in, routers
 from octavo.html.notebook import Table, summary
 from octavo.html.wording import counted
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import is_own_linear
 from octavo.nn.projected_attention import is_plain
 from octavo.recipes import Recipe
 
@@ -293,7 +294,7 @@ def shares_of(
     Args:
         model: converted or to be converted.
         converted: paths of the layers that run a recipe, and which.
-        skipped: paths of the other linear and embedding layers.
+        skipped: paths of the other linear and embedding layers; octavo's own keep their recipes.
         bare: its other weights.
         weights: names of the weights of experts and other modules that run a recipe, and which.
     """
@@ -304,10 +305,16 @@ def shares_of(
     multiplying = {path: layer.weight for path, layer in staying_layers.items() if not isinstance(layer, LOOK_UPS)}
     multiplying |= {weight.path: weight.parameter for weight in bare if weight.multiplies}
     products = _sum(layer.weight for layer in taken) + _sum(others) + _sum(multiplying.values())
-    in_fp8 = [(layer.weight, recipe) for layer, recipe in taken.items() if _will_run_in_fp8(layer, recipe)]
+    kept = {path: layer for path, layer in staying_layers.items() if isinstance(layer, Linear) and is_own_linear(layer)}
+    running = [*taken.items(), *((layer, layer.recipe) for layer in kept.values())]
+    in_fp8 = [(layer.weight, recipe) for layer, recipe in running if _will_run_in_fp8(layer, recipe)]
     cast = _sum(weight for weight, _ in in_fp8)
     cast += _sum(weight for weight, recipe in others.items() if not recipe.is_high_precision)
-    staying = {path: layer.weight for path, layer in staying_layers.items()}
+    staying = {
+        path: layer.weight
+        for path, layer in staying_layers.items()
+        if path not in kept or not _will_run_in_fp8(layer, kept[path].recipe)
+    }
     staying |= {weight.path: weight.parameter for weight in bare}
     runs = [*in_fp8, *others.items()]
     trains = any(recipe.grad_input.b is not None or recipe.grad_weight.b is not None for _, recipe in runs)
@@ -361,13 +368,15 @@ def _percent(fraction: float) -> str:
 
 def _grouped(reasons: Mapping[str, str], shares: Mapping[str, WeightShare] | None = None) -> Iterator[tuple[str, str]]:
     """Paths that have one reason and differ in numbers alone as one, with their number; reasons with their shares."""
+    shares = shares or {}
     groups: dict[tuple[str, str], list[str]] = {}
     for path, reason in reasons.items():
         groups.setdefault((INDEX.sub("#", path), reason), []).append(path)
     for (_, reason), paths in groups.items():
         yield (
             _pattern(paths) + (f" ({len(paths)})" if len(paths) > 1 else ""),
-            reason + (f" ({_of_both([shares[path] for path in paths if path in shares])})" if shares else ""),
+            reason
+            + (f" ({_of_both(staying)})" if (staying := [shares[path] for path in paths if path in shares]) else ""),
         )
 
 

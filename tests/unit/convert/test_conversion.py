@@ -157,9 +157,14 @@ def test_report_lists_both_recipes_of_a_model():
     report = octavo.convert(model, "tensorwise", skip=["0"])
     assert report.converted == ("2", "4")
     assert report.skipped == {"0": "skip pattern '0'; keeps its recipe rowwise"}
+    assert report.shares.multiplications == 1.0
+    assert report.shares.by_path == {}
+    assert "  0: skip pattern '0'; keeps its recipe rowwise\n" in f"{report}\n"
     with recorded_products() as products:
         model(torch.randn(4, 8))
     assert [product.a.scale.ndim for product in products] == [2, 0, 0]
+    octavo.convert(model, "bf16", skip=["0"])
+    assert octavo.convert(model, "bf16", skip=["2", "4"]).shares.by_path.keys() == {"2", "4"}
 
 
 def test_every_layer_that_stays_has_its_reason():
