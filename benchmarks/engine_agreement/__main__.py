@@ -1,8 +1,10 @@
 """Agreement of engines on SmolLM2-135M-Instruct.
 
-    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,trials,served] [--windows 40] [--no-write]
+    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,trials,served] [--windows 40]
+        [--known FILE] [--no-write]
 
-Hours on two cores; steps are saved in build/engine_agreement, and a run that was stopped goes on.
+Hours on two cores; steps are saved in build/engine_agreement, and a run that was stopped goes on. ``--known`` is a file
+of finished steps: read if it exists, and written with all at the end.
 
 folders   one compressed-tensors folder, dynamic and static, in octavo and in transformers: perplexity on the windows of
           ``octavo eval``, each difference between the two changed alone, and octavo with other last bits
@@ -17,6 +19,7 @@ served    runs of ``octavo train --as-served-by``: the trainer's log-probabiliti
 import argparse
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks import smollm2
 from benchmarks.engine_agreement.folders import KINDS, cast_properties, compare_readers, folder_table
@@ -29,6 +32,7 @@ from benchmarks.engine_agreement.matrix import (
     matrix_rows,
     pair_matrices,
 )
+from benchmarks.engine_agreement.saved_steps import read_known, write_known
 from benchmarks.engine_agreement.served import COLUMNS, served_rows
 from benchmarks.engine_agreement.trials import COLUMNS as TRIAL_COLUMNS
 from benchmarks.engine_agreement.trials import trial_rows
@@ -89,20 +93,33 @@ def pairs(parts: list[str]) -> Iterator[str]:
         yield from markdown_table(TRIAL_COLUMNS, rows)
 
 
+def lines_of(parts: list[str], windows: int) -> Iterator[str]:
+    """Lines of the result."""
+    if "folders" in parts:
+        yield from folders(windows)
+    if OF_PAIRS & {*parts}:
+        yield from pairs(parts)
+    if "served" in parts:
+        yield from ("", "## Runs trained as an engine serves", "", *markdown_table(COLUMNS, list(served_rows())))
+
+
 def main() -> None:
     """Run the parts, print and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--known", type=Path)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    parts, machine = arguments.parts.split(","), hardware()
+    parts, machine, known = arguments.parts.split(","), hardware(), arguments.known
     os.nice(10)
-    lines = list(folders(arguments.windows)) if "folders" in parts else []
-    if OF_PAIRS & {*parts}:
-        lines += pairs(parts)
-    if "served" in parts:
-        lines += ["", "## Runs trained as an engine serves", "", *markdown_table(COLUMNS, list(served_rows()))]
+    if known is not None and known.exists():
+        read_known(known)
+    try:
+        lines = list(lines_of(parts, arguments.windows))
+    finally:
+        if known is not None:
+            write_known(known)
     publish(
         "engine_agreement", lines, title="Agreement of engines", machine=machine, write=not arguments.no_write,
         variant="" if {*parts} == {*PARTS} else "_".join(parts),

@@ -3,6 +3,7 @@
 Steps that were saved under other profiles than today's are put aside, so that no table mixes the two.
 """
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from octavo.engines import PROFILES, properties_of
 from octavo.files import write_atomically
 
-__all__ = ["FOLDER", "SavedSteps"]
+__all__ = ["FOLDER", "SavedSteps", "read_known", "write_known"]
 
 FOLDER = Path(__file__).parents[2] / "build" / "engine_agreement"
 
@@ -44,3 +45,17 @@ class SavedSteps:
             write_atomically(self._path, json.dumps({"profiles": self._profiles, "results": self.results}))
             print(self._path.stem, key, flush=True)
         return self.results[key]
+
+
+def read_known(file: Path, folder: Path = FOLDER) -> None:
+    """Put the steps of :func:`write_known`'s file where :class:`SavedSteps` reads them, if none are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in json.loads(gzip.decompress(file.read_bytes())).items():
+        if not (folder / name).exists():
+            write_atomically(folder / name, text)
+
+
+def write_known(file: Path, folder: Path = FOLDER) -> None:
+    """Write all saved steps to one file, which another machine can read."""
+    texts = {path.name: path.read_text() for path in sorted(folder.glob("*.json")) if ".before." not in path.name}
+    write_atomically(file, gzip.compress(json.dumps(texts).encode(), mtime=0))

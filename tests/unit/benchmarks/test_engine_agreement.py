@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.engine_agreement import matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
-from benchmarks.engine_agreement.saved_steps import SavedSteps
+from benchmarks.engine_agreement.saved_steps import SavedSteps, read_known, write_known
 from octavo.engines import PROFILES, Suspects, agree, find_suspects
 from octavo.engines.suspects import EXACT
 from tests.unit.quantization.tiny_models import language_model, windows
@@ -18,6 +18,17 @@ def test_a_finished_step_is_not_run_again(tmp_path):
     assert steps.step("a", lambda: [1.5]) == [1.5]
     again = SavedSteps("some", tmp_path)
     assert again.step("a", lambda: pytest.fail("run again")) == [1.5]
+
+
+def test_steps_go_on_in_another_folder(tmp_path):
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "known.json.gz"
+    SavedSteps("some", here).step("a", lambda: [1.5])
+    (here / "some.before.json").write_text("{}")
+    write_known(file, here)
+    SavedSteps("other", there).step("b", lambda: 2)
+    read_known(file, there)
+    assert SavedSteps("some", there).step("a", lambda: pytest.fail("run again")) == [1.5]
+    assert {path.name for path in there.iterdir()} == {"some.json", "other.json"}
 
 
 def test_steps_under_other_profiles_are_put_aside(tmp_path, monkeypatch, capsys):
