@@ -251,6 +251,18 @@ def other_layers(rank: int, _: Path) -> str:
     return "nothing was said"
 
 
+def other_experts(rank: int, _: Path) -> str:
+    """A rank whose layer has an expert more."""
+    experts = 2 + rank
+    layer = octavo.nn.GroupedLinear(experts, 8, 8, recipe="delayed")
+    layer(torch.ones(experts, 8), torch.arange(experts + 1)).sum().backward()
+    try:
+        optimizer_of(layer).step()
+    except ConfigError as error:
+        return str(error)
+    return "nothing was said"
+
+
 def teacher_on_one_rank(rank: int, _: Path) -> list[str]:
     """A frozen teacher that both ranks run in the second step and the first rank alone in the fourth; what is said."""
     model, teacher, said = build(), build(), []
@@ -427,6 +439,7 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     named_groups,
     unused_on_a_rank,
     other_layers,
+    other_experts,
     pipeline,
     pipeline_compiled,
     distributed_checkpoint,

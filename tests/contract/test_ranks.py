@@ -167,6 +167,12 @@ def test_ranks_with_different_layers_get_an_explanatory_error(found):
         assert 'amax_group="rank"' in text
 
 
+def test_ranks_with_different_numbers_of_experts_get_an_explanatory_error(found):
+    for text in of_check(found, "other_experts"):
+        assert "the ranks' layers differ" in text
+        assert "8 to 8, 2 experts" in text
+
+
 def test_model_run_on_one_rank_only_is_reported_and_training_continues(found):
     """The ranks have said so together, so that neither waits for the other."""
     for said in of_check(found, "teacher_on_one_rank"):

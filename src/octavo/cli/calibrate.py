@@ -27,6 +27,7 @@ from octavo.quantization import (
 )
 from octavo.quantization import calibrate as find_scales
 from octavo.quantization.calibration.calibrate import check_choices
+from octavo.quantization.calibration.expert_scales import MIN_TOKENS
 from octavo.quantization.calibration.folder import check_own_folder
 from octavo.quantization.calibration.ranges import PERCENTILE, Method
 from octavo.text.corpus import Split
@@ -68,6 +69,10 @@ def calibrate(
     kv_cache: Annotated[
         bool, typer.Option("--kv-cache", help="Also find scales of keys and values, and means of keys.")
     ] = False,
+    min_expert_tokens: Annotated[
+        int | None,
+        typer.Option(help=f"Fewest tokens of an expert for scales of its own. [default: {MIN_TOKENS}]"),
+    ] = None,
     skip: options.Skip = None,
     head: options.Head = False,
     from_run: Annotated[
@@ -91,7 +96,8 @@ def calibrate(
     _check_method(method, percentile, granularity, weights)
     if from_run is not None:
         text_options |= {"--method": method if method != Method.MAX else None, "--context": None if check else context}
-        text_options |= {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None}
+        text_options |= {"--kv-cache": kv_cache or None, "--min-expert-tokens": min_expert_tokens}
+        text_options |= {"--skip": skip, "--head": head or None}
         options.refuse_given(
             text_options, "--from-run takes amaxes from the run and cannot be combined with {}; leave one of them out"
         )
@@ -120,6 +126,7 @@ def calibrate(
         else:
             settings |= {"method": method, "kv_cache": kv_cache, "skip": skip or (), "convert_head": head}
             settings["percentile"] = PERCENTILE if percentile is None else percentile
+            settings["min_expert_tokens"] = MIN_TOKENS if min_expert_tokens is None else min_expert_tokens
             calibration = _from_text(loaded, text, display, settings)
         check_coverage = (
             None if check_batches is None else _measure_coverage(loaded, calibration, check_batches, display)

@@ -13,6 +13,7 @@ from octavo.convert.unfused_experts import (
     UnfusedExperts,
     expert_layers,
     file_names,
+    undivided_experts,
     unfuse_experts,
 )
 from octavo.convert.weight_readers import layers_not_run
@@ -37,5 +38,6 @@ __all__ = [
     "restore",
     "routers",
     "store_weights_as_codes",
+    "undivided_experts",
     "unfuse_experts",
 ]

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert.experts import InterfaceExperts, is_experts, kind_of
+from octavo.convert.other_modules import ConvertedModule
+from octavo.errors import ConfigError
 
-__all__ = ["TensorNames", "UnfusedExperts", "expert_layers", "file_names", "unfuse_experts"]
+__all__ = ["TensorNames", "UnfusedExperts", "expert_layers", "file_names", "undivided_experts", "unfuse_experts"]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight$")
 
@@ -93,21 +95,41 @@ def unfuse_experts(model: nn.Module) -> dict[str, str]:
 
     Returns:
         The paths of the experts that stay as they are, with the reason.
+
+    Raises:
+        ConfigError: experts run a recipe already.
     """
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedModule) and is_experts(module):
+            raise ConfigError(
+                f"the experts {path!r} run a recipe on their weights of three dimensions; call octavo.restore(model), "
+                "then unfuse_experts, then convert the linear layers"
+            )
     reasons = {}
-    for path, module in list(model.named_modules()):
-        if not is_experts(module):
-            continue
-        parts = (
-            _parts(model, path, module)
-            if kind_of(module) is InterfaceExperts
-            else "octavo does not know how files name them"
-        )
+    for path, module, parts in list(_divisions(model)):
         if isinstance(parts, str):
             reasons[path] = parts
         else:
             model.set_submodule(path, UnfusedExperts(module, parts))
     return reasons
+
+
+def undivided_experts(model: nn.Module) -> dict[str, str]:
+    """Paths of the experts that :func:`unfuse_experts` would leave as they are, with the reason.
+
+    Example:
+        >>> undivided_experts(torch.nn.Linear(4, 4))
+        {}
+    """
+    return {path: parts for path, _, parts in _divisions(model) if isinstance(parts, str)}
+
+
+def _divisions(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[_Rows, ...] | str]]:
+    """Experts with how files divide their weights, or the reason why they cannot be divided."""
+    for path, module in model.named_modules():
+        if is_experts(module):
+            known = kind_of(module) is InterfaceExperts
+            yield path, module, _parts(model, path, module) if known else "octavo does not know how files name them"
 
 
 def expert_layers(model: nn.Module) -> set[str]:

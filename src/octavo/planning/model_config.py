@@ -133,7 +133,7 @@ def _experts(config: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str,
         raise ConfigError(f"the configuration sends a token to {numbers['top_k']} of {numbers['experts']} experts")
     width = numbers["expert_ffn"] or numbers["ffn"]
     shared = numbers["shared_ffn"] or width * number_of(config, SHARED)
-    if str(config.get("model_type", "")).startswith("llama4"):
+    if str(config.get("model_type", "")).startswith(("llama4", "hunyuan")):  # one, of which no key tells
         shared = width
     ffn = number_of(config, ("intermediate_size_mlp",)) or numbers["ffn"]
     dense = _dense_layers(config, numbers)

@@ -104,7 +104,7 @@ def _described(layers: Sequence[DelayedLayer]) -> list[str]:
     """One line for each layer: properties that must be equal on all ranks."""
     return [
         f"step {layer.scale_updates.closed_steps + 1} of layer {layer.path!r}, {layer.in_features} to "
-        f"{layer.out_features}"
+        f"{layer.out_features}{'' if layer.experts is None else f', {layer.experts} experts'}"
         for layer in layers
     ]
 

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 import octavo
-from octavo.convert import UnfusedExperts, choose_layers, file_names, left_as_they_are, routers, unfuse_experts
+from octavo.convert import (
+    UnfusedExperts,
+    choose_layers,
+    file_names,
+    left_as_they_are,
+    routers,
+    undivided_experts,
+    unfuse_experts,
+)
+from octavo.errors import ConfigError
 from tests.tiny_mixtures import EXPERTS, HIDDEN, INTERMEDIATE, mixture
 
 pytest.importorskip("transformers", reason="transformers is not installed: no experts to divide")
@@ -83,6 +92,19 @@ def test_experts_that_files_have_in_one_weight_stay():
     )
     assert torch.equal(logits_of(model), expected)
     assert file_names(model).changed == {}
+    assert undivided_experts(model) == reasons
+    assert undivided_experts(mixture("Mixtral").model) == {}
+
+
+def test_experts_that_run_a_recipe_are_restored_first():
+    model = mixture("Mixtral").model
+    octavo.convert(model, "tensorwise")
+    in_fp8 = logits_of(model)
+    with pytest.raises(ConfigError, match=r"^the experts 'model.layers.0.mlp.experts' run a recipe .* octavo.restore"):
+        unfuse_experts(model)
+    assert torch.equal(logits_of(model), in_fp8)
+    octavo.restore(model)
+    assert unfuse_experts(model) == {}
 
 
 def test_what_handles_linear_layers_alone_names_experts():

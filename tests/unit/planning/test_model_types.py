@@ -76,6 +76,15 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "in
 TINY |= {"num_key_value_heads": 4, "pad_token_id": 0}
 
 
+def test_hunyuans_shared_expert_counts():
+    sizes = {"num_experts": 4, "moe_topk": 2, "head_dim": 8, "tie_word_embeddings": True}
+    config = config_of("hunyuan_v1_moe", **TINY, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+    assert shape_of_config(config.to_dict(), name="hunyuan").parameters == pytest.approx(matrices, rel=1e-2)
+
+
 @pytest.mark.parametrize("is_decoder", [False, True])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "modernbert", "eurobert", "llama", "gemma", "olmo2"])
 def test_a_causal_model_does_not_see_later_tokens(kind, is_decoder):

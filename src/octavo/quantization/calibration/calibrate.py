@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.convert import choose_layers, other_modules
+from octavo.convert import choose_layers, other_modules, undivided_experts
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.formats import Format
@@ -116,7 +116,10 @@ def calibrate(
     layers, left_out = choose_layers(module, skip=skip, convert_head=convert_head)
     if not layers:
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
-    left_out |= dict.fromkeys(other_modules(module), NO_LINEAR_LAYERS)
+    undivided = undivided_experts(module)
+    for path in other_modules(module):
+        why = f" and cannot be: {undivided[path]}" if path in undivided else ""
+        left_out[path] = f"{NO_LINEAR_LAYERS}{why or '; octavo.convert.unfuse_experts gives experts such layers'}"
     check_has_no_codes(module, layers)
     check_is_whole(layers)
     if weight_rule is not WeightMethod.MAX:

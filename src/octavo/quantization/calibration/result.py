@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 NEVER_REACHED = "no batch reached it"
-NO_LINEAR_LAYERS = "its weights are no linear layers'; octavo.convert.unfuse_experts gives experts their own"
+NO_LINEAR_LAYERS = "the weights are not those of linear layers"
 MOST_BEYOND = 2.02  # a search at most halves a group's range; rounding to BF16 changes it slightly
 LOST_DB = 1.0  # of a weight under its own searched scales; rounding to BF16 first costs a tenth of that
 KV_CACHE, KV_ROLES, KEY_MEAN = "kv_cache.", ("key", "value"), ".key.mean"
@@ -220,8 +220,11 @@ class Calibration:
         if unreached:
             names = ", ".join(map(repr, unreached[:5])) + (" and others" if len(unreached) > 5 else "")
             sentences.append(f"no batch reached {names}: {len(unreached)} layers stay as they are")
-        if others := [path for path, why in self.left_out.items() if why == NO_LINEAR_LAYERS]:
-            sentences.append(f"{others[0]!r} and {len(others) - 1} more stay as they are: {NO_LINEAR_LAYERS}")
+        others = {path: why for path, why in self.left_out.items() if why.startswith(NO_LINEAR_LAYERS)}
+        for reason in dict.fromkeys(others.values()):
+            first, *rest = [path for path, why in others.items() if why == reason]
+            more = f" and {len(rest)} more" if rest else ""
+            sentences.append(f"left in high precision: {first!r}{more} ({reason})")
         return sentences
 
     def save(self, folder: str | Path) -> None:

@@ -109,5 +109,11 @@ def test_where_no_expert_has_enough_all_that_have_any_count():
 
 def test_fused_experts_are_named_as_left_out():
     found = octavo.calibrate(mixture("Mixtral"), batches())
-    assert found.left_out[BLOCK] == NO_LINEAR_LAYERS
-    assert any(f"'{BLOCK.replace('1', '0')}' and 1 more stay as they are" in each for each in found.warnings())
+    assert found.left_out[BLOCK] == f"{NO_LINEAR_LAYERS}; octavo.convert.unfuse_experts gives experts such layers"
+    said = f"left in high precision: '{BLOCK.replace('1', '0')}' and 1 more ({found.left_out[BLOCK]})"
+    assert said in found.warnings()
+    (one,) = octavo.calibrate(mixture("GptOss", num_hidden_layers=1), batches()).warnings()[-1:]
+    assert one == (
+        "left in high precision: 'model.layers.0.mlp.experts' (the weights are not those of linear layers and cannot "
+        "be: experts with biases or norms are not divided)"
+    )
