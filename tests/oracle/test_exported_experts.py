@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 LEAVES = {
     "Mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "Qwen3Moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "Phimoe": ("block_sparse_moe", "w1", "w3", "w2"),
 }
 each_model = pytest.mark.parametrize("name", LEAVES)
 TOKENS = torch.arange(24).view(1, 24)
@@ -58,7 +59,10 @@ def test_transformers_decodes_every_expert_to_the_right_place(name, tmp_path):
             assert torch.equal(experts.down_proj[expert], decoded(tensors, f"{path}.{down}"))
     config = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     routers = [f"model.layers.{index}.{block}.gate" for index in (0, 1)]
-    assert config["ignore"] == ["lm_head", *routers]
+    modules = [f"model.layers.{index}.mlp.{'router' if name == 'Phimoe' else 'gate'}" for index in (0, 1)]
+    assert set(config["ignore"]) == {"lm_head", *routers, *modules}  # named for servers, and for transformers
+    assert len(config["ignore"]) == (3 if routers == modules else 5)
+    assert not any(hasattr(read.get_submodule(path), "quantization_scheme") for path in modules)
     assert all(tensors[f"{path}.weight"].dtype == torch.bfloat16 for path in routers)
 
 
@@ -82,6 +86,12 @@ def test_an_export_is_verified_by_transformers_and_by_octavo(tmp_path, monkeypat
     assert verdict(saved).greedy_equal == verdict(saved).greedy_tokens == 32
     assert saved.schemes == {"weights with a scale a row, inputs with a scale a token": 2 * (4 + 3 * EXPERTS)}
     assert any("transformers decodes the weights of experts" in note for note in saved.notes)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_verification")
+def test_routers_of_other_names_in_files_stay_in_high_precision(tmp_path):
+    assert verdict(save_quantized(converted("Phimoe"), tmp_path / "m")).worst_error < 1e-5
 
 
 @each_model
