@@ -14,8 +14,9 @@ from octavo.convert import file_names, unfuse_experts
 from octavo.errors import ConfigError
 from octavo.export.checkpoint_writer import save_quantized
 from octavo.export.emulation import emulated
+from octavo.export.lockstep import relative_error
 from octavo.nn import Linear
-from tests.tiny_mixtures import EXPERTS, INTERMEDIATE, VOCABULARY, mixture
+from tests.tiny_mixtures import EXPERTS, HIDDEN, INTERMEDIATE, VOCABULARY, mixture
 from tests.unit.checkpoints.folders import verdict
 
 pytestmark = pytest.mark.skipif(
@@ -25,6 +26,14 @@ pytestmark = pytest.mark.skipif(
 LEAVES = {
     "Mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "Qwen3Moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "Phimoe": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+# Layers with inputs [tokens, K] or [B, 1, tokens, K], of which compressed-tensors casts several tokens by one scale.
+FLAT = {
+    "Qwen2Moe": "'model.layers.0.mlp.shared_expert.gate_proj' and 5 more",
+    "Ernie4_5_Moe": "'model.layers.1.mlp.shared_experts.gate_proj' and 2 more",
+    "DeepseekV3": "'model.layers.0.self_attn.kv_b_proj' and 1 more",
+    "Phimoe": "",
 }
 each_model = pytest.mark.parametrize("name", LEAVES)
 TOKENS = torch.arange(24).view(1, 24)
@@ -58,7 +67,10 @@ def test_transformers_decodes_every_expert_to_the_right_place(name, tmp_path):
             assert torch.equal(experts.down_proj[expert], decoded(tensors, f"{path}.{down}"))
     config = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     routers = [f"model.layers.{index}.{block}.gate" for index in (0, 1)]
-    assert config["ignore"] == ["lm_head", *routers]
+    modules = [f"model.layers.{index}.mlp.{'router' if name == 'Phimoe' else 'gate'}" for index in (0, 1)]
+    assert set(config["ignore"]) == {"lm_head", *routers, *modules}  # named for servers, and for transformers
+    assert len(config["ignore"]) == (3 if routers == modules else 5)
+    assert not any(hasattr(read.get_submodule(path), "quantization_scheme") for path in modules)
     assert all(tensors[f"{path}.weight"].dtype == torch.bfloat16 for path in routers)
 
 
@@ -82,6 +94,40 @@ def test_an_export_is_verified_by_transformers_and_by_octavo(tmp_path, monkeypat
     assert verdict(saved).greedy_equal == verdict(saved).greedy_tokens == 32
     assert saved.schemes == {"weights with a scale a row, inputs with a scale a token": 2 * (4 + 3 * EXPERTS)}
     assert any("transformers decodes the weights of experts" in note for note in saved.notes)
+
+
+@pytest.mark.usefixtures("forked_verification")
+@pytest.mark.parametrize("name", ["Qwen2Moe", *(pytest.param(name, marks=pytest.mark.long) for name in list(FLAT)[1:])])
+def test_layers_whose_input_is_not_batch_by_tokens_are_verified_token_by_token(name, tmp_path):
+    saved = save_quantized(converted(name), tmp_path / "m")
+    assert saved.reader == "transformers"
+    assert verdict(saved).logits_error < 1e-5
+    assert verdict(saved).worst_error < 1e-5
+    assert verdict(saved).greedy_equal == verdict(saved).greedy_tokens == 32
+    notes = [note for note in saved.notes if note.startswith("compressed-tensors casts several tokens by one scale")]
+    assert [FLAT[name] in note for note in notes] == [True] * bool(FLAT[name])
+
+
+def test_transformers_reads_a_scale_a_token_there_with_octavos_quantizer_only(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from octavo.compat.huggingface import codes_config
+
+    save_quantized(converted("Qwen2Moe", skip=["*.experts.*"]), tmp_path / "m", verify_folder=False)
+    layer = "model.layers.0.mlp.shared_expert.gate_proj"
+    x = torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 25.0)[:, None]
+    expected = load_quantized(tmp_path / "m").model.get_submodule(layer)(x)
+    read = {
+        "octavo": AutoModelForCausalLM.from_pretrained(
+            tmp_path / "m", config=codes_config(tmp_path / "m"), dtype=torch.float32
+        ),
+        "transformers": AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32),
+    }
+    read["transformers"](TOKENS)  # decodes the weights
+    assert torch.equal(read["octavo"].get_submodule(layer)(x), expected)
+    theirs = read["transformers"].get_submodule(layer)
+    assert relative_error(theirs(x), expected) > 0.005
+    assert relative_error(theirs(x[None])[0], expected) < 1e-5
 
 
 @each_model

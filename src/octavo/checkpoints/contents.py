@@ -49,7 +49,7 @@ class Contents:
         layers: FP8 layers by path, in the model's order.
         rest: every other tensor by its name in the ``state_dict``; tied tensors under their first name only.
         tables: embeddings stored as rows of codes, by path.
-        left_out: paths of linear layers and routers that stay in high precision.
+        left_out: paths of linear layers and routers that stay in high precision; renamed, under both names.
         kv_scales: scales of keys and of values, float32 [] each, by decoder layer.
         experts: names of high-precision tensors that contain the matrices of all experts.
         unfused: paths of the linear layers of experts that have them, in FP8 or not.
@@ -64,14 +64,22 @@ class Contents:
     unfused: tuple[str, ...] = ()
 
     def renamed(self, names: TensorNames) -> "Contents":
-        """The same contents under other names."""
+        """The same contents under other names.
+
+        What stays in high precision keeps its own name beside the other, for programs that match a configuration with
+        their modules, as transformers does. Experts have no module of that name there.
+        """
         return replace(
             self,
             layers={names.path(path): layer for path, layer in self.layers.items()},
             rest={names.tensor(name): tensor for name, tensor in self.rest.items()},
-            left_out=tuple(map(names.path, self.left_out)),
+            left_out=tuple(dict.fromkeys([*map(names.path, self.left_out), *self._modules_left_out()])),
             unfused=tuple(map(names.path, self.unfused)),
         )
+
+    def _modules_left_out(self) -> Iterator[str]:
+        unfused = set(self.unfused)
+        return (path for path in self.left_out if path not in unfused)
 
     def in_fnuz(self) -> "Contents":
         """The same values as FNUZ codes, with every scale doubled: of weights, static inputs, keys and values.

@@ -38,7 +38,7 @@ from octavo.export.emulation import emulated, layers_in_high_precision
 from octavo.export.lockstep import LockstepAgreement, make_probe
 from octavo.export.model_files import Companions, companions_of
 from octavo.export.reload import OCTAVO
-from octavo.export.verification import decoded_layers, reader_note, reader_of, verify
+from octavo.export.verification import decoded_layers, flattened_layers, reader_notes, reader_of, verify
 from octavo.files import claimed_folder, hidden_path, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.nn.arguments import check_whole
@@ -140,13 +140,13 @@ def save_quantized(
         writer.write(temporary)
         nbytes = sum(path.stat().st_size for path in temporary.glob("*.safetensors"))
         reader = (OCTAVO if fnuz else reader_of(fmt, contents)) if verify_folder else ""
-        agreement = writer.verify(temporary, reader, beside=folder) if verify_folder else None
+        agreement, flattened = writer.verify(temporary, reader, beside=folder) if verify_folder else (None, ())
     return SavedCheckpoint(
         folder=folder,
         format=format,
         schemes=writer.schemes(),
         left_out=contents.left_out,
-        notes=writer.notes() + (() if fnuz else reader_note(fmt, contents, reader)),
+        notes=writer.notes() + (() if fnuz else reader_notes(fmt, contents, reader, flattened)),
         nbytes=nbytes,
         bf16_nbytes=writer.bf16_nbytes(),
         reader=reader,
@@ -196,14 +196,18 @@ class _CheckpointWriter:
         write_tensors(folder, self._tensors(contents), floats, self.most)
         write_sums(folder)
 
-    def verify(self, folder: Path, reader: str, *, beside: Path) -> LockstepAgreement:
-        """Verify the written folder in a fresh process, and by octavo too where the reader does not cast all inputs."""
-        agreement = self._verify_by(reader, folder, beside=beside)
+    def verify(self, folder: Path, reader: str, *, beside: Path) -> tuple[LockstepAgreement, tuple[str, ...]]:
+        """Verify the written folder in a fresh process, and by octavo too where the reader does not cast all inputs.
+
+        Returns:
+            The reader's agreement, and the paths of :func:`~octavo.export.verification.flattened_layers`.
+        """
+        verification = self._verify_by(reader, folder, beside=beside)
         if decoded_layers(self.contents, reader):
             self._verify_by(OCTAVO, folder, beside=beside)
-        return agreement
+        return verification
 
-    def _verify_by(self, reader: str, folder: Path, *, beside: Path) -> LockstepAgreement:
+    def _verify_by(self, reader: str, folder: Path, *, beside: Path) -> tuple[LockstepAgreement, tuple[str, ...]]:
         decoded = decoded_layers(self.contents, reader)
         paths = [path for path in self.contents.layers if path not in set(decoded)]
         length = min(PROMPT + GREEDY, self.model.context)
@@ -222,7 +226,8 @@ class _CheckpointWriter:
             )
         self.on_phase("read back", 0, 1)
         with hidden_path(beside, "probe") as scratch:
-            return verify(folder, probe, reader=reader, scratch=scratch)
+            agreement = verify(folder, probe, reader=reader, scratch=scratch)
+        return agreement, flattened_layers(self.contents, reader, probe)
 
     def schemes(self) -> dict[str, int]:
         """Number of layers by scheme."""

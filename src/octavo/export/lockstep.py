@@ -61,8 +61,8 @@ class ReferenceProbe:
         tokens: int64 [B, T]: a prompt and the reference's continuation in the first row, text in the others.
         prompt: number of tokens of the prompt.
         logits: float32 [B, T, V].
-        inputs: input of each FP8 layer, [B, T, K], by path; also keys and values [B, kv, T, D] that reach an FP8 cache,
-            by the path of the cache with ".keys" or ".values".
+        inputs: input of each FP8 layer, mostly [B, T, K], by path; also keys and values [B, kv, T, D] that reach an FP8
+            cache, by the path of the cache with ".keys" or ".values".
         given: replacement of each input.
     """
 
@@ -71,6 +71,11 @@ class ReferenceProbe:
     logits: Tensor
     inputs: Mapping[str, Tensor]
     given: Mapping[str, Tensor]
+
+    @property
+    def flat_layers(self) -> tuple[str, ...]:
+        """Paths of layers whose input is not [batch, tokens, K], but [tokens, K] or [B, heads, T, K]."""
+        return tuple(name for name, x in self.inputs.items() if x.ndim != 3 and _argument(name)[0] == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ described in ``octavo.export.lockstep``.
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,13 +15,13 @@ import torch
 
 import octavo
 from octavo.checkpoints import Contents, FileFormat
-from octavo.checkpoints.schemes import BLOCK, scheme_of
+from octavo.checkpoints.schemes import BLOCK, Inputs, scheme_of
 from octavo.errors import CheckpointError
 from octavo.export.lockstep import LockstepAgreement, ReferenceProbe, save_probe
 from octavo.export.reload import OCTAVO, TRANSFORMERS
 from octavo.parsing import parse_json
 
-__all__ = ["TOLERANCE", "decoded_layers", "reader_note", "reader_of", "verify"]
+__all__ = ["TOLERANCE", "decoded_layers", "flattened_layers", "reader_notes", "reader_of", "verify"]
 
 # Relative. Correct exports differ by up to 2.4e-4 (docs/concepts/verification.md), inputs that are not cast by 1e-2.
 TOLERANCE = 1e-3
@@ -50,8 +51,26 @@ def decoded_layers(contents: Contents, reader: str) -> tuple[str, ...]:
     return tuple(path for path in contents.unfused if path in contents.layers) if reader == TRANSFORMERS else ()
 
 
-def reader_note(fmt: FileFormat, contents: Contents, reader: str) -> tuple[str, ...]:
-    """Note on a folder for transformers that octavo read back itself, or whose experts transformers decodes."""
+def flattened_layers(contents: Contents, reader: str, probe: ReferenceProbe) -> tuple[str, ...]:
+    """Paths of layers whose tokens the reader casts together, and that were compared with a scale a token."""
+    by_token = (path for path in probe.flat_layers if scheme_of(contents.layers[path].recipe).inputs is Inputs.TOKEN)
+    return tuple(by_token) if reader == TRANSFORMERS else ()
+
+
+def reader_notes(fmt: FileFormat, contents: Contents, reader: str, flattened: Sequence[str]) -> tuple[str, ...]:
+    """Notes on a folder for transformers that octavo read back itself, or that transformers computes otherwise."""
+    notes = _notes_on_reading(fmt, contents, reader)
+    if not flattened:
+        return notes
+    together = (
+        f"compressed-tensors casts several tokens by one scale in {flattened[0]!r} and {len(flattened) - 1} more "
+        "layers, whose inputs are not [batch, tokens, features]: compared with a scale a token, as servers have; "
+        "octavo.compat.huggingface.codes_config reads the folder so in transformers"
+    )
+    return (*notes, together)
+
+
+def _notes_on_reading(fmt: FileFormat, contents: Contents, reader: str) -> tuple[str, ...]:
     if decoded_layers(contents, reader):
         decodes = "transformers decodes the weights of experts when it loads and does not cast their inputs"
         return (f"{decodes}: it was compared with that, and octavo's reading of the folder with casts of all inputs",)
@@ -86,20 +105,9 @@ def verify(folder: Path, probe: ReferenceProbe, *, reader: str, scratch: Path) -
             f"the written folder gives other results when {reader} reads it and was removed: logits differ by "
             f"{agreement.logits_error:.2g}, the input of {agreement.worst_layer!r} by {agreement.worst_error:.2g} (at "
             f"most {TOLERANCE:g} is allowed), and {agreement.greedy_equal} of {agreement.greedy_tokens} greedy tokens "
-            f"are the same{_known_limit(probe, reader)}"
+            "are the same"
         )
     return agreement
-
-
-def _known_limit(probe: ReferenceProbe, reader: str) -> str:
-    """Hint for a layer with input [B·T, K]: the "token" of compressed-tensors is the second of three dimensions."""
-    flat = next((path for path, x in probe.inputs.items() if x.ndim < 3), None)
-    if flat is None or reader != TRANSFORMERS:
-        return ""
-    return (
-        f"; {flat!r} receives all tokens in one dimension, for which compressed-tensors uses a single scale instead of "
-        "one per token: skip such layers (--skip), or cast only weights (--recipe weight_only)"
-    )
 
 
 def _environment() -> dict[str, str]:
