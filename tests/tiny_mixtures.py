@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from octavo.convert import unfuse_experts
 from octavo.language_model import LanguageModel
 from octavo.text.tokenizer import train_tokenizer
 
@@ -71,3 +72,17 @@ def mixture(name: str, **settings: Any) -> LanguageModel:
                 parameter.mul_(5)
     tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=VOCABULARY)
     return LanguageModel(model=model, tokenizer=tokenizer, context=CONTEXT, source="a test")
+
+
+def starving(expert: int = 2) -> LanguageModel:
+    """A Mixtral with a layer for each expert, whose second router never selects one of them."""
+    made = mixture("Mixtral")
+    router = made.model.get_submodule("model.layers.1.mlp.gate")
+
+    def away(_: object, __: object, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, index = outputs
+        return logits, weights, torch.where(index == expert, EXPERTS, index)
+
+    router.register_forward_hook(away)
+    unfuse_experts(made.model)
+    return made

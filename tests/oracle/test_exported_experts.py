@@ -178,7 +178,10 @@ def test_transformers_decodes_deepseeks_format_too(tmp_path):
 
 
 def test_experts_of_several_schemes_are_refused(tmp_path):
-    words = r"one scheme, and 'model\.layers\.0\.mlp\.experts' has several; skip all or none of it"
+    words = (
+        r"one scheme, and 'model\.layers\.0\.mlp\.experts' has several; skip all or none of it, or use the format "
+        "octavo; octavo sensitivity makes a mix that servers run if it is given the --format of the export"
+    )
     for options in ({"skip": ["*.0.mlp.experts.1.*"]}, {"overrides": {"*.0.mlp.experts.1.w1": "tensorwise"}}):
         with pytest.raises(ConfigError, match=words):
             save_quantized(converted("Mixtral", **options), tmp_path / "m", verify_folder=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoints.contents import Contents, FP8Layer
+from octavo.checkpoints.merged_layers import of_several_schemes
 from octavo.checkpoints.names import ScaleNames
 from octavo.checkpoints.schemes import Scheme, scheme_of, served
 from octavo.errors import CheckpointError, ConfigError
@@ -85,7 +86,9 @@ class FileFormat:
                 return f"layer {path!r}: {reason}"
         if self.schemes is not None and (mixed := _partly_in_fp8(contents)):
             return (
-                f"servers run all experts of a layer by one scheme, and {mixed!r} has several; skip all or none of it"
+                f"servers run all experts of a layer by one scheme, and {mixed!r} has several; skip all or none of it, "
+                "or use the format octavo; octavo sensitivity makes a mix that servers run if it is given the --format "
+                "of the export"
             )
         return self._reason_of_mixture(contents) if self.one_scheme else None
 
@@ -111,11 +114,8 @@ class FileFormat:
 
 def _partly_in_fp8(contents: Contents) -> str | None:
     """Path of the first experts whose linear layers have several schemes, or of which some are in high precision."""
-    schemes = dict[str, set[Scheme | None]]()
-    for path in contents.unfused:
-        experts, layer = path.rsplit(".", 2)[0], contents.layers.get(path)
-        schemes.setdefault(experts, set()).add(None if layer is None else scheme_of(layer.recipe))
-    return next((experts for experts, each in schemes.items() if len(each) > 1), None)
+    in_fp8 = {path: scheme_of(layer.recipe) for path, layer in contents.layers.items()}
+    return next(iter(of_several_schemes({path: in_fp8.get(path) for path in contents.unfused})), None)
 
 
 def matched_scheme(fmt: str, scheme: Scheme, supported: frozenset[Scheme]) -> Scheme:

@@ -257,8 +257,10 @@ class _CheckpointWriter:
             )
         if self.fmt.schemes is not None and (refused := of_several_schemes(self._scheme_of_each())):
             sentences.append(
-                f"vLLM and SGLang refuse this folder: they merge q, k, v and gate, up, which in {refused[0]!r} and "
-                f"{len(refused) - 1} more modules have several schemes; give them one recipe, or skip them together"
+                f"vLLM and SGLang refuse this folder: they merge q, k, v; gate, up; and a layer's experts, which in "
+                f"{refused[0]!r} and {len(refused) - 1} more modules have several schemes; give them one recipe, or "
+                "skip them together; octavo sensitivity makes a mix that servers run if it is given the --format of "
+                "the export"
             )
         for recipe in {layer.recipe.name: layer.recipe for layer in self.contents.layers.values()}.values():
             served_recipe = self.fmt.served(recipe)

@@ -153,3 +153,26 @@ def test_sensitivity_ranks_experts_and_its_mix_is_applied(octavo, plain, text_fi
     assert experts & mix.overrides.keys()
     report = mix.apply(model)
     assert experts <= {*report.converted, *report.skipped}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_verification")
+def test_a_mix_for_a_servers_format_is_exported_in_it(octavo, plain, text_file, tmp_path):
+    """Verified by transformers and octavo; all experts of a layer have one scheme."""
+    small = ["--data", text_file, "--windows", 2, "--verify-windows", 2, "--pairs", 2, "--context", 16]
+    asked = ["--budget-bytes", "0.75", "--budget-perplexity", "20%"]
+    fmt = ["--format", "compressed-tensors"]
+    result = octavo("sensitivity", plain, *small, *asked, *fmt, "--out", tmp_path / "mix", "--json")
+    assert result.exit_code == 0, result.output
+    chosen = load_mix(tmp_path / "mix" / "mix.toml").overrides
+    experts = [{each for path, each in chosen.items() if f".{layer}.mlp.experts." in path} for layer in (0, 1)]
+    assert all(len(schemes) == 1 for schemes in experts)
+    assert experts != [{"bf16"}] * 2
+    result = octavo("export", plain, "--mix", tmp_path / "mix" / "mix.toml", *fmt, "--out", tmp_path / "fp8", "--json")
+    assert result.exit_code == 0, result.output
+    saved = json.loads(result.stdout)
+    assert saved["reader"] == "transformers"
+    assert not any("refuse this folder" in note for note in saved["notes"])
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    ignored = [path for path in config["ignore"] if ".experts." in path]
+    assert len(ignored) == sum(choice == "bf16" for path, choice in chosen.items() if ".experts." in path)

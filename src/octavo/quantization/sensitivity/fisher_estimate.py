@@ -21,7 +21,11 @@ The cost of a table is estimated per row. In a look-up, a position's term belong
 that shares the table, only word v's logit changes, by Δ_tv, which costs ½ p_tv (1 − p_tv) Δ_tv² with p the reference's
 probability of the word: the diagonal of the softmax's Fisher matrix, which needs no sampling.
 
-An expert's layer that no token reaches in any window is left in BF16, with no other choice.
+An expert's layer that no token reaches in any window has no estimate, which is not a cost of 0: alone it is left in
+BF16, with no other choice. In a group with other experts, which have one choice for all of them
+(:func:`octavo.quantization.sensitivity.units.units_of`), it must not force that on the whole layer: it keeps its
+choices, and the study counts it as the costliest of the same layers in the other experts. That is more than it will
+probably cost, since few tokens choose it.
 
 Cost: one forward and backward pass, and one forward pass of each layer for each choice. Input, output and gradient of
 every layer are stored for one window.
@@ -69,7 +73,8 @@ def estimate(
 ) -> tuple[tuple[Unit, ...], dict[Key, float]]:
     """Estimate the cost of each unit under each of its choices, in nats per token, with everything else in BF16.
 
-    Tables are returned with their rows ranked, and experts that no token reaches with the choice BF16 alone.
+    Tables are returned with their rows ranked. An expert's layer that no token reaches has no cost but BF16's, and no
+    other choice either if no unit of its group and role was reached.
 
     Args:
         model: in BF16 (:func:`octavo.quantization.sensitivity.bf16_reference.in_bf16`).
@@ -97,11 +102,12 @@ def estimate(
         on_window(done)
     predicted = len(windows) * (windows.shape[1] - 1)
     ranked = tuple(replace(u, row_order=rows[u.path].argsort(stable=True)) if u.is_table else u for u in units)
-    ranked = tuple(replace(unit, choices=(BF16,)) if unit.path in unreached else unit for unit in ranked)
+    reached = {(unit.group, unit.role) for unit in ranked if unit.path not in unreached}
+    ranked = tuple(u if (u.group, u.role) in reached else replace(u, choices=(BF16,)) for u in ranked)
     for unit in ranked:
         if unit.is_table:
             sums |= _sums_of_rows(unit, rows[unit.path])
-    known = {(unit.path, choice) for unit in ranked for choice in unit.choices}
+    known = {(u.path, choice) for u in ranked for choice in u.choices if choice == BF16 or u.path not in unreached}
     return ranked, {key: total / predicted for key, total in sums.items() if key in known}
 
 

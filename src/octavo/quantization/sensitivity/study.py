@@ -96,10 +96,11 @@ class Sensitivity:
 
     Attributes:
         units: in the model's order.
-        estimates: estimated cost in nats per token, by (unit path, choice).
+        estimates: estimated cost in nats per token, by (unit path, choice); none of an expert that no token reached.
         measured: measured increase of the pairs that were run.
         floor: increase caused by the smallest change of a BF16 computation.
-        costs: cost used by the search in nats per token: measured where available, otherwise estimated.
+        costs: cost used by the search in nats per token: measured where available, otherwise estimated, otherwise the
+            largest of the same layers in the other experts.
         agreement: rank correlation of estimates and measurements.
         budget: the given budget.
         best: best mix; None if no mix is within the budget.
@@ -160,7 +161,7 @@ def measure_sensitivity(
         budget: limits of the mix.
         choices: allowed precisions in addition to BF16.
         tables: whether embeddings may store rows as FP8 codes, which only octavo's own format holds.
-        merged: whether q, k, v and gate, up have one choice, as the servers that merge them need.
+        merged: whether layers that servers run as one (:mod:`octavo.checkpoints.merged_layers`) have one choice.
         true_pairs: number of (layer, choice) pairs to measure; 0 uses estimates only.
         seed: of the labels sampled for the estimates.
         on_progress: called with a phase's name, the number of steps done and their total.
@@ -335,7 +336,10 @@ def _above_floor(increase: Increase, floor: Increase) -> float:
 def _costs(
     units: Sequence[Unit], estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase
 ) -> dict[Key, float]:
-    """Replace estimates by measurements that exceed the floor; a table's scales the estimates of all its shares."""
+    """Replace estimates by measurements that exceed the floor; a table's scales the estimates of all its shares.
+
+    What has no estimate gets the largest cost of its role in its group.
+    """
     costs = dict(estimates)
     tables = {unit.path: unit for unit in units if unit.is_table}
     for (path, choice), increase in measured.items():
@@ -348,4 +352,8 @@ def _costs(
             }
         else:
             costs[path, choice] = measured_cost
-    return costs
+    places = {(unit.path, choice): (unit.group, unit.role, choice) for unit in units for choice in unit.choices}
+    largest: dict[tuple[str, str, str], float] = {}
+    for key, cost in costs.items():
+        largest[places[key]] = max(cost, largest.get(places[key], 0.0))
+    return {key: costs.get(key, largest[place]) for key, place in places.items()}

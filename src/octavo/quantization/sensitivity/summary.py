@@ -60,6 +60,11 @@ def notes(result: Sensitivity) -> Iterator[str]:
         yield f"The nearest mix costs {near.nats:+.4f} ± {near.error:.4f} nats; allow more bytes or more perplexity."
     else:
         yield "The smallest mix has more bytes than that; allow more."
+    if unreached := [unit.path for unit in result.units if (unit.path, unit.choices[0]) not in result.estimates]:
+        yield (
+            f"No token reached {unreached[0]} and {len(unreached) - 1} more layers of experts; each counts as the "
+            "costliest of the same layers in the other experts. More windows (--windows) may reach them."
+        )
     yield how_ranked(result)
 
 
@@ -139,7 +144,7 @@ def _layer(result: Sensitivity, unit: Unit, best: Mapping[str, str] | None) -> d
         "choices": {
             choice: {
                 "bytes": unit.bytes_as(choice),
-                "estimated_nats": result.estimates[unit.path, choice],
+                "estimated_nats": result.estimates.get((unit.path, choice)),
                 "counted_nats": result.costs[unit.path, choice],
                 **_increase(result.measured.get((unit.path, choice))),
             }

@@ -135,7 +135,8 @@ def units_of(
         model: with plain linear layers, or octavo's.
         choices: allowed precisions in addition to BF16; each unit keeps those that it supports.
         tables: whether embeddings may store rows as codes.
-        merged: whether layers that servers merge (:mod:`octavo.checkpoints.merged_layers`) have one choice.
+        merged: whether layers that servers run as one (:mod:`octavo.checkpoints.merged_layers`) have one choice: q, k,
+            v; gate, up; and all layers of the experts of a layer.
 
     Raises:
         ConfigError: an unknown choice, or a model without linear layers besides its head.

@@ -12,7 +12,7 @@ from octavo.export.checkpoint_writer import save_quantized
 from octavo.formats import E4M3
 from octavo.quantization.calibration.expert_scales import fill_in
 from octavo.quantization.calibration.result import NO_LINEAR_LAYERS, load_calibration
-from tests.tiny_mixtures import EXPERTS, VOCABULARY, mixture
+from tests.tiny_mixtures import EXPERTS, VOCABULARY, mixture, starving
 from tests.unit.quantization.calibration.test_observers import recorded
 
 pytest.importorskip("transformers", reason="transformers is not installed: no experts to calibrate")
@@ -22,20 +22,6 @@ BLOCK = "model.layers.1.mlp.experts"
 def batches():
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, VOCABULARY, (2, 24), generator=generator) for _ in range(4)]
-
-
-def starving(expert=2):
-    """A Mixtral whose second router never selects one expert."""
-    model = mixture("Mixtral")
-    router = model.model.get_submodule("model.layers.1.mlp.gate")
-
-    def away(_, __, outputs):
-        logits, weights, index = outputs
-        return logits, weights, torch.where(index == expert, EXPERTS, index)
-
-    router.register_forward_hook(away)
-    unfuse_experts(model.model)
-    return model
 
 
 def test_each_expert_has_the_scale_of_its_own_tokens():
@@ -98,6 +84,15 @@ def test_few_tokens_do_not_lower_an_experts_own_scale():
     tokens = dict(zip(paths, (90, 70, 3, 0), strict=True))
     assert fill_in(scales, same, tokens, 64) == {"e.2.w", "e.3.w"}
     assert [float(scales[path]) for path in paths] == [1.0, 2.0, 5.0, 2.0]
+
+
+def test_as_many_tokens_as_asked_for_are_enough():
+    """Such an expert keeps its own scale, and lends it where another has one token less."""
+    paths = ("e.0.w", "e.1.w", "e.2.w")
+    scales = {"e.0.w": torch.tensor(1.0), "e.1.w": torch.tensor(2.0)}
+    tokens = dict(zip(paths, (64, 63, 0), strict=True))
+    assert fill_in(scales, dict.fromkeys(paths, paths), tokens, 64) == {"e.1.w", "e.2.w"}
+    assert [float(scales[path]) for path in paths] == [1.0, 2.0, 1.0]
 
 
 def test_where_no_expert_has_enough_all_that_have_any_count():

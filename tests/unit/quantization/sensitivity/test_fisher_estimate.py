@@ -13,7 +13,8 @@ from octavo.quantization.sensitivity import fisher_estimate
 from octavo.quantization.sensitivity.ablation import floor_of, measure
 from octavo.quantization.sensitivity.bf16_reference import in_bf16
 from octavo.quantization.sensitivity.fisher_estimate import estimate
-from octavo.quantization.sensitivity.units import applied, units_of
+from octavo.quantization.sensitivity.units import BF16, CHOICES, applied, units_of
+from tests.tiny_mixtures import EXPERTS, VOCABULARY, starving
 from tests.unit.quantization.sensitivity.small_models import LENGTH, WORDS, small_llama, windows_of
 
 PATH = "model.layers.1.mlp.up_proj"
@@ -130,3 +131,20 @@ def test_a_layer_that_never_runs_is_named():
     tokens = windows_of(model, 1)
     with in_bf16(model), pytest.raises(ConfigError, match="the loss does not reach 'spare'"):
         estimate(model, units_of(model), tokens)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_expert_that_no_token_reaches_has_no_cost_in_fp8(merged):
+    """Alone it stays in BF16; in a layer with one choice for all experts it leaves the others theirs."""
+    pytest.importorskip("transformers", reason="transformers is not installed: no experts")
+    model = starving(expert=2).model
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+    unreached = {f"model.layers.1.mlp.experts.2.{name}" for name in ("w1", "w2", "w3")}
+    with in_bf16(model):
+        units, found = estimate(model, units_of(model, merged=merged), tokens)
+    experts = {unit.path: unit.choices for unit in units if ".experts." in unit.path}
+    assert len(experts) == 2 * 3 * EXPERTS
+    assert experts == {path: (BF16,) if path in unreached and not merged else CHOICES for path in experts}
+    for path in experts:
+        estimated = {choice for choice in CHOICES if (path, choice) in found}
+        assert estimated == ({BF16} if path in unreached else {*CHOICES})

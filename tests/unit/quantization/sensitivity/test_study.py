@@ -3,6 +3,7 @@
 import copy
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from octavo.errors import ConfigError
 from octavo.quantization import Budget, Mix, measure_sensitivity
 from octavo.quantization.sensitivity import fisher_estimate, study
 from octavo.quantization.sensitivity.ablation import Increase
+from octavo.quantization.sensitivity.mix_selection import best_mix
 from octavo.quantization.sensitivity.study import _costs, _pairs_to_measure
 from octavo.quantization.sensitivity.summary import FORMAT, asked, headline, notes, record, worst_first
-from octavo.quantization.sensitivity.units import bytes_of, units_of
+from octavo.quantization.sensitivity.units import BF16, Unit, bytes_of, units_of
+from tests.tiny_mixtures import EXPERTS, VOCABULARY, starving
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 
 
@@ -228,6 +231,49 @@ def test_measured_divergence_replaces_an_estimate_it_clearly_differs_from():
     assert costs[layer, "tensorwise"] == 0, "less than the floor is nothing"
     assert costs[other, "rowwise"] == 0.0001, "neither stands out: the estimate stays"
     assert costs[layer, "weight_only"] == 0.01, "not measured"
+
+
+def test_an_expert_without_an_estimate_counts_as_the_costliest_beside_it():
+    """Per projection and choice, by what the others cost in the search: a measurement where there is one."""
+    layer = "model.layers.0.mlp.experts"
+    paths = [f"{layer}.{expert}.{name}" for expert in range(3) for name in ("w1", "w2")]
+    units = tuple(
+        Unit(path=path, paths=(path,), shape=(8, 8), choices=("rowwise", BF16), group=f"{layer}.*") for path in paths
+    )
+    nats = dict(zip(paths, (0.01, 0.05, 0.02, 0.03), strict=False))  # none of the last expert
+    estimates = {(path, "rowwise"): cost for path, cost in nats.items()} | {(path, BF16): 0.0 for path in paths}
+    floor = Increase(nats=0, error=0, divergence=0.001, windows=2)
+    measured = {(paths[0], "rowwise"): replace(floor, divergence=0.101)}
+    costs = _costs(units, estimates, measured, floor)
+    assert costs[f"{layer}.2.w1", "rowwise"] == pytest.approx(0.1)
+    assert costs[f"{layer}.2.w2", "rowwise"] == 0.05
+    assert costs[f"{layer}.2.w2", BF16] == 0
+    most = sum(unit.bytes_as("rowwise") for unit in units)
+    assert set((best_mix(units, costs, byte_limit=most) or {}).values()) == {"rowwise"}
+    assert set((best_mix(units, costs, nats=sum(nats.values()) + 0.1) or {}).values()) == {BF16}
+
+
+@pytest.mark.long
+def test_an_expert_without_tokens_takes_the_choice_of_its_layer_and_is_named():
+    pytest.importorskip("transformers", reason="transformers is not installed: no experts")
+    model = starving(expert=2).model
+    windows = torch.randint(0, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(2))
+    budget = Budget(bytes_share=0.7)
+    result = measure_sensitivity(
+        model, windows[:2], windows[2:], budget=budget, tables=False, merged=True, true_pairs=400
+    )
+    assert result.best is not None
+    layer = "model.layers.1.mlp.experts"
+    chosen = {choice for path, choice in result.best.chosen.items() if path.startswith(layer)}
+    assert chosen == {"weight_only"}
+    for name in ("w1", "w2", "w3"):
+        others = [result.costs[f"{layer}.{expert}.{name}", "rowwise"] for expert in range(EXPERTS) if expert != 2]
+        assert result.costs[f"{layer}.2.{name}", "rowwise"] == max(others) > 0
+        assert (f"{layer}.2.{name}", "rowwise") not in result.measured
+    layers = {each["path"]: each for each in record(result, {})["layers"]}
+    assert layers[f"{layer}.2.w2"]["choices"]["rowwise"]["estimated_nats"] is None
+    assert layers[f"{layer}.1.w2"]["choices"]["rowwise"]["estimated_nats"] > 0
+    assert any(note.startswith(f"No token reached {layer}.2.w1 and 2 more layers of experts") for note in notes(result))
 
 
 def test_bad_arguments(sensitive):

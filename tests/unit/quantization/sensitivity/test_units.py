@@ -8,9 +8,10 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.convert import convert
+from octavo.convert import convert, unfuse_experts
 from octavo.errors import ConfigError
 from octavo.quantization.sensitivity.units import BF16, CHOICES, WEIGHT_ONLY, bytes_of, decoded_table, units_of
+from tests.tiny_mixtures import EXPERTS, mixture
 from tests.unit.quantization.sensitivity.small_models import WORDS, small_llama
 
 
@@ -97,3 +98,20 @@ def test_a_model_without_linears_but_its_head_is_refused_by_the_class_that_holds
     config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied)
     with pytest.raises(ConfigError, match="nothing to quantize; its weights are in Conv1D; replace"):
         units_of(transformers.GPT2LMHeadModel(config))
+
+
+@pytest.mark.parametrize(("name", "pairs"), [("Mixtral", []), ("Qwen2Moe", [2])])  # the shared expert's gate, up
+def test_what_servers_run_by_one_scheme_is_one_group(name, pairs):
+    """q, k, v; gate, up outside of experts; and every layer of every expert of a block, whatever its name."""
+    pytest.importorskip("transformers", reason="transformers is not installed: no experts")
+    model = mixture(name).model
+    unfuse_experts(model)
+    groups: dict[str, set[str]] = {}
+    for unit in units_of(model, merged=True):
+        groups.setdefault(unit.group, set()).add(unit.path)
+    several = [members for members in groups.values() if len(members) > 1]
+    assert sorted(map(len, several)) == sorted(2 * [3, 3 * EXPERTS, *pairs])
+    for members in several:
+        if len(members) == 3 * EXPERTS:
+            assert len({path.rpartition(".experts.")[0] for path in members}) == 1
+            assert {path.rsplit(".", 2)[1] for path in members} == set(map(str, range(EXPERTS)))
