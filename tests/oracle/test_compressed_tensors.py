@@ -72,7 +72,7 @@ def test_tokens_in_one_dimension_are_verified_token_by_token(tmp_path):
     octavo.convert(given.model, ROW)
     saved = save_quantized(given, tmp_path / "tokens")
     assert verdict(saved).worst_error < 1e-6
-    assert "by one scale in 'model.decoder.layers.0.fc1' and 1 more layers" in saved.notes[-1]
+    assert "by one scale in 'model.decoder.layers.0.fc1' and 1 more, where inputs" in saved.notes[-1]
     octavo.convert(given.model, ROW, overrides={"*.fc?": "weight_only"})
     saved = save_quantized(given, tmp_path / "weights")
     assert verdict(saved).worst_error < 1e-6

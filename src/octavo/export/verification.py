@@ -62,9 +62,10 @@ def reader_notes(fmt: FileFormat, contents: Contents, reader: str, flattened: Se
     notes = _notes_on_reading(fmt, contents, reader)
     if not flattened:
         return notes
+    others = f" and {len(flattened) - 1} more" if len(flattened) > 1 else ""
     together = (
-        f"compressed-tensors casts several tokens by one scale in {flattened[0]!r} and {len(flattened) - 1} more "
-        "layers, whose inputs are not [batch, tokens, features]: compared with a scale a token, as servers have; "
+        f"compressed-tensors casts several tokens by one scale in {flattened[0]!r}{others}, where inputs are not "
+        "[batch, tokens, features]: compared with a scale a token, as servers have; "
         "octavo.compat.huggingface.codes_config reads the folder so in transformers"
     )
     return (*notes, together)
