@@ -6,8 +6,9 @@ Both learn the built-in corpus with their own routers and the loss that balances
 weights and batches; gaps have the 95 % interval of octavo.experiments.intervals over seeds and held-out windows. "one
 scale" is tensorwise with one scale for all experts of a layer, where octavo has one for each. "bf16 nudged" is BF16
 with initial weights larger by 2^-20: its gap is what routing makes of any small difference. With ``--replay``
-the routers of all runs of a seed choose the experts that BF16's chose: gaps are then of what experts compute, and not
-of which are asked. Each finished run is a line of ``runs.jsonl`` in ``--out``, and is not computed again.
+the routers of all runs of a seed, BF16's too, choose the experts that a BF16 run from other initial weights chose on
+the same batches: gaps are then of what experts compute, and not of which are asked; own choices would favour BF16.
+Each finished run is a line of ``runs.jsonl`` in ``--out``, and is not computed again.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +39,7 @@ from octavo.training.schedules import learning_rate
 
 BASE, NUDGED, ONE_SCALE = "bf16", "bf16 nudged", "one scale"
 RECIPES = (BASE, NUDGED, "tensorwise", "delayed", "rowwise", "blockwise", ONE_SCALE)
+OTHER_WEIGHTS = 1000  # added to the seed of the run whose experts are replayed
 PRESETS = {NUDGED: BASE, ONE_SCALE: "tensorwise"}  # of those that are not called by their recipe
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -92,7 +94,7 @@ def one_scale_for_all_experts() -> Iterator[None]:
 def recording(path: Path) -> Iterator[None]:
     """Save each choice of experts, in order."""
     chosen: list[Tensor] = []
-    top = torch.topk
+    top, part = torch.topk, path.with_suffix(".part")
 
     def topk(x: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
         values, indices = top(x, k, dim=dim)
@@ -101,7 +103,8 @@ def recording(path: Path) -> Iterator[None]:
 
     with mock.patch.object(torch, "topk", topk):
         yield
-    torch.save(chosen, path)
+    torch.save(chosen, part)
+    part.rename(path)
 
 
 @contextmanager
@@ -119,9 +122,15 @@ def replaying(path: Path) -> Iterator[None]:
     assert next(chosen, None) is None, "every choice was replayed"
 
 
-def train(setting: Setting, data: TokenData) -> tuple[list[float], list[float]]:
-    """Train one model; returns the losses of its steps and of each held-out window, in nats."""
-    model = build(setting.model, data.vocab_size, setting.context, setting.seed)
+def train(setting: Setting, data: TokenData, *, weights: int | None = None) -> tuple[list[float], list[float]]:
+    """Train one model; returns the losses of its steps and of each held-out window, in nats.
+
+    Args:
+        setting: what to train.
+        data: the text.
+        weights: seed of the initial weights; None for the setting's.
+    """
+    model = build(setting.model, data.vocab_size, setting.context, setting.seed if weights is None else weights)
     if setting.recipe == NUDGED:
         torch._foreach_mul_([parameter.data for parameter in model.parameters()], 1 + 2**-20)
     octavo.convert(model, PRESETS.get(setting.recipe, setting.recipe))
@@ -173,16 +182,23 @@ class Runs:
     def windows(self, setting: Setting, data: TokenData) -> list[float]:
         """Held-out losses of a run, which is computed if it is not in the file."""
         if key(setting) not in self._windows:
-            routes = self.path.with_name(f"routes-{setting.model}-{setting.seed}.pt")
-            route = recording(routes) if setting.recipe == BASE else replaying(routes)
             scales = one_scale_for_all_experts() if setting.recipe == ONE_SCALE else nullcontext()
-            with scales, route if setting.replay else nullcontext():
+            routes = replaying(self._routes(setting, data)) if setting.replay else nullcontext()
+            with scales, routes:
                 losses, windows = train(setting, data)
             self._windows[key(setting)] = windows
             with self.path.open("a") as file:
                 file.write(json.dumps({"setting": asdict(setting), "windows": windows, "losses": losses}) + "\n")
             print(setting.model, setting.recipe, setting.seed, f"{statistics.fmean(windows):.4f}", flush=True)
         return self._windows[key(setting)]
+
+    def _routes(self, setting: Setting, data: TokenData) -> Path:
+        """File of the choices that all runs of a seed replay."""
+        path = self.path.with_name(f"routes-{setting.model}-{setting.seed}.pt")
+        if not path.exists():
+            with recording(path):
+                train(replace(setting, recipe=BASE), data, weights=setting.seed + OTHER_WEIGHTS)
+        return path
 
 
 def _is_whole(line: str) -> bool:
@@ -217,7 +233,7 @@ def against_bar(gap: Interval) -> str:
 def main() -> None:
     """Train, compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replay", action="store_true", help="all recipes use the experts that BF16 chose")
+    parser.add_argument("--replay", action="store_true", help="all runs of a seed use the experts of one other run")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 9))
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
@@ -245,7 +261,7 @@ def main() -> None:
     lines = [*markdown_table(header, rows), "", f"{arguments.seeds} seeds, {common['steps']} steps."]
     lines += [f"- {name}: {size / 1e6:.1f} M parameters" for name, size in sizes.items()]
     write = not (arguments.no_write or arguments.quick)
-    result, routes = ("mixtures_replayed", ", BF16's choice of experts") if arguments.replay else ("mixtures", "")
+    result, routes = ("mixtures_replayed", ", one choice of experts") if arguments.replay else ("mixtures", "")
     publish(result, lines, title=f"Mixtures trained in FP8 against BF16{routes}", machine=machine, write=write)
 
 
