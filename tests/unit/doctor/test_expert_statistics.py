@@ -109,11 +109,12 @@ def test_tokens_are_counted_once_under_activation_checkpointing():
 
 
 def test_tokens_of_experts_that_are_called_by_keyword_are_counted():
-    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(2)])})
+    experts = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(2)])
+    model = torch.nn.ModuleDict({"experts": experts})
     octavo.convert(model, "tensorwise")
     watcher = octavo.doctor.watch(model, interval=1)
     with watcher.step():
-        for rows, expert in zip((5, 3), model["experts"], strict=True):
+        for rows, expert in zip((5, 3), experts, strict=True):
             expert(input=torch.randn(rows, 16)).square().sum().backward()
     found = line_of(watcher)
     assert (found["least_expert_tokens"], found["most_expert_tokens"]) == (3, 5)

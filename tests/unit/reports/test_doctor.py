@@ -150,11 +150,12 @@ def test_a_finding_nothing_shows_has_no_link():
 
 
 def test_the_page_says_how_many_experts_have_no_rows():
-    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(4)])})
+    experts = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(4)])
+    model = torch.nn.ModuleDict({"experts": experts})
     octavo.convert(model, "tensorwise")
     watcher = octavo.doctor.watch(model, interval=1)
     with watcher.step():
-        for expert in model["experts"]:
+        for expert in experts:
             expert(torch.randn(3, 16)).square().sum().backward()
     page = doctor_page(series_of([], watcher.samples), [], title="experts")
     assert len([path for path in data_of(page)["layers"] if path.startswith("experts.")]) == 1
