@@ -111,7 +111,7 @@ class _CountedTokens:
 
     def _count(self, expert: int, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         if not inside_backward():  # activation checkpointing runs a forward again
-            (x,) = (*inputs, *named.values())
+            x, *_ = (*inputs, *named.values())
             self.tokens[expert] += (x.detach() != 0).any(dim=-1).sum().to(self.tokens)
 
     def remove(self) -> None:
