@@ -1,6 +1,6 @@
 """Loss of mixtures trained in FP8 against BF16: a small Mixtral and a small Qwen3-MoE, paired over seeds.
 
-    python -m benchmarks.mixtures [--replay] [--steps 300] [--seeds 3] [--only mixtral] [--out runs/mixtures] [--quick]
+    python -m benchmarks.mixtures [--replay] [--steps 300] [--seeds 3] [--only mixtral] [--known FILE] [--quick]
 
 Both learn the built-in corpus with their own routers and the loss that balances these. The runs of a seed share initial
 weights and batches; gaps have the 95 % interval of octavo.experiments.intervals over seeds and held-out windows. "one
@@ -8,10 +8,12 @@ scale" is tensorwise with one scale for all experts of a layer, where octavo has
 with initial weights larger by 2^-20: its gap is what routing makes of any small difference. With ``--replay``
 the routers of all runs of a seed, BF16's too, choose the experts that a BF16 run from other initial weights chose on
 the same batches: gaps are then of what experts compute, and not of which are asked; own choices would favour BF16.
-Each finished run is a line of ``runs.jsonl`` in ``--out``, and is not computed again.
+Each finished run is a line of ``runs.jsonl`` in ``--out``, and is not computed again. ``--known`` is a compressed file
+of such lines, from another machine of the same kind: read if it exists, and written with all.
 """
 
 import argparse
+import gzip
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,7 @@ from torch.nn import functional as F
 import octavo
 from benchmarks.measure import hardware, markdown_table, publish
 from octavo.experiments.intervals import Interval, paired_interval
+from octavo.files import write_atomically
 from octavo.functional import grouped_linear
 from octavo.kernels import cast_each
 from octavo.numerics import CastSpec, PerTensor
@@ -168,12 +171,14 @@ def held_out(model: Any, data: TokenData, setting: Setting) -> list[float]:
 
 
 class Runs:
-    """Finished runs in a file of one JSON object a line."""
+    """Finished runs in a file of one JSON object a line, and in a compressed one that other machines read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, known: Path | None = None) -> None:
+        self.path, self.known = path, known
         lines = path.read_text().splitlines() if path.is_file() else []
-        whole = [line for line in lines if _is_whole(line)]  # the last may have been cut
+        if known is not None and known.is_file():
+            lines = gzip.decompress(known.read_bytes()).decode().splitlines() + lines
+        whole = [line for line in dict.fromkeys(lines) if _is_whole(line)]  # the last may have been cut
         path.write_text("".join(f"{line}\n" for line in whole))
         self._windows: dict[str, list[float]] = {
             key(Setting(**run["setting"])): run["windows"] for run in map(json.loads, whole)
@@ -189,6 +194,8 @@ class Runs:
             self._windows[key(setting)] = windows
             with self.path.open("a") as file:
                 file.write(json.dumps({"setting": asdict(setting), "windows": windows, "losses": losses}) + "\n")
+            if self.known is not None:
+                write_atomically(self.known, gzip.compress(self.path.read_bytes(), mtime=0))
             print(setting.model, setting.recipe, setting.seed, f"{statistics.fmean(windows):.4f}", flush=True)
         return self._windows[key(setting)]
 
@@ -238,6 +245,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 9))
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("runs/mixtures"))
+    parser.add_argument("--known", type=Path)
     parser.add_argument("--quick", action="store_true", help="three steps, to check that all runs; writes no result")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
@@ -248,7 +256,7 @@ def main() -> None:
     common |= {"steps": arguments.steps, "replay": arguments.replay}
     if arguments.quick:
         common |= {"batch_size": 2, "context": 32, "warmup": 1, "eval_tokens": 256, "steps": 3}
-    runs, rows = Runs(arguments.out / "runs.jsonl"), []
+    runs, rows = Runs(arguments.out / "runs.jsonl", arguments.known), []
     for name in arguments.only.split(","):
         windows: dict[str, list[list[float]]] = {recipe: [] for recipe in RECIPES}
         for seed in range(arguments.seeds):

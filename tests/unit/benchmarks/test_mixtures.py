@@ -60,9 +60,14 @@ def test_finished_runs_are_read_and_a_cut_line_is_dropped(tmp_path, monkeypatch,
     again = mixtures.Runs(path)
     assert again.windows(SETTING, NO_DATA) == [2.0, 4.0]
     assert trained == [0]
-    mixtures.Runs(path).windows(replace(SETTING, seed=1), NO_DATA)
+    known, other = tmp_path / "known.jsonl.gz", tmp_path / "other.jsonl"
+    mixtures.Runs(path, known).windows(replace(SETTING, seed=1), NO_DATA)
     assert trained == [0, 1]
-    assert [json.loads(line)["windows"][0] for line in path.read_text().splitlines()] == [2.0, 3.0]
+    for one in (path, other, other):
+        runs = mixtures.Runs(one, known)
+        assert [runs.windows(replace(SETTING, seed=seed), NO_DATA)[0] for seed in (0, 1)] == [2.0, 3.0]
+        assert [json.loads(line)["windows"][0] for line in one.read_text().splitlines()] == [2.0, 3.0]
+    assert trained == [0, 1]
 
 
 def test_a_gap_is_judged_by_its_interval():
