@@ -111,7 +111,7 @@ class _CountedTokens:
 
     def _count(self, expert: int, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         if not inside_backward():  # activation checkpointing runs a forward again
-            x, *_ = (*inputs, *named.values())
+            x = (*inputs, *named.values())[0]
             self.tokens[expert] += (x.detach() != 0).any(dim=-1).sum().to(self.tokens)
 
     def remove(self) -> None:
