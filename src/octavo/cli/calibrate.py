@@ -71,7 +71,7 @@ def calibrate(
     ] = False,
     min_expert_tokens: Annotated[
         int | None,
-        typer.Option(help=f"Fewest tokens of an expert for scales of its own. [default: {MIN_TOKENS}]"),
+        typer.Option(min=0, help=f"Fewest tokens of an expert for scales of its own. [default: {MIN_TOKENS}]"),
     ] = None,
     skip: options.Skip = None,
     head: options.Head = False,

@@ -31,7 +31,8 @@ BELOW_LIMIT = 100  # colours begin at a hundredth of the healthy limit
 def heat_map(run: str | Path | Watcher | Series, statistic: str = "saturation_fraction") -> "Figure":
     """Share of values that each cast loses, a panel per role: layers down, steps across; pale is healthy.
 
-    The map of ``octavo doctor --html``, for one statistic; a column of several samples shows their worst.
+    The map of ``octavo doctor --html``, for one statistic; a column of several samples shows their worst. Of a
+    mixture's experts that are linear layers each, it has the one with the lowest SQNR.
 
     | statistic             | share, 0 to 1                                                       |
     |-----------------------|---------------------------------------------------------------------|

@@ -61,8 +61,9 @@ def notes(result: Sensitivity) -> Iterator[str]:
     else:
         yield "The smallest mix has more bytes than that; allow more."
     if unreached := [unit.path for unit in result.units if (unit.path, unit.choices[0]) not in result.estimates]:
+        others = f" and {len(unreached) - 1} more layers of experts" if len(unreached) > 1 else ""
         yield (
-            f"No token reached {unreached[0]} and {len(unreached) - 1} more layers of experts; each counts as the "
+            f"No token reached {unreached[0]}{others}; each counts as the "
             "costliest of the same layers in the other experts. More windows (--windows) may reach them."
         )
     yield how_ranked(result)
