@@ -112,9 +112,10 @@ def comparison_of(grids: Sequence[Grid], base: RunConfig, folder: Path) -> GridC
 
 
 def claims_of(comparisons: Mapping[str, GridComparison]) -> dict[str, list[Outcome]]:
-    """Outcomes of the parts' claims, all tested together."""
+    """Outcomes of the parts' claims, tested together with those of the presets that are not among the parts."""
     tests = [(part, claim) for part in comparisons if part in PRESETS for claim in PRESETS[part].claims]
-    found = outcomes([(claim, comparisons[part]) for part, claim in tests])
+    every = sum(len(preset.claims) for preset in PRESETS.values())
+    found = outcomes([(claim, comparisons[part]) for part, claim in tests], among=every)
     return {name: [one for one, (part, _) in zip(found, tests, strict=True) if part == name] for name in comparisons}
 
 
@@ -133,7 +134,7 @@ def tables(part: str, comparison: GridComparison, claims: Sequence[Outcome]) -> 
     yield from markdown_table(grid_tables.RANKING_COLUMNS, grid_tables.ranking_rows(comparison.ranking(1.0, 1.0)))
     columns = grid_tables.cost_columns(comparison.bars.targets)
     yield from ("", *markdown_table(columns, grid_tables.cost_rows(measures)))
-    if note := grid_tables.seeds_note(measures):
+    for note in grid_tables.notes(comparison, measures):
         yield from ("", note)
 
 
@@ -145,7 +146,8 @@ def introduction(comparison: GridComparison, text: str) -> Iterator[str]:
         f"{platform.python_version()} (content hash {text}); a row's gap is to the part's first row."
     )
     yield from ("", f"Bars (the defaults since 21e640c6, before the first run): {bars}.")
-    yield "Claims are tested together, by Holm's p-values."
+    yield "p-values of claims are Holm's over the claims of all presets, of those too that are not here."
+    yield "Times are of runs that shared the machine with other work."
 
 
 def picture(comparison: GridComparison) -> str:

@@ -22,7 +22,7 @@ from octavo.experiments.grid_results import write_results
 from octavo.experiments.intervals import facts_with_ends
 from octavo.experiments.presets import Preset, outcomes, preset_named
 from octavo.experiments.run_measures import Phase
-from octavo.experiments.study import DEFAULT_RECIPES, check_study_data
+from octavo.experiments.study import DEFAULT_RECIPES, STUDY, check_study_data
 from octavo.parallel.process_group import Place
 from octavo.reports.grid import grid_page
 from octavo.reports.rendering import write_page
@@ -147,6 +147,8 @@ def study_grid(
     check_run_fits(config, SMALLEST_VOCABULARY)
     for cell in grid.cells:
         cell.config(config)
+    if (out / STUDY).exists():
+        raise ConfigError(f"{str(out)!r} holds a study of one seed; name another folder with --out")
     own_bars = _bars(out / BARS, bars)
     if place is not None and place.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(place.local_rank)
@@ -291,6 +293,6 @@ def _print(
         print_table(
             f"Pairs{grid_tables.at(comparison.factors)}", grid_tables.RANKING_COLUMNS, grid_tables.ranking_rows(ranking)
         )
-    for note in filter(None, (grid_tables.seeds_note(measures),)):
+    for note in grid_tables.notes(comparison, measures):
         stdout().print(note, "", sep="\n", markup=False)
     print_lines(f"Files: {out}/ {', '.join((REPORT, *names, CONFIG, BARS))}, cells/")

@@ -8,6 +8,7 @@ from typing import Any
 from octavo.cli.console import print_json, print_lines, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
+from octavo.experiments.grid import CELLS
 from octavo.experiments.run_measures import MEASURES, Phase
 from octavo.experiments.study import STUDY, check_prompt, check_study_data, configs_of, run_study
 from octavo.models.sources import has_run
@@ -48,6 +49,8 @@ def compare(
         DataError: a split of the text is too short.
     """
     configs = configs_of(config, recipes)
+    if (out / CELLS).exists():
+        raise ConfigError(f"{str(out)!r} holds a study of several seeds; name another folder with --out")
     check_prompt(prompt or "")
     check_run_fits(config, SMALLEST_VOCABULARY)  # independent of the text, so checked before it is read
     if force:
@@ -141,8 +144,8 @@ def check_same_config(config: RunConfig, out: Path) -> None:
         raise ConfigError(f"{str(out / REPORT)!r} was not written by a study; name another folder with --out")
     if path.exists() and load_config(path).config_hash() != config.config_hash():
         raise ConfigError(
-            f"{str(out)!r} holds a study of another configuration ({path}); name another folder with --out, "
-            "or start over with --force"
+            f"{str(out)!r} holds a study of another configuration ({path}); name another folder with --out"
+            + ("" if (out / CELLS).exists() else ", or start over with --force")
         )
 
 

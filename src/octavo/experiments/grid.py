@@ -102,8 +102,9 @@ def run_grid(
     """
     folder = Path(out_dir) / CELLS
     folder.mkdir(parents=True, exist_ok=True)
-    for cell in grid.cells:
-        cell.config(base)  # all are checked before the first is run
+    for cell in grid.cells:  # all are checked before the first is run
+        cell.config(base)
+        finished_result(cell, folder / cell.name, base, data)
     results: dict[str, CellResult] = {}
 
     def take(cell: Cell) -> CellResult | None:

@@ -126,6 +126,12 @@ class GridComparison:
         """True for a run that broke, or that predicts no better than token frequencies."""
         return result.diverged or result.run.nats >= self.unigram_nats
 
+    @property
+    def untrained(self) -> int:
+        """Number of runs that count as diverged only because they end no better than token frequencies."""
+        results = [result for runs in self.groups.values() for result in runs.values()]
+        return sum(self.has_diverged(result) and not result.diverged for result in results)
+
     def measures(self, group: Group) -> VariantMeasures:
         """The measures of a group."""
         runs = self._finished(group)
@@ -174,12 +180,20 @@ class GridComparison:
         """Probability of a gap at least this far from ``truth``, of at least two seeds; arguments as for ``gap``."""
         return paired_p_value(self._gaps(group, base, *beyond), truth)
 
-    def seeds_needed(self, group: Group, base: Group, *beyond: Group) -> int | None:
-        """Paired seeds that would see 0.005 nats with a chance of 80 %; None below two, or where runs diverged."""
+    def seeds_needed(self, group: Group, base: Group, *beyond: Group, tests: int = 1) -> int | None:
+        """Paired seeds that would see 0.005 nats with a chance of 80 %; None below two, or where runs diverged.
+
+        Args:
+            group: as for ``gap``, and so the following two.
+            base: the other group.
+            beyond: none, or two more.
+            tests: number of differences that are tested together, of which this one is the surest.
+        """
         if not self.finish_alike((group, base, *beyond)):
             return None
         gaps = [float(np.mean(each)) for each in self._gaps(group, base, *beyond)]
-        return seeds_needed(statistics.stdev(gaps), DETECTABLE_NATS) if len(gaps) > 1 else None
+        level = (1 - CONFIDENCE) / tests
+        return seeds_needed(statistics.stdev(gaps), DETECTABLE_NATS, level=level) if len(gaps) > 1 else None
 
     def _gaps(self, *groups: Group) -> list[NDArray[np.float64]]:
         """Differences of two groups, or of two and two, in each window of each seed that all finished."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from octavo.experiments.grid_comparison import GridComparison, Group, Ranking, VariantMeasures
 from octavo.experiments.intervals import Interval
 from octavo.experiments.presets import Outcome
+from octavo.html.wording import counted
 
 __all__ = [
     "CLAIM_COLUMNS",
@@ -16,9 +17,9 @@ __all__ = [
     "cost_columns",
     "cost_rows",
     "gap_rows",
+    "notes",
     "perplexity",
     "ranking_rows",
-    "seeds_note",
     "signed",
 ]
 
@@ -139,16 +140,28 @@ def claim_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     ]
 
 
-def seeds_note(measures: Sequence[VariantMeasures]) -> str | None:
-    """Number of seeds that 0.005 nats would need, for the variant with the most spread; None without two seeds."""
-    known = [(one.seeds_needed, _name(one.group)) for one in measures if one.seeds_needed is not None]
-    if not known:
-        return None
-    count, name = max(known)
-    return (
-        f"To see a difference of 0.005 nats at 5 % with a chance of 80 %, {name} needs {count} paired seeds, by the "
-        "spread of its differences here."
-    )
+def notes(comparison: GridComparison, measures: Sequence[VariantMeasures]) -> list[str]:
+    """Sentences that the gaps need: short runs, means over other seeds, and the number of seeds for 0.005 nats."""
+    lines = []
+    if untrained := comparison.untrained:
+        lines.append(
+            f"{counted(untrained, 'run')} of {sum(one.seeds for one in measures)} ended no better than token "
+            f"frequencies ({comparison.unigram_nats:.4f} nats), which counts as diverged; if the loss still falls, "
+            "train longer."
+        )
+    if len({one.seeds for one in measures}) > 1:
+        lines.append(
+            "Rows have different numbers of seeds: their nats are means over their own, their gaps over the seeds that "
+            "the baseline has too."
+        )
+    known = [(one.seeds_needed, _name(one.group), one.seeds) for one in measures if one.seeds_needed is not None]
+    if known:
+        count, name, seeds = max(known)
+        lines.append(
+            f"To see a difference of 0.005 nats at 5 % with a chance of 80 %, {name} needs {count} paired seeds, by "
+            f"the spread of its differences over {seeds} here."
+        )
+    return lines
 
 
 def _from_zero(interval: Interval) -> Interval:

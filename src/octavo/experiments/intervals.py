@@ -203,30 +203,35 @@ def slope(steps: ArrayLike, values: ArrayLike) -> float:
     return float(centred @ np.asarray(values, dtype=np.float64) / (centred @ centred))
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[str, float], *, tests: int = 0) -> dict[str, float]:
     """Holm's adjusted p-values: reject those below 0.05, and the chance of any false rejection is at most 0.05.
+
+    Args:
+        p_values: of each test.
+        tests: number of tests, if some have no p-value yet; they count as 1.
 
     Example:
         >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
         {'a': 0.03, 'c': 0.06, 'b': 0.06}
     """
     adjusted: dict[str, float] = {}
-    largest = 0.0
+    largest, count = 0.0, max(tests, len(p_values))
     for rank, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[key]))
+        largest = max(largest, min(1.0, (count - rank) * p_values[key]))
         adjusted[key] = largest
     return adjusted
 
 
-def seeds_needed(spread: float, difference: float, *, most: int = 100_000) -> int:
-    """Number of paired seeds that see a difference at 5 % with a chance of 80 %.
+def seeds_needed(spread: float, difference: float, *, level: float = 1 - CONFIDENCE, most: int = 100_000) -> int:
+    """Number of paired seeds that see a difference with a chance of 80 %.
 
-    The smallest n ≥ 2 with P(|T| > t) ≥ 0.8, where T has the noncentral t distribution of n − 1 degrees of freedom and
-    noncentrality difference / spread · √n, and t is Student's two-sided 95 % quantile.
+    The smallest n ≥ 2 with P(T² > t²) ≥ 0.8, where T² has the noncentral F distribution of 1 and n − 1 degrees of
+    freedom and noncentrality (difference / spread)² · n, and t is Student's two-sided quantile.
 
     Args:
         spread: standard deviation of the paired difference over seeds, nats.
         difference: the true difference, nats.
+        level: p-value below which a difference counts as seen; divided by the number of tests where there are many.
         most: the answer if more would be needed.
 
     Example:
@@ -236,20 +241,19 @@ def seeds_needed(spread: float, difference: float, *, most: int = 100_000) -> in
     if not spread:
         return 2
     few, many = 1, 2
-    while many < most and _power(many, spread, difference) < POWER:
+    while many < most and _power(many, spread, difference, level) < POWER:
         few, many = many, 2 * many
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if _power(middle, spread, difference) >= POWER else (middle, many)
+        few, many = (few, middle) if _power(middle, spread, difference, level) >= POWER else (middle, many)
     return min(many, most)
 
 
-def _power(seeds: int, spread: float, difference: float) -> float:
-    from scipy.stats import nct
+def _power(seeds: int, spread: float, difference: float, level: float) -> float:
+    from scipy.stats import ncf  # of T²: scipy's own noncentral t is NaN for some shifts
 
-    shift = abs(difference) / spread * math.sqrt(seeds)
-    bound = _t().ppf((1 + CONFIDENCE) / 2, seeds - 1)
-    return float(nct.sf(bound, seeds - 1, shift) + nct.cdf(-bound, seeds - 1, shift))
+    bound = _t().isf(level / 2, seeds - 1)
+    return float(ncf.sf(bound**2, 1, seeds - 1, (difference / spread) ** 2 * seeds))
 
 
 def _t() -> Any:

@@ -2,11 +2,12 @@
 
 A claim is an order of two groups of the grid: the first ends at a lower held-out loss than the second, or less far
 above a baseline of its own. It is confirmed if their paired difference lies on the claimed side of 0 with a p-value
-below 0.05, contradicted if it lies on the other, and open otherwise: more seeds, or a larger model, would have to
-decide. p-values are Holm's over all claims that are tested together.
+below 0.05, and contradicted if it lies on the other. p-values are Holm's over all claims that are tested together.
+Otherwise the difference is below the bar if its 95 % interval lies within ± the study's bar (``bars.gap_nats``), and
+open if not: more seeds, or a larger model, would have to decide.
 
-A claim that the second group loses nothing is tested against the study's bar (``bars.gap_nats``) instead of 0. A claim
-is open where a group diverged in a seed that another of its groups finished.
+A claim that the second group loses nothing is tested against the bar instead of 0. A claim is open where a group
+diverged in a seed that another of its groups finished.
 """
 
 import math
@@ -21,7 +22,9 @@ from octavo.experiments.grid_comparison import GridComparison, Group
 from octavo.experiments.intervals import CONFIDENCE, Interval, holm
 from octavo.parsing import did_you_mean
 
-__all__ = ["PRESETS", "Claim", "Outcome", "Preset", "outcomes", "preset_named"]
+__all__ = ["PRESETS", "VERDICTS", "Claim", "Outcome", "Preset", "outcomes", "preset_named"]
+
+VERDICTS = CONFIRMED, CONTRADICTED, BELOW_BAR, OPEN = "confirmed", "contradicted", "below the bar", "open"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +73,11 @@ class Outcome:
 
     Attributes:
         claim: the claim.
-        verdict: "confirmed", "contradicted" or "open".
+        verdict: one of ``VERDICTS``.
         difference: worse − better, nats; None without a seed that all finished.
         p_value: of the difference, or of its distance to the bar, by Holm over all claims; None without an interval.
-        seeds_needed: paired seeds that would see 0.005 nats with a chance of 80 %; None with fewer than two.
+        seeds_needed: paired seeds that would see 0.005 nats with a chance of 80 % among all claims, if only this one is
+            seen; None with fewer than two.
         gradient_errors: of the better and the worse group, the median distance of a gradient to FP32's at the run's
             final weights, over FP32's size. It shows what a cast costs one step, before the steps' chaos hides it.
     """
@@ -86,8 +90,14 @@ class Outcome:
     gradient_errors: tuple[float | None, float | None]
 
 
-def outcomes(tests: Sequence[tuple[Claim, GridComparison]]) -> list[Outcome]:
-    """Test claims together, each on its grid."""
+def outcomes(tests: Sequence[tuple[Claim, GridComparison]], *, among: int = 0) -> list[Outcome]:
+    """Test claims together, each on its grid.
+
+    Args:
+        tests: the claims and their grids.
+        among: number of claims that were to be tested, if that is more: those that have no runs yet count as well.
+    """
+    among = max(among, len(tests))
     gaps = [comparison.gap(*claim.groups) for claim, comparison in tests]
     truths = [comparison.bars.gap_nats if claim.loses_nothing else 0.0 for claim, comparison in tests]
     p_values = holm(
@@ -95,25 +105,30 @@ def outcomes(tests: Sequence[tuple[Claim, GridComparison]]) -> list[Outcome]:
             str(index): comparison.p_value(*claim.groups, truth=truths[index])
             for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True))
             if gap is not None and not math.isnan(gap.error)
-        }
+        },
+        tests=among,
     )
-    found = []
-    for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True)):
-        p_value, verdict = p_values.get(str(index)), "open"
-        if p_value is not None and p_value < 1 - CONFIDENCE and comparison.finish_alike(claim.groups):
-            is_above = gap is not None and gap.estimate > truths[index]
-            verdict = "confirmed" if is_above != claim.loses_nothing else "contradicted"
-        found.append(
-            Outcome(
-                claim=claim,
-                verdict=verdict,
-                difference=gap,
-                p_value=p_value,
-                seeds_needed=comparison.seeds_needed(*claim.groups),
-                gradient_errors=(comparison.gradient_error(claim.better), comparison.gradient_error(claim.worse)),
-            )
+    return [
+        Outcome(
+            claim=claim,
+            verdict=_verdict(claim, comparison, gap, p_values.get(str(index))),
+            difference=gap,
+            p_value=p_values.get(str(index)),
+            seeds_needed=comparison.seeds_needed(*claim.groups, tests=among),
+            gradient_errors=(comparison.gradient_error(claim.better), comparison.gradient_error(claim.worse)),
         )
-    return found
+        for index, ((claim, comparison), gap) in enumerate(zip(tests, gaps, strict=True))
+    ]
+
+
+def _verdict(claim: Claim, comparison: GridComparison, gap: Interval | None, p_value: float | None) -> str:
+    bar = comparison.bars.gap_nats
+    if gap is None or p_value is None or not comparison.finish_alike(claim.groups):
+        return OPEN
+    if p_value < 1 - CONFIDENCE:
+        is_above = gap.estimate > (bar if claim.loses_nothing else 0.0)
+        return CONFIRMED if is_above != claim.loses_nothing else CONTRADICTED
+    return BELOW_BAR if -bar <= gap.low and gap.high <= bar else OPEN
 
 
 def preset_named(name: str) -> Preset:
@@ -368,13 +383,13 @@ PRESETS: dict[str, Preset] = {
         claims=(
             Claim(
                 text="FP8 moments of AdamW cost accuracy.",
-                source="arXiv 2410.19313 §3.1",
+                source="after arXiv 2410.19313 §3.1, whose second moment is E4M3 and here E5M2",
                 better=_at("bf16"),
                 worse=_at("fp8-moments"),
             ),
             Claim(
                 text="Expanding each block's range ends lower than FP8 moments without.",
-                source="arXiv 2410.19313 §3.1",
+                source="as above",
                 better=_at("fp8-moments-expanded"),
                 worse=_at("fp8-moments"),
             ),

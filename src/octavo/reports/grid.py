@@ -6,7 +6,7 @@ from typing import Any
 from octavo.curves import difference
 from octavo.experiments import grid_tables
 from octavo.experiments.grid_comparison import GridComparison, VariantMeasures
-from octavo.experiments.presets import Outcome, Preset, outcomes
+from octavo.experiments.presets import VERDICTS, Outcome, Preset, outcomes
 from octavo.html.wording import counted
 from octavo.reports.figures import MUTED, PALETTE, add_level, add_line, new_figure
 from octavo.reports.rendering import check_report_extra, render
@@ -49,14 +49,14 @@ def grid_page(comparison: GridComparison, preset: Preset | None, facts: Mapping[
         cost_columns=grid_tables.cost_columns(comparison.bars.targets),
         costs=grid_tables.cost_rows(measures),
         facts=facts,
-        seeds_note=grid_tables.seeds_note(measures),
+        notes=grid_tables.notes(comparison, measures),
     )
 
 
 def _claims_headline(outcomes: Sequence[Outcome]) -> str:
     """Counts of verdicts: a preset's variants may be models that differ in more than precision."""
     verdicts = [one.verdict for one in outcomes]
-    counts = (f"{verdicts.count(name)} {name}" for name in ("confirmed", "contradicted", "open"))
+    counts = (f"{verdicts.count(name)} {name}" for name in VERDICTS)
     return f"{counted(len(verdicts), 'claim')} rerun: {', '.join(counts)}"
 
 

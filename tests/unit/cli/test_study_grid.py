@@ -73,6 +73,23 @@ def test_bars_that_were_edited_after_the_runs_are_refused(octavo, printed, argum
 
 
 @pytest.mark.parametrize(
+    ("holds", "options", "seeds"),
+    [
+        ("cells/one", ["--seeds", "1"], "several seeds"),
+        ("cells/one", ["--seeds", "1", "--force"], "several seeds"),
+        ("study.json", ["--seeds", "2"], "one seed"),
+    ],
+)
+def test_one_seed_and_several_do_not_share_a_folder(setting, tmp_path, holds, options, seeds):
+    (tmp_path / holds).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    result = run_octavo("study", *setting, "--out", tmp_path, *options)
+    assert result.exit_code == 2
+    assert f"holds a study of {seeds}" in " ".join(result.stderr.split())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--seeds", "2", "--lr-factors", "1,1.0000001"], "must differ in their first six digits"),

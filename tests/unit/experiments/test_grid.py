@@ -150,6 +150,17 @@ def test_a_damaged_or_foreign_result_is_refused(uninterrupted, data, tmp_path):
         finished_cells(GRID, tiny_config(), tmp_path, data)
 
 
+def test_all_results_are_checked_before_the_first_run(uninterrupted, data, tmp_path):
+    """The last cell's is of another configuration."""
+    folder, _ = uninterrupted
+    name = GRID.cells[-1].name
+    (tmp_path / "cells" / name).mkdir(parents=True)
+    (tmp_path / "cells" / name / "measures.json").write_bytes((folder / "cells" / name / "measures.json").read_bytes())
+    with pytest.raises(ConfigError, match="another configuration or on other text"):
+        run_grid(GRID, tiny_config(steps=7), tmp_path, data=data)
+    assert [path.name for path in (tmp_path / "cells").iterdir()] == [name]
+
+
 def test_results_are_the_same_in_both_files(uninterrupted, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     _, results = uninterrupted

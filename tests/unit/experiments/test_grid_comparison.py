@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from octavo.experiments import grid_tables
 from octavo.experiments.bars import Bars
 from octavo.experiments.cells import Cell, CellResult, Variant
 from octavo.experiments.grid_comparison import GridComparison, spikes
@@ -261,7 +263,7 @@ def test_variants_are_ranked_at_the_configurations_own_rate_if_it_is_there():
     assert compared(results[:4]).factors == (0.5, 1.0)
 
 
-@pytest.mark.parametrize(("gap", "verdict"), [(0.01, "confirmed"), (-0.01, "contradicted"), (0.0, "open")])
+@pytest.mark.parametrize(("gap", "verdict"), [(0.01, "confirmed"), (-0.01, "contradicted"), (0.0, "below the bar")])
 def test_a_claim_is_decided_by_its_interval(gap, verdict):
     results = BASE + [result("rowwise", seed, 4.0 + gap + 0.01 * seed) for seed in range(5)]
     claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
@@ -269,7 +271,7 @@ def test_a_claim_is_decided_by_its_interval(gap, verdict):
     assert found.verdict == verdict
 
 
-@pytest.mark.parametrize(("cost", "verdict"), [(0.02, "confirmed"), (0.0, "contradicted"), (0.01, "open")])
+@pytest.mark.parametrize(("cost", "verdict"), [(0.02, "confirmed"), (0.0, "contradicted"), (0.01, "below the bar")])
 def test_a_claim_can_compare_what_two_changes_cost(cost, verdict):
     """The better one lies 0.01 above a baseline that is 0.5 higher than the other's."""
     losses = {"rowwise": 4.0 + cost, "bf16-other": 4.5, "rowwise-other": 4.51}
@@ -303,6 +305,92 @@ def test_spikes_are_single_losses_far_above_the_ones_before():
     assert spikes(losses, height=6.0) == 0
     losses[70], losses[150] = 6.0, 9.0
     assert spikes(losses, height=6.0) == 2
+
+
+def test_a_spike_is_six_deviations_above_the_median_of_the_32_before():
+    """4.0 and 4.1 in turn: median 4.05, median distance 0.05, so that 6 · 1.4826 · 0.05 = 0.4448 lies between."""
+
+    def with_loss(nats, *, at):
+        losses = [4.0, 4.1] * 40
+        losses[at] = nats
+        return spikes(losses, height=6.0)
+
+    assert [with_loss(nats, at=40) for nats in (4.49, 4.50)] == [0, 1]
+    assert [with_loss(9.0, at=at) for at in (31, 32)] == [0, 1]
+
+
+def with_run(one, **values):
+    return replace(one, run=replace(one.run, **values))
+
+
+def test_spikes_are_counted_in_a_thousand_steps():
+    """One among the 100 steps of one run of five."""
+    curve = tuple((step, 9.0 if step == 50 else 4.0 + 0.1 * (step % 2)) for step in range(1, STEPS + 1))
+    others = [result("rowwise", seed, 4.0) for seed in range(5)]
+    others[2] = with_run(others[2], train_curve=curve)
+    assert compared(BASE + others).measures(("rowwise", 1.0, 1.0)).spikes == pytest.approx(2.0)
+
+
+def test_the_variance_of_gradients_is_relative_to_the_baselines():
+    base = [with_run(one, gradient_variance=2.0) for one in BASE]
+    others = [with_run(result("rowwise", seed, 4.0), gradient_variance=3.0) for seed in range(5)]
+    assert compared(base + others).measures(("rowwise", 1.0, 1.0)).gradient_variance.estimate == 1.5
+
+
+@pytest.mark.parametrize(("spread", "where"), [(1.0, "inside"), (0.1, "outside")])
+def test_the_bar_of_the_spread_is_a_multiple_of_it(spread, where):
+    """0.002 nats and BF16's standard deviation of 0.0158."""
+    comparison = compared(BASE + [result("rowwise", seed, 4.002 + 0.01 * seed) for seed in range(5)], spread=spread)
+    verdict = comparison.verdict(comparison.measures(("rowwise", 1.0, 1.0)))
+    assert verdict == f"within 0.005 nats, {where} the baseline's spread"
+
+
+def seen(spread, seeds, level):
+    """Share of 20,000 simulated studies that see 0.005 nats."""
+    studies = 0.005 + spread * np.random.default_rng(7).standard_normal((20_000, seeds))
+    return np.mean(stats.ttest_1samp(studies, 0, axis=1).pvalue < level)
+
+
+@pytest.mark.parametrize("tests", [1, 20])
+def test_the_seeds_of_a_claim_see_it_among_all_claims_and_with_its_baselines(tests):
+    """The difference of differences spreads by 0.004 · 1.58 nats, what the groups lose themselves by less."""
+    others = [*noisy("rowwise", 0.0, 0.002), *noisy("mxfp8", 0.0, -0.002), *noisy("delayed", 0.0, 0.0)]
+    at = [(name, 1.0, 1.0) for name in ("rowwise", "mxfp8", "delayed", "bf16")]
+    claim = Claim(text="", source="", better=at[1], worse=at[2], baselines=(at[0], at[3]))
+    comparison = compared(BASE + others)
+    found = outcomes([(claim, comparison)], among=tests)[0]
+    spread = 0.004 * np.std(range(5), ddof=1)
+    assert seen(spread, found.seeds_needed, 0.05 / tests) == pytest.approx(0.8, abs=0.04)
+    assert outcomes([(claim, comparison)] * tests)[0].seeds_needed == found.seeds_needed
+
+
+def test_notes_name_the_variant_with_the_most_spread_and_its_seeds():
+    comparison = compared(BASE + noisy("rowwise", 0.0, 0.002) + noisy("mxfp8", 0.0, 0.008))
+    measures = [comparison.measures(group) for group in comparison.groups]
+    (note,) = grid_tables.notes(comparison, measures)
+    needed = comparison.measures(("mxfp8", 1.0, 1.0)).seeds_needed
+    assert f"mxfp8 needs {needed} paired seeds" in note
+    assert seen(0.008 * np.std(range(5), ddof=1), needed, 0.05) == pytest.approx(0.8, abs=0.02)
+
+
+def test_short_runs_that_count_as_diverged_are_named():
+    """6 nats is the entropy of the token frequencies; a run that broke is diverged whatever it would have reached."""
+    runs = [result(name, seed, 7.0 if seed else 4.0) for name in ("bf16", "rowwise") for seed in range(3)]
+    comparison = compared([*runs, result("rowwise", 3, 4.0, failed_at=17)])
+    measures = [comparison.measures(group) for group in comparison.groups]
+    first, second = grid_tables.notes(comparison, measures)
+    assert first.startswith("4 runs of 7 ended no better than token frequencies (6.0000 nats)")
+    assert second.startswith("Rows have different numbers of seeds")
+    assert [row[1] for row in grid_tables.gap_rows(comparison, measures)] == ["3 (2)", "4 (3)"]
+
+
+def test_costs_are_printed_steps_first():
+    others = [result("rowwise", seed, 4.0 + 0.01 * seed, faster=1.25, tokens_per_second=500.0) for seed in range(5)]
+    comparison = compared(BASE + others, targets=(0.5,))
+    (row,) = grid_tables.cost_rows([comparison.measures(("rowwise", 1.0, 1.0))])
+    cells = dict(zip(grid_tables.cost_columns((0.5,)), row, strict=True))
+    assert cells["steps to 50%"].startswith("0.80")
+    assert cells["time to 50%"].startswith("1.60")
 
 
 def test_a_claim_tells_what_its_casts_cost_a_gradient():

@@ -141,7 +141,9 @@ def test_holm_rejects_as_step_down_does():
         assert {key for key, p in adjusted.items() if p <= 0.05} == rejected
 
 
-@pytest.mark.parametrize(("spread", "difference"), [(0.005, 0.005), (0.01, 0.005), (0.002, 0.005)])
+@pytest.mark.parametrize(
+    ("spread", "difference"), [(0.005, 0.005), (0.01, 0.005), (0.002, 0.005), (0.0008, 0.005), (0.00092, 0.005)]
+)
 def test_the_number_of_seeds_sees_the_difference_in_four_of_five_studies(spread, difference):
     random = np.random.default_rng(5)
 
@@ -152,6 +154,16 @@ def test_the_number_of_seeds_sees_the_difference_in_four_of_five_studies(spread,
     needed = seeds_needed(spread, difference)
     assert seen(needed) >= 0.78
     assert needed == 2 or seen(needed - 1) < 0.82
+
+
+def test_more_spread_never_needs_fewer_seeds():
+    needed = [seeds_needed(spread, 0.005) for spread in np.geomspace(1e-6, 0.5, 300)]
+    assert needed == sorted(needed)
+    assert needed[0] == 2
+
+
+def test_tests_without_a_p_value_count():
+    assert holm({"a": 0.01, "b": 0.02}, tests=5) == {"a": 0.05, "b": 0.08}
 
 
 def test_a_slope_is_that_of_least_squares():
