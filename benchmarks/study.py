@@ -64,6 +64,10 @@ class FinishedRuns:
         lines = gzip.decompress(file.read_bytes()).decode().splitlines() if file is not None and file.exists() else []
         self._lines = {_run(line): line for line in lines}
 
+    def __str__(self) -> str:
+        of_text = sum(text == self.text for _, text in self._lines)
+        return f"{of_text} of {len(self._lines)} known runs are of this text, {self.text}; all others are trained"
+
     def add(self, folder: Path) -> None:
         """Add the runs of a folder."""
         for path in sorted(folder.glob(f"{CELLS}/*/{MEASURES}")):
@@ -187,6 +191,7 @@ def main() -> None:
     machine, base = hardware(), load_config(CONFIG)
     text = content_hash(load_documents(base.data.source))
     finished, comparisons = FinishedRuns(arguments.known, text), {}
+    print(finished)
     for part in arguments.parts.split(","):
         folder = arguments.out / part
         grids = grids_of(part)

@@ -114,6 +114,7 @@ def test_runs_on_other_text_are_kept_and_not_given(tiny, tmp_path):
     lines = [json.dumps({"config": config, "data": text, "of": text}) for text in ("this", "another")]
     known.write_bytes(gzip.compress("\n".join(lines).encode()))
     runs = study.FinishedRuns(known, "this")
+    assert str(runs).startswith("1 of 2 known runs are of this text")
     runs.give(grid, base, tmp_path)
     (given,) = tmp_path.glob("cells/*/measures.json")
     assert json.loads(given.read_text())["of"] == "this"

@@ -271,6 +271,15 @@ def test_a_claim_is_decided_by_its_interval(gap, verdict):
     assert found.verdict == verdict
 
 
+@pytest.mark.parametrize("gap", [-0.005, 0.005])
+def test_a_claim_whose_interval_leaves_the_bar_on_either_side_is_open(gap):
+    claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
+    found = outcome(claim, compared(BASE + noisy("rowwise", gap, 0.004), gap_nats=0.0079))
+    assert found.p_value is not None
+    assert found.p_value > 0.05
+    assert found.verdict == "open"
+
+
 @pytest.mark.parametrize(("cost", "verdict"), [(0.02, "confirmed"), (0.0, "contradicted"), (0.01, "below the bar")])
 def test_a_claim_can_compare_what_two_changes_cost(cost, verdict):
     """The better one lies 0.01 above a baseline that is 0.5 higher than the other's."""
