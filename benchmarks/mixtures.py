@@ -14,6 +14,7 @@ of such lines, from another machine of the same kind: read if it exists, and wri
 
 import argparse
 import gzip
+import hashlib
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -200,11 +201,13 @@ class Runs:
         return self._windows[key(setting)]
 
     def _routes(self, setting: Setting, data: TokenData) -> Path:
-        """File of the choices that all runs of a seed replay."""
-        path = self.path.with_name(f"routes-{setting.model}-{setting.seed}.pt")
+        """File of the choices that all runs of a seed replay, whose other settings are these but for the recipe."""
+        recorded = replace(setting, recipe=BASE)
+        digest = hashlib.sha256(key(recorded).encode()).hexdigest()[:8]
+        path = self.path.with_name(f"routes-{setting.model}-{setting.seed}-{digest}.pt")
         if not path.exists():
             with recording(path):
-                train(replace(setting, recipe=BASE), data, weights=setting.seed + OTHER_WEIGHTS)
+                train(recorded, data, weights=setting.seed + OTHER_WEIGHTS)
         return path
 
 

@@ -159,6 +159,29 @@ def test_scales_of_other_steps_are_refused(recipe):
         DotProductAttention(recipe=recipe)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"heads": 3}, r"a number of heads that divides theirs, not \(2, 5, 3, 24\), \(2, 7, 2, 24\)"),
+        ({"kv": 0}, "a number of heads that divides theirs"),
+        ({"asked": 0}, r"no size 0, not queries \(2, 0, 4, 24\) and keys \(2, 7, 2, 24\); octavo.nn.Dot"),
+        ({"known": 0}, "no size 0"),
+        ({"width": 0}, "no size 0"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_go_together_are_refused_in_one_sentence(sizes, words):
+    q, k, v, _ = tensors(**sizes)
+    with pytest.raises(ConfigError, match=words):
+        fp8_attention(q, k, v, recipes.get("rowwise"))
+
+
+def test_keys_of_another_width_are_refused_as_in_high_precision():
+    (q, _, v, _), (_, k, _, _) = tensors(), tensors(width=16)
+    with pytest.raises(ConfigError, match="with the queries' batch and width"):
+        fp8_attention(q, k, v, recipes.get("rowwise"))
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0)], ids=str)
 def test_empty_tensors_give_what_high_precision_gives(shape):
     batch, asked, known = shape

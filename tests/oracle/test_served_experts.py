@@ -56,6 +56,14 @@ def logits_of(runner):
     return torch.cat([runner(part, cache, every=True) for part in TOKENS.split([17, 1, 6])])
 
 
+def check_logits(made, level):
+    """Weights are BF16 numbers, so that the recipe bf16 rounds nothing; routers are FP32."""
+    wanted = made.logits(TOKENS[None])[0]
+    found = logits_of(ModelRunner(as_llama(made.model, "m"), recipe="bf16", level=level))
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
@@ -76,11 +84,35 @@ def logits_of(runner):
     ids=str,
 )
 def test_logits_are_those_of_transformers(level, name, settings):
-    """Weights are BF16 numbers, so that the recipe bf16 rounds nothing."""
-    made = spread_out(name, **settings)
-    wanted = made.logits(TOKENS[None])[0]
-    found = logits_of(ModelRunner(as_llama(made.model, name), recipe="bf16", level=level))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    check_logits(spread_out(name, **settings), level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_width_that_is_no_multiple_of_a_vector_loses_no_column_of_the_router(level):
+    check_logits(spread_out("Mixtral", hidden_size=44), level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_router_logits_of_hundreds_do_not_overflow(level):
+    made = spread_out("Mixtral")
+    for layer in range(2):
+        made.model.get_parameter(f"model.layers.{layer}.mlp.gate.weight").mul_(300)
+    told: Any = made.model
+    for logits in told(TOKENS[None], output_router_logits=True).router_logits:
+        assert float(logits.max()) > 300
+    check_logits(made, level)
+
+
+@pytest.mark.parametrize("level", native_bindings.levels())
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (64, 1)])  # torch.topk has an algorithm for each
+def test_router_logits_of_nan_spoil_only_the_tokens_that_have_or_see_them(level, experts, top_k):
+    """Rows without NaN are in the same call. transformers reads only the text before it: it adds 0 · NaN to them."""
+    made = spread_out("Qwen3Moe", num_experts=experts, num_experts_per_tok=top_k)
+    wanted = made.logits(TOKENS[None, :20])[0]
+    made.model.get_parameter("model.embed_tokens.weight")[TOKENS[20]] = torch.nan
+    found = logits_of(ModelRunner(as_llama(made.model, "m"), recipe="bf16", level=level))
+    torch.testing.assert_close(found[:20], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    assert found[20:].isnan().all()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -130,9 +162,7 @@ def test_equal_probabilities_choose_the_experts_that_transformers_does(level, ex
     router = made.model.get_parameter("model.layers.0.mlp.gate.weight")
     logits = torch.nn.functional.linear(torch.randn(len(TOKENS), 64), router)
     assert torch.equal(logits[:, :cut], logits[:, :1].expand(-1, cut))
-    wanted = made.logits(TOKENS[None])[0]
-    found = logits_of(ModelRunner(as_llama(made.model, "ties"), recipe="bf16", level=level))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    check_logits(made, level)
 
 
 def exported(name, fmt, recipe, folder):

@@ -30,7 +30,7 @@ from octavo.functional.grouped_linear import fp8_grouped_linear
 from octavo.recipes import Recipe
 from octavo.scaling import ExpertsWatch, LayerScaling
 
-__all__ = ["AttentionWatch", "check_attention_recipe", "fp8_attention"]
+__all__ = ["AttentionWatch", "check_attention_recipe", "check_attention_shapes", "fp8_attention"]
 
 
 class AttentionWatch(Protocol):
@@ -66,6 +66,27 @@ def check_attention_recipe(recipe: Recipe) -> None:
         )
 
 
+def check_attention_shapes(queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Refuse tensors that do not go together; a batch, positions and widths of 0 may be.
+
+    Example:
+        >>> check_attention_shapes(torch.zeros(1, 5, 3, 8), torch.zeros(1, 7, 2, 8), torch.zeros(1, 7, 2, 8))
+        Traceback (most recent call last):
+        ...
+        octavo.errors.ConfigError: attention takes keys and values of one shape, with the queries' batch and width, ...
+    """
+    shapes = f"{tuple(queries.shape)}, {tuple(keys.shape)} and {tuple(values.shape)}"
+    if not queries.ndim == keys.ndim == values.ndim == 4:
+        raise ConfigError(f"attention takes queries, keys and values [B, T, heads, D], not {shapes}")
+    alike = keys.shape[:3] == values.shape[:3] and keys.shape[0] == queries.shape[0]
+    divides = keys.shape[2] > 0 and queries.shape[2] % keys.shape[2] == 0
+    if not alike or keys.shape[3] != queries.shape[3] or not divides:
+        raise ConfigError(
+            "attention takes keys and values of one shape, with the queries' batch and width, and a number of heads "
+            f"that divides theirs, not {shapes}"
+        )
+
+
 def fp8_attention(
     queries: Tensor,
     keys: Tensor,
@@ -86,13 +107,17 @@ def fp8_attention(
         recipe: of both products, with dynamic scales.
         mask: [T, S] or [B, heads, T, S], any of these 1; bool (True may be seen) or floating, added to the scores.
             Queries that see nothing give zeros. They, and keys that nothing sees, have no part in a scale; queries at
-            padded positions that see keys do.
+            padded positions that see keys do. Only False and -inf hide a key so: one behind a large finite negative,
+            such as -1e9, has a part in scales.
         dropout: of the probabilities.
         scale: of the scores; None is 1 / sqrt(D).
         watch: inspects the call.
 
     Returns:
         [B, T, heads, V] in the queries' dtype.
+
+    Raises:
+        ConfigError: shapes that do not go together, or queries or keys without elements.
 
     Example:
         >>> from octavo import recipes
@@ -101,6 +126,12 @@ def fp8_attention(
         >>> torch.allclose(y, torch.full((1, 2, 1, 1), 1.5))
         True
     """
+    check_attention_shapes(queries, keys, values)
+    if not (queries.numel() and keys.numel()):
+        raise ConfigError(
+            f"attention in FP8 takes no size 0, not queries {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
+            "octavo.nn.DotProductAttention takes such tensors"
+        )
     (batch, asked, heads, width), kv = queries.shape, keys.shape[2]
     known, scale = keys.shape[1], 1 / math.sqrt(width) if scale is None else scale
     q = queries.float()

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from octavo import recipes
 from octavo.autocast import active_recipe
 from octavo.errors import ConfigError
-from octavo.functional import AttentionWatch, check_attention_recipe, fp8_attention
+from octavo.functional import AttentionWatch, check_attention_recipe, check_attention_shapes, fp8_attention
 from octavo.kernels import needs_widening
 from octavo.nn.arguments import check_probability, check_whole
 from octavo.nn.scaled_layer import in_autocast_dtype
@@ -145,7 +145,7 @@ def attend(
         >>> attend(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1), values, causal=True).flatten().tolist()
         [1.0, 2.0]
     """
-    _check_shapes(queries, keys, values)
+    check_attention_shapes(queries, keys, values)
     check_visibility(
         padding, mask, batch=keys.shape[0], heads=queries.shape[2], asked=queries.shape[1], known=keys.shape[1]
     )
@@ -219,18 +219,6 @@ def _intersection(visible: Tensor | None, mask: Tensor) -> Tensor:
     if visible is None:
         return mask
     return visible & mask if mask.dtype is torch.bool else torch.where(visible, mask, -math.inf)
-
-
-def _check_shapes(queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    shapes = f"{tuple(queries.shape)}, {tuple(keys.shape)} and {tuple(values.shape)}"
-    if not queries.ndim == keys.ndim == values.ndim == 4:
-        raise ConfigError(f"attention takes queries, keys and values [B, T, heads, D], not {shapes}")
-    alike = keys.shape[:3] == values.shape[:3] and keys.shape[0] == queries.shape[0]
-    if not alike or keys.shape[3] != queries.shape[3] or queries.shape[2] % keys.shape[2]:
-        raise ConfigError(
-            "attention takes keys and values of one shape, with the queries' batch and width, and a number of heads "
-            f"that divides theirs, not {shapes}"
-        )
 
 
 def check_visibility(

@@ -70,6 +70,23 @@ def test_finished_runs_are_read_and_a_cut_line_is_dropped(tmp_path, monkeypatch,
     assert trained == [0, 1]
 
 
+def test_runs_of_other_settings_do_not_replay_the_choices_of_these(tmp_path, monkeypatch):
+    recorded = []
+
+    def train(setting, _, *, weights=None):
+        if weights is not None:
+            recorded.append((setting.steps, setting.lr))
+        for _ in range(setting.steps):
+            torch.topk(torch.rand(1, 4), 2)
+        return [3.0], [2.0]
+
+    monkeypatch.setattr(mixtures, "train", train)
+    runs, replayed = mixtures.Runs(tmp_path / "runs.jsonl"), replace(SETTING, replay=True)
+    for changes in ({}, {"recipe": mixtures.BASE}, {"steps": 3}, {"steps": 1}, {"lr": 2e-3}):
+        runs.windows(replace(replayed, **changes), NO_DATA)
+    assert recorded == [(2, 1e-3), (3, 1e-3), (1, 1e-3), (2, 2e-3)]
+
+
 def test_a_gap_is_judged_by_its_interval():
     table = [
         mixtures.row("m", "rowwise", [[1.0 + gap], [1.002 + gap], [1.004 + gap]], [[1.0]] * 3) for gap in (0, 1, -1)
