@@ -272,8 +272,9 @@ def main() -> None:
     lines = [*markdown_table(header, rows), "", f"{arguments.seeds} seeds, {common['steps']} steps."]
     lines += [f"- {name}: {size / 1e6:.1f} M parameters" for name, size in sizes.items()]
     write = not (arguments.no_write or arguments.quick)
-    result, routes = ("mixtures_replayed", ", one choice of experts") if arguments.replay else ("mixtures", "")
-    publish(result, lines, title=f"Mixtures trained in FP8 against BF16{routes}", machine=machine, write=write)
+    variant, routes = ("replayed", ", one choice of experts") if arguments.replay else ("", "")
+    title = f"Mixtures trained in FP8 against BF16{routes}"
+    publish("mixtures", lines, title=title, machine=machine, write=write, variant=variant)
 
 
 if __name__ == "__main__":
