@@ -23,9 +23,10 @@ from benchmarks.measure import hardware, markdown_table, publish
 from octavo.experiments import grid_tables
 from octavo.experiments.bars import BARS, Bars, save_bars, study_bars
 from octavo.experiments.cells import CellResult, Variant
+from octavo.experiments.claims import Outcome, outcomes
 from octavo.experiments.grid import CELLS, Grid, finished_cells
 from octavo.experiments.grid_comparison import GridComparison
-from octavo.experiments.presets import PRESETS, Outcome, outcomes
+from octavo.experiments.presets import PRESETS
 from octavo.experiments.run_measures import MEASURES
 from octavo.files import write_atomically
 from octavo.text.corpus import Split, content_hash

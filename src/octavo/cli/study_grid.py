@@ -16,11 +16,12 @@ from octavo.errors import ConfigError
 from octavo.experiments import grid_tables
 from octavo.experiments.bars import BARS, Bars, read_bars, save_bars, study_bars
 from octavo.experiments.cells import CellResult, Variant
+from octavo.experiments.claims import outcomes
 from octavo.experiments.grid import CELLS, Grid, locked, run_grid
 from octavo.experiments.grid_comparison import GridComparison
 from octavo.experiments.grid_results import write_results
 from octavo.experiments.intervals import facts_with_ends
-from octavo.experiments.presets import Preset, outcomes, preset_named
+from octavo.experiments.presets import Preset, preset_named
 from octavo.experiments.run_measures import Phase
 from octavo.experiments.study import DEFAULT_RECIPES, STUDY, check_study_data
 from octavo.parallel.process_group import Place

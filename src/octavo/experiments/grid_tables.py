@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from octavo.experiments.claims import Outcome
 from octavo.experiments.grid_comparison import GridComparison, Group, Ranking, VariantMeasures
 from octavo.experiments.intervals import Interval
-from octavo.experiments.presets import Outcome
 from octavo.html.wording import counted
 
 __all__ = [

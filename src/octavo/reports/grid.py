@@ -5,8 +5,9 @@ from typing import Any
 
 from octavo.curves import difference
 from octavo.experiments import grid_tables
+from octavo.experiments.claims import VERDICTS, Outcome, outcomes
 from octavo.experiments.grid_comparison import GridComparison, VariantMeasures
-from octavo.experiments.presets import VERDICTS, Outcome, Preset, outcomes
+from octavo.experiments.presets import Preset
 from octavo.html.wording import counted
 from octavo.reports.figures import MUTED, PALETTE, add_level, add_line, new_figure
 from octavo.reports.rendering import check_report_extra, render

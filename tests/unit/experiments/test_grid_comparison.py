@@ -11,9 +11,9 @@ from scipy import stats
 from octavo.experiments import grid_tables
 from octavo.experiments.bars import Bars
 from octavo.experiments.cells import Cell, CellResult, Variant
+from octavo.experiments.claims import Claim, outcomes
 from octavo.experiments.grid_comparison import GridComparison, spikes
 from octavo.experiments.intervals import facts_with_ends, holm
-from octavo.experiments.presets import Claim, outcomes
 from octavo.training.comparison import RunMeasures
 
 STEPS = 100
