@@ -31,7 +31,7 @@ def test_a_presets_page_says_what_became_of_its_claims(tmp_path, open_page, page
     path = tmp_path / "report.html"
     write_page(path, grid_page(compared(results), PRESETS["accumulation"], {"model": "a decoder", "seed": "0 to 4"}))
     page = open_page(path)
-    assert page.locator("h1").inner_text() == "1 claim rerun: 1 confirmed, 0 contradicted, 0 open"
+    assert page.locator("h1").inner_text() == "1 claim rerun: 1 confirmed"
     table = page.locator(".wide.layers")  # the verdicts, which no reader should have to scroll to
     assert table.evaluate("table => table.scrollWidth <= table.clientWidth")
     assert page_faults(path) == []

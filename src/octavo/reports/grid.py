@@ -57,7 +57,7 @@ def grid_page(comparison: GridComparison, preset: Preset | None, facts: Mapping[
 def _claims_headline(outcomes: Sequence[Outcome]) -> str:
     """Counts of verdicts: a preset's variants may be models that differ in more than precision."""
     verdicts = [one.verdict for one in outcomes]
-    counts = (f"{verdicts.count(name)} {name}" for name in VERDICTS)
+    counts = (f"{verdicts.count(name)} {name}" for name in VERDICTS if name in verdicts)
     return f"{counted(len(verdicts), 'claim')} rerun: {', '.join(counts)}"
 
 
