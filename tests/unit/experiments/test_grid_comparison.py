@@ -271,6 +271,31 @@ def test_a_claim_is_decided_by_its_interval(gap, verdict):
     assert found.verdict == verdict
 
 
+@pytest.mark.parametrize("gap", [-0.002, 0.002])
+def test_a_difference_is_tested_against_0_and_the_bar_bounds_both_of_its_ends(gap):
+    """Decided inside of the bar; undecided and below a bar of the study's own, on either side of 0."""
+    claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
+    sure = compared(BASE + noisy("rowwise", gap, 0.0002))
+    assert outcome(claim, sure).verdict == ("confirmed" if gap > 0 else "contradicted")
+    unsure = compared(BASE + noisy("rowwise", gap, 0.002), gap_nats=0.008)
+    assert outcome(claim, unsure).verdict == "below the bar"
+
+
+def test_a_difference_below_0_may_be_below_the_bar_with_its_upper_end():
+    claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
+    runs = BASE + noisy("rowwise", -0.003, 0.0008)
+    found = outcomes([(claim, compared(runs))], among=1000)[0]
+    assert found.difference is not None
+    assert -0.005 < found.difference.low < found.difference.high < 0
+    assert found.verdict == "below the bar"
+
+
+def test_a_single_short_run_is_named():
+    comparison = compared([*BASE, result("rowwise", 0, 7.0)])
+    notes = grid_tables.notes(comparison, [comparison.measures(group) for group in comparison.groups])
+    assert notes[0].startswith("1 run of 6 ended no better than token frequencies")
+
+
 @pytest.mark.parametrize("gap", [-0.005, 0.005])
 def test_a_claim_whose_interval_leaves_the_bar_on_either_side_is_open(gap):
     claim = Claim(text="", source="", better=("bf16", 1.0, 1.0), worse=("rowwise", 1.0, 1.0))
@@ -374,7 +399,7 @@ def test_the_seeds_of_a_claim_see_it_among_all_claims_and_with_its_baselines(tes
 
 
 def test_notes_name_the_variant_with_the_most_spread_and_its_seeds():
-    comparison = compared(BASE + noisy("rowwise", 0.0, 0.002) + noisy("mxfp8", 0.0, 0.008))
+    comparison = compared(BASE + noisy("mxfp8", 0.0, 0.008) + noisy("rowwise", 0.0, 0.002))
     measures = [comparison.measures(group) for group in comparison.groups]
     (note,) = grid_tables.notes(comparison, measures)
     needed = comparison.measures(("mxfp8", 1.0, 1.0)).seeds_needed
