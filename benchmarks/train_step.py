@@ -1,8 +1,9 @@
 """Time of a training step: octavo's recipes against FP32, BF16 autocast and torchao's emulation.
 
-    python -m benchmarks.train_step [--width 1024] [--rounds 15] [--no-write]
+    python -m benchmarks.train_step [--width 1024] [--as-served] [--rounds 15] [--no-write]
 
-The model is the demo's, or two layers of another width.
+The model is the demo's, or two layers of another width. ``--as-served`` times training with engines' forward passes
+instead, each beside the recipe whose gradients it has.
 
 A step is forward, loss and backward of one batch; the optimizer, which is the same for all, is left out. "around" names
 the precision around the FP8 linears. torchao runs its tensorwise recipe with ``emulate=True``, eager and compiled,
@@ -22,6 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from benchmarks.engine_agreement.served import ENGINES
 from benchmarks.measure import bf16_note, hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo.models import Llama
 from octavo.training.config import Precision, RunConfig, TrainingConfig, demo_config
@@ -38,19 +40,20 @@ def main() -> None:
     """Time, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, choices=BF16_BARS, default=128, help="128 is the demo's model")
+    parser.add_argument("--as-served", action="store_true", help="time training with engines' forward passes")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     machine = hardware()
     config = config_of(arguments.width)
-    seconds = interleaved(contestants(config), rounds=arguments.rounds, warmup=2)
-    rows = [[name, *(str(ratio(seconds, name, base)) for base in BASES)] for name in seconds]
-    header = ["step", *(f"× {base}" for base in BASES)]
-    lines = [
-        *markdown_table(header, rows),
-        "",
-        *markdown_table(["bar", "measured", "verdict"], bar_rows(seconds, arguments.width)),
-    ]
+    if arguments.as_served:
+        seconds = interleaved(served_contestants(config), rounds=arguments.rounds, warmup=1)
+        lines = markdown_table(["trained as served by", "gradients", "× the recipe's own step"], served_rows(seconds))
+    else:
+        seconds = interleaved(contestants(config), rounds=arguments.rounds, warmup=2)
+        rows = [[name, *(str(ratio(seconds, name, base)) for base in BASES)] for name in seconds]
+        bars = markdown_table(["bar", "measured", "verdict"], bar_rows(seconds, arguments.width))
+        lines = [*markdown_table(["step", *(f"× {base}" for base in BASES)], rows), "", *bars]
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles); {what}. {bf16_note()}"]
     publish(
@@ -59,7 +62,7 @@ def main() -> None:
         title="A training step",
         machine=machine,
         write=not arguments.no_write,
-        variant="" if arguments.width == 128 else str(arguments.width),
+        variant="_".join([str(arguments.width)] * (arguments.width != 128) + ["as_served"] * arguments.as_served),
     )
 
 
@@ -96,15 +99,17 @@ def _bar_row(name: str, base: str, bar: float, seconds: Mapping[str, list[float]
     return [f"{name}: at most {bar} × {base}", str(measured), verdict(measured.median <= bar, base)]
 
 
-def contestants(config: RunConfig) -> dict[str, Callable[[], Tensor]]:
-    """Name and step of each."""
+Step = Callable[[], Tensor]
+
+
+def step_maker(config: RunConfig) -> tuple[Llama, Callable[[nn.Module, TrainingConfig], Step]]:
+    """The model in FP32, and what makes a step on one batch of a converted copy."""
     shape = config.model.llama(vocab_size=config.data.vocab_size, max_positions=config.training.context)
-    base, training = Llama(shape, seed=0), config.training
     generator = torch.Generator().manual_seed(0)
-    size = (training.batch_size, training.context)
+    size = (config.training.batch_size, config.training.context)
     tokens, targets = (torch.randint(shape.vocab_size, size, generator=generator) for _ in range(2))
 
-    def step_of(model: nn.Module, around: TrainingConfig) -> Callable[[], Tensor]:
+    def step_of(model: nn.Module, around: TrainingConfig) -> Step:
         context = surroundings(around, torch.device("cpu"), model)
 
         def step() -> Tensor:
@@ -116,6 +121,13 @@ def contestants(config: RunConfig) -> dict[str, Callable[[], Tensor]]:
             return loss
 
         return step
+
+    return Llama(shape, seed=0), step_of
+
+
+def contestants(config: RunConfig) -> dict[str, Step]:
+    """Name and step of each."""
+    base, step_of = step_maker(config)
 
     def of(recipe: str, precision: Precision) -> TrainingConfig:
         training: TrainingConfig = config.with_training(recipe=recipe, precision=precision).training
@@ -138,6 +150,21 @@ def contestants(config: RunConfig) -> dict[str, Callable[[], Tensor]]:
         compiled.compile()
         steps[f"torchao tensorwise compiled, {precision} around"] = step_of(compiled, around)
     return steps
+
+
+def served_contestants(config: RunConfig) -> dict[str, Step]:
+    """A step as each engine serves, by its name, and of each recipe of their gradients, by the recipe's."""
+    base, step_of = step_maker(config)
+    settings = {recipe: {"recipe": recipe, "precision": Precision.BF16} for recipe in ENGINES.values()}
+    settings |= {engine: {"recipe": recipe, "as_served_by": engine} for engine, recipe in ENGINES.items()}
+    trainings = {name: config.with_training(**setting).training for name, setting in settings.items()}
+    return {name: step_of(_converted(base, around), around) for name, around in trainings.items()}
+
+
+def served_rows(seconds: Mapping[str, list[float]]) -> Iterator[list[str]]:
+    """Yield engine, recipe and the ratio of their steps."""
+    for engine, recipe in ENGINES.items():
+        yield [engine, recipe, str(ratio(seconds, engine, recipe))]
 
 
 def _converted(base: nn.Module, training: TrainingConfig) -> nn.Module:

@@ -30,7 +30,7 @@ from octavo.training.config import DataConfig, RunConfig, TrainingConfig
 from octavo.training.loop import train
 from octavo.training.run_folder import load_run
 
-__all__ = ["COLUMNS", "served_rows"]
+__all__ = ["COLUMNS", "ENGINES", "served_rows"]
 
 ENGINES = {  # and the gradients
     "vllm-token": "rowwise",

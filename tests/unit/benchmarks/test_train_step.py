@@ -75,3 +75,15 @@ def test_every_call_of_a_bar_is_timed():
     pytest.importorskip("torchao", reason="torchao is not installed")
     rows = list(train_step.bar_rows({name: [1.0] * 3 for name in train_step.contestants(demo_config())}, 128))
     assert len(rows) == 10
+
+
+def test_steps_as_served_are_timed_beside_their_recipes(monkeypatch, written):
+    calls = train_step.served_contestants(demo_config(quick=True))
+    assert {*calls} == {*train_step.ENGINES, *train_step.ENGINES.values()}
+    monkeypatch.setattr(sys, "argv", ["train_step", "--as-served"])
+    seconds = {name: [6.0 if name in train_step.ENGINES else 2.0] * 3 for name in calls}
+    monkeypatch.setattr(train_step, "interleaved", lambda *_, **__: seconds)
+    train_step.main()
+    lines = written()
+    assert "| te-block | blockwise | 3.00 (3.00–3.00) |" in lines
+    assert sum("3.00" in line for line in lines) == len(train_step.ENGINES)
