@@ -43,7 +43,7 @@ def test_steps_under_other_profiles_are_put_aside(tmp_path, monkeypatch, capsys)
 
 def test_the_matrix_has_the_kl_of_each_pair(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "SavedSteps", lambda name: SavedSteps(name, tmp_path))
-    names = ("bf16", "te-block", "vllm-token", "octavo-token")
+    names = ("bf16", "te-block", "vllm-token", "octavo-token", "vllm-block-ue8m0")
     monkeypatch.setattr(matrix, "NAMES", names)
     monkeypatch.setattr(matrix, "PROFILES", {name: PROFILES[name] for name in names[1:]})
     model, tokens = language_model(), windows(2, 20)
@@ -53,8 +53,15 @@ def test_the_matrix_has_the_kl_of_each_pair(tmp_path, monkeypatch):
     delta = torch.cat([scores.delta.abs() for scores in result.scores]).mean()
     assert float(found["delta"][1, 2]) == pytest.approx(float(delta))
     assert not found["kl"].diagonal().any()
+    assert found["kl"][1, 4] == found["kl"][4, 1] == 0  # te-block gives the numbers of vllm-block-ue8m0
     assert found["kl"][0, 1:].min() > 0
     assert matrix.largest_pairs(found["kl"], 1)[0] in {("te-block", "vllm-token"), ("te-block", "octavo-token")}
+
+
+def test_of_equal_profiles_the_first_is_in_the_largest_pairs(monkeypatch):
+    monkeypatch.setattr(matrix, "NAMES", ("bf16", "a", "b", "equal to a", "c"))
+    kl = torch.tensor([[0, 9, 9, 9, 9], [9, 0, 1, 0, 2], [9, 1, 0, 1, 3], [9, 0, 1, 0, 2], [9, 2, 3, 2, 0]])
+    assert matrix.largest_pairs(kl, 9) == [("b", "c"), ("a", "c"), ("a", "b")]
 
 
 def test_a_table_of_readers_is_paired_with_octavo():
