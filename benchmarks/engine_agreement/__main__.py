@@ -42,7 +42,7 @@ from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
 PARTS = ("folders", "matrix", "why", "faults", "trials", "served")
 OF_PAIRS = {"matrix", "why", "faults", "trials"}
-PAIR_WINDOWS, WHY_WINDOWS, PAIRS = 10, 2, 5
+PAIR_WINDOWS, PAIRS = 10, 5
 UE8M0 = (("vllm-block", "vllm-block-ue8m0"), ("sglang-block", "sglang-block-ue8m0"))
 
 
@@ -77,8 +77,12 @@ def pairs(parts: list[str]) -> Iterator[str]:
         rows = [[first, f"{kl[first]:.5f}", second, f"{kl[second]:.5f}"] for first, second in UE8M0]
         yield from markdown_table(["float", "KL(it ‖ BF16)", "UE8M0", "KL(it ‖ BF16)"], rows)
         if "why" in parts:
-            yield from ("", f"## Why: the {PAIRS} pairs with the largest KL, {WHY_WINDOWS} windows", "")
-            rows = attributions(model, largest_pairs(found["kl"], PAIRS), windows[:WHY_WINDOWS])
+            yield from (
+                "",
+                f"## Why: the {PAIRS} pairs of distinct profiles with the largest KL, {PAIR_WINDOWS} windows",
+                "",
+            )
+            rows = attributions(model, largest_pairs(found["kl"], PAIRS), windows)
             columns = ["trainer, server", "property", "layers", "KL alone", "KL left; of a total, interactions"]
             yield from markdown_table(columns, rows)
     if "faults" in parts:

@@ -79,7 +79,7 @@ def attributions(model: LanguageModel, pairs: list[tuple[str, str]], windows: Te
                 for each in effects
             ]
 
-        rows += steps.step(f"{trainer}, {server}", compute)
+        rows += steps.step(f"{trainer}, {server}, {len(windows)} windows", compute)
     return rows
 
 
