@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import smollm2
+from benchmarks.engine_agreement.folders import COLUMNS as FOLDER_COLUMNS
 from benchmarks.engine_agreement.folders import KINDS, cast_properties, compare_readers, folder_table
 from benchmarks.engine_agreement.matrix import (
     LENGTH,
@@ -51,9 +52,7 @@ def folders(count: int) -> Iterator[str]:
     for kind in KINDS:
         yield f"## A {kind} folder in two readers, {count} windows of 512 tokens"
         yield ""
-        yield from markdown_table(
-            ["reader", "perplexity", "nats above octavo"], folder_table(compare_readers(kind, count))
-        )
+        yield from markdown_table(FOLDER_COLUMNS, folder_table(compare_readers(kind, count)))
         yield from (
             "",
             "Each property of the casts that differs, from octavo's value to compressed-tensors', one window:",

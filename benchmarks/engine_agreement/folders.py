@@ -7,6 +7,7 @@ one at a time. With compressed-tensors' casts octavo's layers give its outputs b
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,9 +36,11 @@ from octavo.quantization import text_windows
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
-__all__ = ["KINDS", "cast_properties", "compare_readers", "folder_table"]
+__all__ = ["COLUMNS", "KINDS", "cast_properties", "compare_readers", "folder_table"]
 
 KINDS = ("dynamic", "static")
+OURS, TRANSFORMERS = "octavo", "transformers with compressed-tensors"
+COLUMNS = ["reader", "perplexity", "nats above octavo", "windows equal to octavo's", "to transformers'"]
 LENGTH, CALIBRATION, SEEDS = 512, 16, (0, 1, 2)
 ROW = recipes.get("rowwise", power_of_two=False)
 THEIRS = {"dynamic": "compressed-tensors", "static": "compressed-tensors-static"}
@@ -138,8 +141,8 @@ def compare_readers(kind: str, count: int) -> dict[str, list[float]]:
         "transformers' decoder, octavo's casts": EngineCopies(mixed).of(own),
         "transformers' decoder, compressed-tensors' casts": EngineCopies(mixed).of(in_fp32(THEIRS[kind])),
     }
-    results = {"octavo": scores(lambda t: logits_of(ours, t), windows, steps, "octavo")}
-    results["transformers with compressed-tensors"] = scores(lambda t: logits_of(theirs, t), windows, steps, "theirs")
+    results = {OURS: scores(lambda t: logits_of(ours, t), windows, steps, "octavo")}
+    results[TRANSFORMERS] = scores(lambda t: logits_of(theirs, t), windows, steps, "theirs")
     for name, engine in engines.items():
         results[name] = scores(engine, windows, steps, name)
     for seed in SEEDS:
@@ -166,12 +169,12 @@ def cast_properties(kind: str) -> list[list[str]]:
 
 
 def folder_table(results: dict[str, list[float]]) -> list[list[str]]:
-    """Name, perplexity, and nats above octavo's reading with the interval over windows."""
-    base = torch.tensor(results["octavo"])
-    rows = []
+    """Name, perplexity, nats above octavo's reading with the interval over windows, windows equal to both readers'."""
+    base, rows = results[OURS], []
     for name, nats in results.items():
-        gap = student_interval((torch.tensor(nats) - base).tolist())
-        perplexity = float(torch.tensor(nats, dtype=torch.float64).mean().exp())
-        shown = "" if name == "octavo" else f"{gap.estimate:+.5f} ± {gap.half_width:.5f}"
-        rows.append([name, f"{perplexity:.4f}", shown])
+        gap = student_interval([each - own for each, own in zip(nats, base, strict=True)])
+        perplexity = math.exp(sum(nats) / len(nats))
+        shown = "" if name == OURS else f"{gap.estimate:+.5f} ± {gap.half_width:.5f}"
+        equal = (f"{sum(a == b for a, b in zip(nats, results[other], strict=True))}" for other in (OURS, TRANSFORMERS))
+        rows.append([name, f"{perplexity:.4f}", shown, *equal])
     return rows
