@@ -90,8 +90,10 @@ def pairs(parts: list[str]) -> Iterator[str]:
         yield from (f"- {'; '.join(group)}" for group in groups)
     if "trials" in parts:
         rows = list(trial_rows(model, windows[0, :128]))
-        named, near = (sum(row[column] == "yes" for row in rows) for column in (2, 5))
-        heading = f"## Faulty servers: of {len(rows)}, {named} named by 128 tokens, {near} with other last bits"
+        alone, near = (sum(row[column] == "yes" for row in rows) for column in (2, 5))
+        shared = sum(row[2] == "no" and row[1] in row[3] for row in rows)  # with a property that gives equal numbers
+        named = f"{alone} named by 128 tokens, {shared} beside a property of equal numbers"
+        heading = f"## Faulty servers: of {len(rows)}, {named}; {near} with other last bits"
         yield from ("", heading, "")
         yield from markdown_table(TRIAL_COLUMNS, rows)
 

@@ -1,18 +1,19 @@
 """Trials of a server with one fault: whether its log-probabilities name the property that is not as claimed.
 
 A trial claims one profile and serves another that differs in one property or setting, drawn at random from those that
-change a number on the text. The log-probabilities pass through a file, as a real server's do, and ``find_suspects``
-ranks every such change. The fault is named if its line comes first and exact, and neither the claimed profile nor
+change a number on the text. The log-probabilities pass through a file, as a real server's do, and every such change is
+ranked by them. The fault is named if its line comes first and exact, and neither the claimed profile nor
 another property shares it; changes that give the same numbers cannot be told apart, and are listed.
 
 No server has octavo's kernels, so that nothing is exact: each fault is served again with the last bits of the
 embeddings changed, as in the floor of ``octavo agree``. It is named if the nearest profiles have no other change.
 """
 
+import functools
 import json
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from octavo.engines import (
     PROFILES,
     EngineProfile,
     Suspect,
-    find_suspects,
+    TriedChanges,
     get,
     neighbours,
     read_server_logprobs,
     server_settings,
+    try_changes,
 )
 from octavo.engines.agreement import copies_for, nudge
 from octavo.engines.token_scores import text_log_probabilities
@@ -57,15 +59,18 @@ def trial_rows(model: LanguageModel, window: Tensor, *, trials: int = TRIALS) ->
     steps = SavedSteps("trials")
     for claimed in CLAIMED:
         copies = copies_for(model, (get(claimed),), window[None])
+        tried = functools.cache(functools.partial(try_changes, model, get(claimed), window[None]))
         candidates = [*neighbours(get(claimed), PROFILES.values()), *server_settings(copies, get(claimed))]
         random.Random(claimed).shuffle(candidates)
         done = 0
         for name, value, profile in candidates:
 
             def compute(
-                claimed: str = claimed, fault: tuple[str, str] = (name, value), profile: EngineProfile = profile
+                fault: tuple[str, str] = (name, value),
+                profiles: tuple[EngineProfile, EngineProfile] = (get(claimed), profile),
+                tried: Callable[[], TriedChanges] = tried,
             ) -> list[str] | None:
-                return _trial(model, window, get(claimed), fault, profile)
+                return _trial(model, window, fault, profiles, tried)
 
             row: list[str] | None = steps.step(f"{claimed}: {name} {value}", compute)
             if row is not None:
@@ -76,20 +81,25 @@ def trial_rows(model: LanguageModel, window: Tensor, *, trials: int = TRIALS) ->
 
 
 def _trial(
-    model: LanguageModel, window: Tensor, claimed: EngineProfile, fault: tuple[str, str], profile: EngineProfile
+    model: LanguageModel,
+    window: Tensor,
+    fault: tuple[str, str],
+    profiles: tuple[EngineProfile, EngineProfile],
+    tried: Callable[[], TriedChanges],
 ) -> list[str] | None:
     """Row of one trial; None if no kernel computes the profile, or no number depends on the fault."""
-    copies = copies_for(model, (claimed, profile), window[None])
+    claimed, profile = profiles
+    copies = copies_for(model, profiles, window[None])
     try:
-        right, served = (_log_probabilities(copies.of(each), window) for each in (claimed, profile))
+        right, served = (_log_probabilities(copies.of(each), window) for each in profiles)
         moved = copies.of(profile)
         nudge(moved, 0)
     except (BackendError, ConfigError):
         return None
     if torch.equal(right, served):
         return None
-    best, runner_up, *_ = _suspects(model, window, claimed, served)
-    near, *_ = _suspects(model, window, claimed, _log_probabilities(moved, window))
+    best, runner_up, *_ = tried().suspects(_through_a_file(served)).ranked
+    near, *_ = tried().suspects(_through_a_file(_log_probabilities(moved, window))).ranked
     is_exact = best.is_exact and not runner_up.is_exact
     return [
         claimed.name,
@@ -103,12 +113,12 @@ def _trial(
     ]
 
 
-def _suspects(model: LanguageModel, window: Tensor, claimed: EngineProfile, served: Tensor) -> tuple[Suspect, ...]:
-    """Suspects of log-probabilities that pass through a file."""
+def _through_a_file(served: Tensor) -> tuple[Tensor, ...]:
+    """Log-probabilities as a file has them."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "server.jsonl"
         file.write_text(json.dumps([None, *(round(each, 6) for each in served.tolist())]) + "\n")
-        return find_suspects(model, claimed, window[None], read_server_logprobs(file)).ranked
+        return read_server_logprobs(file)
 
 
 def _is_named(suspect: Suspect, fault: tuple[str, str]) -> bool:

@@ -101,6 +101,8 @@ def export(
     engine = None if for_ is None else engine_to_write_for(for_)
     if engine is not None and format_ is not None:
         raise ConfigError("--for chooses the format; leave --format out")
+    if engine is not None and fnuz:
+        raise ConfigError("--for writes the codes that its engine reads, OCP's even for vllm-fnuz; leave --fnuz out")
     written = format_ or (DEFAULT if engine is None else format_of_engine(engine))
     request = ConversionOptions(
         recipe=recipe,

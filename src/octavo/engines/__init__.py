@@ -6,7 +6,15 @@ from octavo.engines.linear import linear_as, weight_as
 from octavo.engines.model import EngineCopies, EngineModel, input_amaxes, model_as
 from octavo.engines.properties import differences, neighbours, with_property
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement, agree_with_itself
-from octavo.engines.suspects import Suspect, Suspects, find_suspects, read_server_logprobs, server_settings
+from octavo.engines.suspects import (
+    Suspect,
+    Suspects,
+    TriedChanges,
+    find_suspects,
+    read_server_logprobs,
+    server_settings,
+    try_changes,
+)
 from octavo.engines.training import convert_as_served
 from octavo.kernels.row_by_row import RowByRow
 from octavo.numerics import EngineCast, quantize_as
@@ -39,6 +47,7 @@ __all__ = [
     "Source",
     "Suspect",
     "Suspects",
+    "TriedChanges",
     "WayAgreement",
     "agree",
     "agree_with_itself",
@@ -59,6 +68,7 @@ __all__ = [
     "served_recipe",
     "server_settings",
     "source_of",
+    "try_changes",
     "weight_as",
     "with_property",
 ]

@@ -105,6 +105,7 @@ class Agreement:
         scores: of the server against the trainer, by window.
         floor: of the trainer with other last bits against the trainer, by window.
         length: tokens a window; the first is not predicted.
+        is_equal: whether all logits have equal values.
         max_kl: the bar; None asks for no verdict.
     """
 
@@ -114,6 +115,7 @@ class Agreement:
     scores: tuple[TokenScores, ...]
     floor: tuple[TokenScores, ...]
     length: int
+    is_equal: bool
     max_kl: float | None = None
 
     @property
@@ -123,8 +125,8 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the mean KL is within ``max_kl``; without one, whether all tokens' distributions are equal."""
-        return self.kl.estimate <= (0.0 if self.max_kl is None else self.max_kl)
+        """Whether the mean KL is within ``max_kl``; without one, or with 0, whether all logits are equal."""
+        return self.kl.estimate <= self.max_kl if self.max_kl else self.is_equal
 
 
 def mean_of(windows: Sequence[TokenScores], name: str) -> Interval:
@@ -177,9 +179,10 @@ def agree(
     nudge(nudged, seed)
     layers = _LayerComparison(ours, theirs)
     generator, floor_generator = (torch.Generator().manual_seed(seed) for _ in range(2))
-    scores, floor = [], []
+    scores, floor, is_equal = [], [], True
     for index, window in enumerate(tokens):
         expected, got = layers.logits(window[None, :-1])
+        is_equal = is_equal and bool((expected == got).all())
         scores.append(score_tokens(expected, got, window[1:], generator))
         floor.append(score_tokens(expected, nudged(window[None, :-1])[0], window[1:], floor_generator))
         on_progress("compare", index + 1, len(tokens))
@@ -190,6 +193,7 @@ def agree(
         scores=tuple(scores),
         floor=tuple(floor),
         length=tokens.shape[1],
+        is_equal=is_equal,
         max_kl=max_kl,
     )
 

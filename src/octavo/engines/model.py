@@ -29,7 +29,8 @@ from octavo.models import Llama
 from octavo.models.served_forward import cast_of_cache, check_linear_layers, is_skipped
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
-from octavo.numerics import QuantizedTensor, Scaling
+from octavo.numerics import PerTensor, QuantizedTensor, Scaling
+from octavo.numerics.granularity import granularity_in_words
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = [
@@ -148,8 +149,9 @@ class EngineCopies:
         """The decoder as an engine computes it.
 
         Raises:
-            ConfigError: no layer is quantized, weights that the engine quantizes are no linear layers', a scale is
-                missing, or a norm's cast is fused in a model whose norms are not known.
+            ConfigError: no layer is quantized, weights that the engine quantizes are no linear layers', a folder's
+                codes have scales of another shape than the engine's, a scale is missing, or a norm's cast is fused in
+                a model whose norms are not known.
         """
         copied = _shared_copy(self._base(profile.activations))
         layers = engine_layers(copied, profile)
@@ -185,7 +187,10 @@ class EngineCopies:
         if key not in self._codes:
             while len(self._codes) >= KEPT_CASTS:
                 del self._codes[next(iter(self._codes))]
-            self._codes[key] = {path: weight_as(_weight_of(layer), profile) for path, layer in layers.items()}
+            weights = {path: _weight_of(layer) for path, layer in layers.items()}
+            for path, weight in weights.items():
+                _check_codes_fit(path, weight, profile)
+            self._codes[key] = {path: weight_as(weight, profile) for path, weight in weights.items()}
         return self._codes[key]
 
 
@@ -293,6 +298,17 @@ def _unfused(model: nn.Module) -> nn.Module:
 def _weight_of(layer: nn.Linear) -> Tensor | QuantizedTensor:
     codes = layer.stored_codes() if isinstance(layer, Linear) else None
     return layer.weight.detach() if codes is None else codes
+
+
+def _check_codes_fit(path: str, weight: Tensor | QuantizedTensor, profile: EngineProfile) -> None:
+    """Raise ConfigError for codes that the engine keeps but does not read; one scale a tensor is one for any row."""
+    reads = {profile.weight.granularity, PerTensor()}
+    if isinstance(weight, QuantizedTensor) and not profile.requantizes and weight.granularity not in reads:
+        ours, theirs = map(granularity_in_words, (weight.granularity, profile.weight.granularity))
+        raise ConfigError(
+            f"the stored weight of {path!r} has a scale a {ours}, and {profile.name} reads one a {theirs}; give the "
+            "model in high precision, or an engine that reads such a folder"
+        )
 
 
 def _shared_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -86,10 +86,8 @@ class SelfAgreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether each way's mean KL is within ``max_kl``; without one, whether all have equal bits."""
-        if self.max_kl is None:
-            return all(way.is_equal for way in self.ways)
-        return all(way.kl.estimate <= self.max_kl for way in self.ways)
+        """Whether each way's mean KL is within ``max_kl``; without one, or with 0, whether all have equal bits."""
+        return all(way.kl.estimate <= self.max_kl if self.max_kl else way.is_equal for way in self.ways)
 
     @property
     def causes(self) -> dict[int, WayAgreement]:

@@ -73,6 +73,8 @@ def headline(agreement: Agreement) -> str:
         f"{agreement.server.name} and {agreement.trainer.name}: KL {in_nats(agreement.kl)} nats a token, "
         f"floor {in_nats(floor)}"
     )
+    if agreement.is_equal:
+        text += ", all logits equal"
     if agreement.max_kl is None:
         return text
     return f"{text}; the bar of {agreement.max_kl:g} is {'met' if agreement.agrees else 'missed'}"
@@ -131,8 +133,7 @@ def self_notes(found: SelfAgreement) -> Iterator[str]:
         f"{len(found.ways[0].scores)} windows of {found.length} tokens. Attention, norms, the head and the order of "
         "each sum are octavo's, the same in every way."
     )
-    if names := unproven(found.profile):
-        yield f"{found.profile.name}, {NOT_RUN}: {', '.join(names)}."
+    yield from _unproven(found.profile)
 
 
 def self_record(found: SelfAgreement, facts: dict[str, Any]) -> dict[str, Any]:
@@ -190,8 +191,18 @@ def notes(agreement: Agreement) -> Iterator[str]:
         "apart end to end."
     )
     for profile in (agreement.trainer, agreement.server):
-        if names := unproven(profile):
-            yield f"{profile.name}, {NOT_RUN}: {', '.join(names)}."
+        yield from _unproven(profile)
+
+
+def _unproven(profile: EngineProfile) -> Iterator[str]:
+    """Sentence with the properties that no test proves, those of a cast together; none if all are proven."""
+    groups: dict[str, list[str]] = {}
+    for name in unproven(profile):
+        part, _, own = name.rpartition(".")
+        groups.setdefault(part, []).append(own)
+    said = [f"{part} {', '.join(names)}".strip() for part, names in groups.items()]
+    if said:
+        yield f"{profile.name}, {NOT_RUN}: {'; '.join(said)}."
 
 
 def path_in_words(change: Change) -> str:
@@ -239,6 +250,7 @@ def record(
         "windows": len(agreement.scores),
         "context": agreement.length,
         "max_kl": agreement.max_kl,
+        "equal": agreement.is_equal,
         "agrees": agreement.agrees,
         "tokens": _tokens(agreement.scores),
         "floor": _tokens(agreement.floor),

@@ -27,7 +27,17 @@ from octavo.parsing import parse_json
 from octavo.recipes.engines.catalog import FP8_CACHE, PROFILES
 from octavo.recipes.engines.profile import EngineProfile
 
-__all__ = ["AS_CLAIMED", "EXACT", "Suspect", "Suspects", "find_suspects", "read_server_logprobs", "server_settings"]
+__all__ = [
+    "AS_CLAIMED",
+    "EXACT",
+    "Suspect",
+    "Suspects",
+    "TriedChanges",
+    "find_suspects",
+    "read_server_logprobs",
+    "server_settings",
+    "try_changes",
+]
 
 EXACT = 1e-5  # nats: what FP32 log-probabilities, printed with seven digits, lose
 AS_CLAIMED = "as claimed"
@@ -71,7 +81,26 @@ class Suspects:
     untried: tuple[tuple[str, str], ...] = ()
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedChanges:
+    """Log-probabilities of a text under a claimed profile and under each change, for any number of servers.
+
+    Attributes:
+        groups: changes that give the same log-probabilities, and those, float64 [tokens].
+        untried: as in :class:`Suspects`.
+    """
+
+    groups: tuple[tuple[tuple[tuple[str, str], ...], Tensor], ...]
+    untried: tuple[tuple[str, str], ...]
+
+    def suspects(self, logprobs: Sequence[Tensor]) -> Suspects:
+        """Rank the changes by how well they explain a server's log-probabilities of the same tokens, best first."""
+        theirs = torch.cat(list(logprobs)).double()
+        suspects = [_suspect(ours, theirs, changes) for changes, ours in self.groups]
+        ranked = sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta))
+        return Suspects(ranked=tuple(ranked), untried=self.untried)
+
+
 def find_suspects(
     model: LanguageModel | nn.Module,
     claimed: EngineProfile,
@@ -95,11 +124,24 @@ def find_suspects(
         DataError: more windows than tokens have, or another number of tokens in one.
     """
     _check_lengths(tokens, logprobs)
-    tokens, theirs = tokens[: len(logprobs)], torch.cat(list(logprobs)).double()
+    tried = try_changes(model, claimed, tokens[: len(logprobs)], catalogue=catalogue, on_progress=on_progress)
+    return tried.suspects(logprobs)
+
+
+@torch.no_grad()
+def try_changes(
+    model: LanguageModel | nn.Module,
+    claimed: EngineProfile,
+    tokens: Tensor,
+    *,
+    catalogue: Iterable[EngineProfile] = tuple(PROFILES.values()),
+    on_progress: Progress = lambda _name, _done, _total: None,
+) -> TriedChanges:
+    """Run a text under a claimed profile and under each change; arguments as for :func:`find_suspects`."""
     candidates = [(AS_CLAIMED, "", claimed), *neighbours(claimed, catalogue)]
     copies = copies_for(model, [profile for *_, profile in candidates], tokens)
     candidates += server_settings(copies, claimed)
-    groups: dict[bytes, tuple[Tensor, list[tuple[str, str]]]] = {}
+    groups: dict[bytes, tuple[list[tuple[str, str]], Tensor]] = {}
     untried = list[tuple[str, str]]()
     for index, (name, value, profile) in enumerate(candidates):
         on_progress("try every property", index, len(candidates))
@@ -109,10 +151,10 @@ def find_suspects(
         except (BackendError, ConfigError):  # no engine has such a combination
             untried.append((name, value))
             continue
-        groups.setdefault(ours.numpy().tobytes(), (ours, []))[1].append((name, value))
-    suspects = [_suspect(ours, theirs, changes) for ours, changes in groups.values()]
-    ranked = sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta))
-    return Suspects(ranked=tuple(ranked), untried=tuple(untried))
+        groups.setdefault(ours.numpy().tobytes(), ([], ours))[0].append((name, value))
+    return TriedChanges(
+        groups=tuple((tuple(changes), ours) for changes, ours in groups.values()), untried=tuple(untried)
+    )
 
 
 def server_settings(copies: EngineCopies, claimed: EngineProfile) -> Iterator[tuple[str, str, EngineProfile]]:

@@ -3,7 +3,7 @@
 With p the trainer's distribution at a position, q the server's, and t the text's next token:
 
     |Δ log p|    |log p(t) − log q(t)|
-    KL           Σ_v p_v (log p_v − log q_v) and the reverse, exact over the vocabulary
+    KL           Σ_v p_v (log p_v − log q_v) and the reverse, over the whole vocabulary
     r            p(s) / q(s) of a token s that is drawn from q, as a rollout's are
     k1, k3       −log r and r − 1 − log r, estimators of KL(q ‖ p): E_q[k1] = E_q[k3] = KL(q ‖ p)
     clipped      |r − 1| > 0.2, where PPO's clip begins
@@ -175,6 +175,7 @@ def text_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p ‖ q) of each row; outcomes of probability 0 add nothing."""
-    terms = p.exp() * (p - q)
-    return torch.where(p.exp() > 0, terms, 0).sum(dim=-1)
+    """KL(p ‖ q) of each row, Σ p (log p − log q) + q − p: no term is below 0, so that no other row looks equal."""
+    d = p - q
+    terms = torch.where(d.abs() < 1, p.exp() * (torch.expm1(-d) + d), p.exp() * d + q.exp() - p.exp())
+    return torch.where(p.exp() > 0, terms, q.exp()).clamp(min=0).sum(dim=-1)

@@ -98,11 +98,12 @@ def _deltas(agreement: Agreement) -> Any:
     for (label, colour), windows in ((SERVER, agreement.scores), (FLOOR, agreement.floor)):
         values, shares = _above(windows)
         figure.add_scatter(x=values, y=shares, name=label, mode="lines", line={"color": colour, "width": 2})
-    figure.update_yaxes(type="log")
+    figure.update_yaxes(type="log", dtick=1)
     return figure
 
 
 def _above(windows: Sequence[TokenScores]) -> tuple[list[float], list[float]]:
-    delta = torch.cat([scores.delta.abs() for scores in windows]).sort().values
-    places = torch.linspace(0, len(delta) - 1, min(QUANTILES, len(delta))).round().long()
-    return delta[places].tolist(), (1 - places.double() / len(delta)).tolist()
+    values, counts = torch.cat([scores.delta.abs() for scores in windows]).unique(return_counts=True)
+    above = 1 - counts.cumsum(0) / counts.sum()
+    places = torch.linspace(0, len(values) - 1, min(QUANTILES, len(values))).round().long()
+    return values[places].tolist(), above[places].tolist()

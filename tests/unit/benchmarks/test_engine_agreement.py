@@ -8,7 +8,7 @@ import torch
 from benchmarks.engine_agreement import matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
 from benchmarks.engine_agreement.saved_steps import SavedSteps, read_known, write_known
-from octavo.engines import PROFILES, Suspects, agree, find_suspects
+from octavo.engines import PROFILES, agree, try_changes
 from octavo.engines.suspects import EXACT
 from tests.unit.quantization.tiny_models import language_model, windows
 
@@ -83,7 +83,7 @@ def test_trials_name_the_fault_and_go_on_where_they_stopped(tmp_path, monkeypatc
     for row in rows:  # another server's last bits: no match is exact, and the nearest profile decides
         assert float(row[7]) > EXACT
         assert row[5] == "no" or row[1] in row[6]
-    monkeypatch.setattr(trials, "find_suspects", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(trials, "try_changes", lambda *_: pytest.fail("run again"))
     assert list(trials.trial_rows(model, window, trials=2)) == rows
 
 
@@ -93,9 +93,10 @@ def test_a_fault_that_shares_its_numbers_with_another_is_not_named(tmp_path, mon
     monkeypatch.setattr(trials, "CLAIMED", ("vllm-token",))
 
     def shared(*arguments):
-        best, *others = find_suspects(*arguments).ranked
-        return Suspects(ranked=(replace(best, changes=(*best.changes, ("output", "float32"))), *others))
+        tried = try_changes(*arguments)
+        groups = tuple(((*changes, ("output", "float32")), ours) for changes, ours in tried.groups)
+        return replace(tried, groups=groups)
 
-    monkeypatch.setattr(trials, "find_suspects", shared)
+    monkeypatch.setattr(trials, "try_changes", shared)
     model, (window,) = language_model(), windows(1, 40)
     assert next(trials.trial_rows(model, window))[2] == "no"

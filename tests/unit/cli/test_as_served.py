@@ -125,6 +125,7 @@ def test_qat_and_export(octavo, finished_run, text, tmp_path, engine):
         ("export", ["--for", "te-block"], "te-block trains, and reads no checkpoint in FP8"),
         ("export", ["--for", "modelopt-mxfp8"], "no format holds what modelopt-mxfp8 multiplies"),
         ("export", ["--for", "vllm", "--format", "hf-fp8"], "--for chooses the format"),
+        ("export", ["--for", "vllm-fnuz", "--fnuz"], "leave --fnuz out"),
         ("export", ["--for", "vllm", "--recipe", "rowwise"], "as --recipe does"),
         ("export", ["--for", "vllm-tensor"], "or calibrate on data"),
         ("export", ["--for", "vlm"], "or of vllm, sglang, transformers, tensorrt-llm"),

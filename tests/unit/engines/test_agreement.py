@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.engines import agree, agree_with_itself, get, model_as, quantize_as
+from octavo.engines import Division, agree, agree_with_itself, get, model_as, quantize_as
 from octavo.engines.agreement import mean_of, nudge
 from octavo.engines.layer_differences import compare_codes, relative_error, total_of
 from octavo.errors import ConfigError, DataError
@@ -54,6 +54,19 @@ def test_an_engine_agrees_with_itself_exactly(model, name):
         assert layer.errors == layer.end_to_end == (0.0, 0.0, 0.0)
     for scores in result.scores:
         assert not scores.delta.any()
+
+
+def test_engines_whose_bits_differ_do_not_agree_without_a_bar_or_with_0(model):
+    ours = get("octavo-token")
+    assert ours.input is not None
+    theirs = replace(ours, input=replace(ours.input, division=Division.AMAX_BY_LIMIT))
+    for bar in (None, 0.0):
+        result = agree(model, ours, theirs, TOKENS, max_kl=bar)
+        assert 0 < result.kl.estimate < 1e-3
+        assert not result.is_equal
+        assert not result.agrees
+        assert agree(model, ours, ours, TOKENS, max_kl=bar).agrees
+    assert agree(model, ours, theirs, TOKENS, max_kl=1.0).agrees
 
 
 def test_scores_are_those_of_two_passes(model, blocks):

@@ -105,6 +105,16 @@ def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again():
         assert torch.equal(again.layers[path].codes.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
+def test_a_folders_codes_of_another_shape_are_refused():
+    plain = decoder().requires_grad_(False)
+    octavo.convert(plain, ROWS, frozen="fp8")
+    with pytest.raises(ConfigError, match="has a scale a row, and vllm-block reads one a 128×128 block"):
+        model_as(plain, get("vllm-block"))
+    tensors = decoder().requires_grad_(False)
+    octavo.convert(tensors, "tensorwise", frozen="fp8")
+    assert len(model_as(tensors, get("vllm-token")).layers) == LINEARS  # one scale is that of every row
+
+
 def test_static_inputs_take_the_folders_scale_or_one_of_amaxes():
     plain, profile = decoder(), get("vllm-tensor")
     with pytest.raises(ConfigError, match="does not measure inputs"):

@@ -21,7 +21,9 @@ def pair():
 
 def log_softmax(logits):
     x = logits.double().numpy()
-    return np.array([[value - math.log(sum(math.exp(each) for each in row)) for value in row] for row in x])
+    return np.array(
+        [[v - max(row) - math.log(sum(math.exp(each - max(row)) for each in row)) for v in row] for row in x]
+    )
 
 
 def test_every_score_is_its_formula(pair):
@@ -67,3 +69,23 @@ def test_equal_logits_differ_by_exactly_nothing(pair):
 def test_impossible_tokens_add_nothing():
     ours = torch.tensor([[0.0, 0.0, -math.inf]])
     assert divergences(ours, torch.zeros(1, 3)).item() == pytest.approx(math.log(3 / 2))
+    assert divergences(torch.zeros(1, 3), ours).item() == math.inf
+    assert divergences(ours, ours).item() == 0
+
+
+@pytest.mark.parametrize("far", [2.0, 30.0, 710.0, 730.0, 760.0, 3000.0])  # e**-745 is the last number above 0
+def test_far_distributions_have_the_kl_of_the_formula(far):
+    p, q = torch.tensor([[far, 0.0, 1.0]]), torch.tensor([[0.0, far, 1.0]])
+    ours, theirs = log_softmax(p)[0], log_softmax(q)[0]
+    expected = sum(math.exp(a) * (a - b) for a, b in zip(ours, theirs, strict=True))
+    assert divergences(p, q).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_logits_a_bit_apart_have_a_kl_above_0():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 512, generator=generator)
+    other = logits.clone()
+    moved = torch.randint(512, (300,), generator=generator)
+    other[torch.arange(300), moved] = torch.nextafter(other[torch.arange(300), moved], torch.tensor(torch.inf))
+    assert divergences(logits, other).min() > 0
+    assert divergences(logits, other).max() < 1e-12
