@@ -32,6 +32,7 @@ from benchmarks.engine_agreement.matrix import (
     largest_pairs,
     matrix_rows,
     pair_matrices,
+    scale_rows,
 )
 from benchmarks.engine_agreement.saved_steps import read_known, write_known
 from benchmarks.engine_agreement.served import COLUMNS, served_rows
@@ -44,7 +45,6 @@ from octavo.quantization.comparison.evaluation_text import evaluation_windows
 PARTS = ("folders", "matrix", "why", "faults", "trials", "served")
 OF_PAIRS = {"matrix", "why", "faults", "trials"}
 PAIR_WINDOWS, PAIRS = 10, 5
-UE8M0 = (("vllm-block", "vllm-block-ue8m0"), ("sglang-block", "sglang-block-ue8m0"))
 
 
 def folders(count: int) -> Iterator[str]:
@@ -68,20 +68,20 @@ def pairs(parts: list[str]) -> Iterator[str]:
     windows = evaluation_windows(model, "language-topics", "all", count=PAIR_WINDOWS, length=LENGTH)
     if "matrix" in parts or "why" in parts:
         found = pair_matrices(model, windows)
+        kl = found["kl"].mean(0)
         yield f"## Pairs of profiles, {PAIR_WINDOWS} windows of {LENGTH} tokens"
         for title, what in (("KL(row ‖ column), nats a token", "kl"), ("Mean |Δ log p| of the text, nats", "delta")):
-            yield from ("", f"### {title}", "", *markdown_table(["", *NAMES], matrix_rows(found[what])))
+            yield from ("", f"### {title}", "", *markdown_table(["", *NAMES], matrix_rows(found[what].mean(0))))
         yield from ("", "### Float scales and UE8M0 against BF16", "")
-        kl = {name: float(found["kl"][NAMES.index(name), 0]) for name in NAMES}
-        rows = [[first, f"{kl[first]:.5f}", second, f"{kl[second]:.5f}"] for first, second in UE8M0]
-        yield from markdown_table(["float", "KL(it ‖ BF16)", "UE8M0", "KL(it ‖ BF16)"], rows)
+        columns = ["float", "UE8M0", "KL(float ‖ BF16)", "KL(UE8M0 ‖ BF16)", "difference"]
+        yield from markdown_table(columns, scale_rows(found["kl"]))
         if "why" in parts:
             yield from (
                 "",
                 f"## Why: the {PAIRS} pairs of distinct profiles with the largest KL, {PAIR_WINDOWS} windows",
                 "",
             )
-            rows = attributions(model, largest_pairs(found["kl"], PAIRS), windows)
+            rows = attributions(model, largest_pairs(kl, PAIRS), windows)
             columns = ["trainer, server", "property", "layers", "KL alone", "KL left; of a total, interactions"]
             yield from markdown_table(columns, rows)
     if "faults" in parts:

@@ -16,25 +16,36 @@ from octavo.engines import PROFILES, EngineCopies, agree, attribute, get, input_
 from octavo.engines.summary import in_nats
 from octavo.engines.token_scores import ROWS, text_log_probabilities
 from octavo.errors import BackendError, ConfigError
+from octavo.experiments.intervals import student_interval
 from octavo.language_model import LanguageModel
 from octavo.quantization.comparison.variants import BF16, high_precision
 
-__all__ = ["LENGTH", "NAMES", "attributions", "fault_groups", "largest_pairs", "matrix_rows", "pair_matrices"]
+__all__ = [
+    "LENGTH",
+    "NAMES",
+    "attributions",
+    "fault_groups",
+    "largest_pairs",
+    "matrix_rows",
+    "pair_matrices",
+    "scale_rows",
+]
 
 LENGTH = 256
 NAMES = (BF16, *PROFILES)
+UE8M0 = (("vllm-block", "vllm-block-ue8m0"), ("sglang-block", "sglang-block-ue8m0"))
 
 
 @torch.no_grad()
 def pair_matrices(model: LanguageModel, windows: Tensor) -> dict[str, Tensor]:
-    """KL(row ‖ column) and mean |Δ log p|, float64 [profiles, profiles], means over windows."""
+    """KL(row ‖ column) and mean |Δ log p|, float64 [windows, profiles, profiles]."""
     steps = SavedSteps("matrix")
     missing = [index for index in range(len(windows)) if str(index) not in steps.results]
     engines = _engines(model, windows) if missing else {}
     for index in missing:
         steps.step(str(index), partial(_window, engines, windows[index]))
     done = [steps.results[str(index)] for index in range(len(windows))]
-    found = {what: torch.tensor([each[what] for each in done], dtype=torch.float64).mean(0) for what in ("kl", "delta")}
+    found = {what: torch.tensor([each[what] for each in done], dtype=torch.float64) for what in ("kl", "delta")}
     found["kl"][found["delta"] == 0] = 0.0  # equal numbers, whose sums of products differ in their last bits
     return found
 
@@ -55,6 +66,15 @@ def _window(engines: dict[str, Any], window: Tensor) -> dict[str, list[list[floa
     kl = (cross.diagonal()[:, None] - cross) / rows
     delta = (text[:, None] - text[None]).abs().mean(-1)
     return {"kl": kl.tolist(), "delta": delta.tolist()}
+
+
+def scale_rows(kl: Tensor) -> list[list[str]]:
+    """Rows: an engine with float scales, with UE8M0, KL(each ‖ BF16), and the paired difference over windows."""
+    rows = []
+    for pair in UE8M0:
+        ours, theirs = (kl[:, NAMES.index(name), 0] for name in pair)
+        rows.append([*pair, *(in_nats(student_interval(each.tolist())) for each in (ours, theirs, theirs - ours))])
+    return rows
 
 
 def largest_pairs(kl: Tensor, count: int) -> list[tuple[str, str]]:

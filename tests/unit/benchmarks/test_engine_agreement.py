@@ -47,7 +47,8 @@ def test_the_matrix_has_the_kl_of_each_pair(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "NAMES", names)
     monkeypatch.setattr(matrix, "PROFILES", {name: PROFILES[name] for name in names[1:]})
     model, tokens = language_model(), windows(2, 20)
-    found = matrix.pair_matrices(model, tokens)
+    by_window = matrix.pair_matrices(model, tokens)
+    found = {what: each.mean(0) for what, each in by_window.items()}
     result = agree(model, "te-block", "vllm-token", tokens)
     assert float(found["kl"][2, 1]) == pytest.approx(result.kl.estimate, rel=1e-9, abs=1e-13)
     delta = torch.cat([scores.delta.abs() for scores in result.scores]).mean()
@@ -56,6 +57,16 @@ def test_the_matrix_has_the_kl_of_each_pair(tmp_path, monkeypatch):
     assert found["kl"][1, 4] == found["kl"][4, 1] == 0  # te-block gives the numbers of vllm-block-ue8m0
     assert found["kl"][0, 1:].min() > 0
     assert matrix.largest_pairs(found["kl"], 1)[0] in {("te-block", "vllm-token"), ("te-block", "octavo-token")}
+
+
+def test_scales_are_compared_by_window(monkeypatch):
+    monkeypatch.setattr(matrix, "NAMES", ("bf16", "a", "b"))
+    monkeypatch.setattr(matrix, "UE8M0", (("a", "b"),))
+    kl = torch.zeros(2, 3, 3)
+    kl[:, 1, 0], kl[:, 2, 0] = torch.tensor([1.0, 3.0]), torch.tensor([1.5, 3.5])
+    ((first, second, ours, theirs, difference),) = matrix.scale_rows(kl)
+    assert (first, second, ours[:7], theirs[:7]) == ("a", "b", "2.00000", "2.50000")
+    assert difference == "0.50000 ± 0"
 
 
 def test_of_equal_profiles_the_first_is_in_the_largest_pairs(monkeypatch):
