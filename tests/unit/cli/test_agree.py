@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from tests.unit.cli.conftest import run_octavo
 
 pytestmark = pytest.mark.long
 SIDES = ["--trainer", "te-block", "--server", "vllm-block"]
+SHOWN = {
+    "|Δ log p| of the text, mean": "abs_delta",
+    "|Δ log p|, 99th percentile": "p99",
+    "logits' difference, RMS": "logit_rms",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +45,18 @@ def test_tables_and_the_verdict(saved):
     assert "the bar of 1e-09 is missed." in result.stdout
 
 
+def test_the_floor_stands_beside_the_number(saved):
+    out, result = saved
+    record = json.loads((out / "agreement.json").read_text())
+    rows = [re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()]
+    for words, name in SHOWN.items():
+        numbers = [record[side][name] for side in ("tokens", "floor")]
+        numbers = [each["estimate"] if isinstance(each, dict) else each for each in numbers]
+        assert numbers[0] != pytest.approx(numbers[1], rel=0.1)
+        _, *shown = next(cells for cells in rows if cells[0] == words)
+        assert [float(cell.split()[0]) for cell in shown] == pytest.approx(numbers, rel=0.01), name
+
+
 def test_the_record_is_what_the_function_returns(saved, finished_run, text):
     out, _ = saved
     record = json.loads((out / "agreement.json").read_text())
@@ -49,8 +67,10 @@ def test_the_record_is_what_the_function_returns(saved, finished_run, text):
     assert record["tokens"]["reverse_kl"]["estimate"] == expected.kl.estimate
     assert record["tokens"]["reverse_kl"]["high"] == expected.kl.high
     assert [layer["path"] for layer in record["layers"]] == [layer.path for layer in expected.layers]
-    delta = torch.cat([scores.delta.abs() for scores in expected.scores])
-    assert record["tokens"]["max"] == float(delta.max())
+    for side, windows in (("tokens", expected.scores), ("floor", expected.floor)):
+        deltas = [abs(each) for scores in windows for each in scores.delta.tolist()]
+        assert record[side]["p99"] == pytest.approx(statistics.quantiles(deltas, n=100, method="inclusive")[98])
+        assert record[side]["max"] == max(deltas)
     ratio = torch.cat([scores.log_ratio for scores in expected.scores]).exp()
     share = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
     assert record["tokens"]["effective_share"] == pytest.approx(share)

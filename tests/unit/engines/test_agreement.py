@@ -119,6 +119,18 @@ def test_the_floor_is_the_trainers_last_bits(model):
     assert torch.equal(again.model.get_parameter("model.embed_tokens.weight"), after)
 
 
+@pytest.mark.parametrize("name", ["octavo-token", "vllm-token"])
+def test_zeros_stay_where_numbers_move(model, name):
+    engine = model_as(model.model, get(name))
+    before = engine.model.get_parameter("model.embed_tokens.weight").clone()
+    before[3], before[4, ::2] = 0.0, -0.0
+    engine.model.get_submodule("model.embed_tokens").weight = torch.nn.Parameter(before, requires_grad=False)
+    nudge(engine, 0)
+    after = engine.model.get_parameter("model.embed_tokens.weight")
+    assert after.isfinite().all()
+    assert torch.equal(after == before, before == 0)
+
+
 def test_layers_of_one_engine_alone_have_no_codes_to_compare(model):
     result = agree(model, "vllm-token", replace(get("vllm-token"), head=True, skipped=("*.o_proj",)), TOKENS)
     by_path = {layer.path: layer for layer in result.layers}
@@ -175,6 +187,7 @@ def test_codes_and_scales_are_counted():
     assert same.largest_step == 2 * (0b0110_000)  # from 0.5 to -0.5: twice the codes between 0 and 0.5
     total = total_of([same, found])
     assert (total.codes, total.codes_differ, total.first) == (16, 2 + found.codes_differ, (0, 2))
+    assert total.largest_scale == total_of([found, same]).largest_scale == 1.0
 
 
 def test_scales_of_other_groups_are_compared_element_by_element():

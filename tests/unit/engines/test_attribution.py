@@ -20,6 +20,7 @@ from octavo.engines import (
     with_property,
 )
 from octavo.engines.agreement import copies_for
+from octavo.engines.properties import is_proven
 from octavo.engines.suspects import AS_CLAIMED
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import DataError
@@ -61,8 +62,23 @@ def test_properties_of_zeros_and_nan_are_worth_nothing_here(attribution):
         assert effects[name].layer_error == effects[name].alone.estimate == 0
 
 
+def test_an_effect_is_proven_if_both_engines_values_are(attribution):
+    sides = {
+        effect.name: tuple(is_proven(get(engine), effect.name) for engine in ("te-block", "vllm-block"))
+        for effect in attribution.effects
+    }
+    assert set(sides.values()) == {(False, False), (False, True), (True, False), (True, True)}
+    assert {effect.name for effect in attribution.effects if effect.is_proven} == {
+        name for name, proofs in sides.items() if proofs == (True, True)
+    }
+
+
 def test_the_path_makes_properties_equal_until_the_bar_is_met(model, attribution):
     *before, last = attribution.path
+    remaining = {effect.name: effect.remaining.estimate for effect in attribution.effects}
+    left = [remaining[name] for name in last.properties]
+    assert len(set(left)) > 1
+    assert left == sorted(left)  # that which leaves least comes first
     assert all(min(each.on_trainer, each.on_server) > 1e-6 for each in before)
     assert min(last.on_trainer, last.on_server) <= 1e-6
     assert [len(each.properties) for each in attribution.path] == list(range(1, len(attribution.path) + 1))
@@ -165,6 +181,13 @@ def test_a_server_as_claimed_is_found_so(model):
     best, *_ = found.ranked
     assert best.is_exact
     assert best.properties[0] == AS_CLAIMED
+
+
+def test_changes_that_no_kernel_computes_are_listed(model):
+    """FNUZ codes of one operand alone."""
+    found = find_suspects(model, get("vllm-token"), TOKENS, [torch.zeros(19)], catalogue=[get("vllm-fnuz")])
+    assert found.untried == (("weight.format", "E4M3_FNUZ; 224"), ("input.format", "E4M3_FNUZ; 224"))
+    assert not {"weight.format", "input.format"} & {name for each in found.ranked for name in each.properties}
 
 
 def test_log_probabilities_of_a_file(tmp_path):

@@ -50,12 +50,17 @@ def test_an_input_is_rounded_before_its_cast_unless_the_norm_casts():
     assert torch.equal(linear_as(X, W, replace(narrow, fused_cast=True)), linear_as(X, W, profile))
 
 
-def test_codes_of_a_file_are_kept_or_cast_again():
-    codes = quantize_as(W, get("vllm-block").weight)
-    assert weight_as(codes, get("vllm-block")) is codes
-    again = weight_as(codes, get("vllm-block-ue8m0"))
-    assert torch.equal(again.scale.log2(), again.scale.log2().round())
-    assert not torch.equal(again.scale, codes.scale)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_codes_of_a_file_are_kept_or_cast_again(engine):
+    kept, profile = get(f"{engine}-block"), get(f"{engine}-block-ue8m0")
+    codes = quantize_as(W, kept.weight)
+    assert not torch.equal(codes.scale.log2(), codes.scale.log2().round())
+    assert weight_as(codes, kept) is codes
+    again, blocks = weight_as(codes, profile), codes.dequantize().float().split(128, 1)
+    scales = [2 ** (block.abs().max() / 448).log2().ceil() for block in blocks]
+    assert torch.equal(again.fp32_scale, torch.stack(scales)[None])
+    expected = [(block / scale).to(torch.float8_e4m3fn) for block, scale in zip(blocks, scales, strict=True)]
+    assert torch.equal(again.data.float(), torch.cat([each.float() for each in expected], 1))
 
 
 def test_inputs_that_are_not_cast():

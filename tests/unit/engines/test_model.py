@@ -91,17 +91,17 @@ def test_the_head_and_skipped_layers_are_those_of_the_profile():
         model_as(decoder(), replace(profile, head=False, skipped=("*",)))
 
 
-def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again():
+@pytest.mark.parametrize("name", ["vllm-block-ue8m0", "sglang-block-ue8m0"])
+def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again(name):
     plain = decoder().requires_grad_(False)
     octavo.convert(plain, ROWS, skip=["*.o_proj"], frozen="fp8")
-    kept = model_as(plain, get("vllm-token"))
-    again = model_as(plain, get("vllm-block-ue8m0"))
+    kept, again = model_as(plain, get("vllm-token")), model_as(plain, get(name))
     assert len(kept.layers) == LINEARS - 2
     for path, layer in kept.layers.items():
         stored = plain.get_submodule(path)
         assert isinstance(stored, FP8WeightLinear)
         assert torch.equal(layer.codes.data.view(torch.uint8), stored.stored_codes().data.view(torch.uint8))
-        expected = quantize_as(stored.stored_codes().dequantize(), get("vllm-block-ue8m0").weight)
+        expected = quantize_as(stored.stored_codes().dequantize(), get(name).weight)
         assert torch.equal(again.layers[path].codes.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
@@ -113,6 +113,25 @@ def test_a_folders_codes_of_another_shape_are_refused():
     tensors = decoder().requires_grad_(False)
     octavo.convert(tensors, "tensorwise", frozen="fp8")
     assert len(model_as(tensors, get("vllm-token")).layers) == LINEARS  # one scale is that of every row
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_amaxes_are_the_largest_of_all_windows(order):
+    plain, both = decoder(), windows(2, 12)
+    linears = {path: layer for path, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear)}
+    amaxes = {path: list[float]() for path in linears}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given, path=path: amaxes[path].append(float(given[0].abs().max())))
+        for path, layer in linears.items()
+    ]
+    with torch.no_grad():
+        for window in both:
+            plain(window[None])
+    for hook in hooks:
+        hook.remove()
+    assert {a > b for a, b in amaxes.values()} == {True, False}  # the larger one comes first, or last
+    found = input_amaxes(plain, both[list(order)])
+    assert {path: float(amax) for path, amax in found.items()} == {path: max(each) for path, each in amaxes.items()}
 
 
 def test_static_inputs_take_the_folders_scale_or_one_of_amaxes():

@@ -58,6 +58,18 @@ def test_one_scale_for_all_rows_depends_on_company(model, name):
     assert static.agrees
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_bits_are_equal_if_those_of_every_window_are(order):
+    """A window of a token whose embedding is zero has logits of zero in one pass or many; the other has not."""
+    plain = language_model()
+    with torch.no_grad():
+        plain.model.get_parameter("model.embed_tokens.weight")[0] = 0
+    texts = torch.stack([TOKENS[0, :8].clamp(min=1), torch.zeros(8, dtype=torch.long)])
+    way = ways(agree_with_itself(plain, "te-current", texts[list(order)], ranks=()))["token by token"]
+    assert [bool(scores.delta.any()) for scores in way.scores] == [index == 0 for index in order]
+    assert not way.is_equal
+
+
 def test_octavos_server_s_profile_is_equal_unless_inputs_are_divided(model):
     found = ways(agree_with_itself(model, "octavo-token", TOKENS[:1]))
     equal = {name for name, way in found.items() if way.is_equal}

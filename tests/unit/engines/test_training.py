@@ -111,7 +111,9 @@ def test_a_recipes_casts_are_the_engines(name):
 def test_an_engine_that_casts_a_files_weights_again_decodes_the_same(name):
     """So a folder of octavo export --for such an engine serves the weights that were trained."""
     codes = weight_as(torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16(), get(name))
-    assert torch.equal(weight_as(codes, get(name)).dequantize(), codes.dequantize().float())
+    again = weight_as(codes, get(name))
+    assert again is not codes
+    assert torch.equal(again.dequantize(), codes.dequantize().float())
 
 
 def test_no_fast_kernel_casts_as_an_engine_does(monkeypatch):
@@ -160,10 +162,12 @@ def test_what_training_cannot_reproduce_is_named(name, what):
         served_recipe(get(name))
 
 
-def test_scales_of_past_steps_and_of_calibration_are_named_too():
+def test_other_outputs_and_scales_of_past_steps_and_of_calibration_are_named_too():
     profile = replace(get("vllm-token"), kv_cache=EngineCast(scaling=Scaling.DELAYED))
     with pytest.raises(ConfigError, match=r"its kv_cache\.scaling is delayed"):
         served_recipe(profile)
+    with pytest.raises(ConfigError, match=r"its output is torch\.float32, and layers here return .*torch\.bfloat16"):
+        served_recipe(replace(get("vllm-token"), output=torch.float32))
     with pytest.raises(ConfigError, match="scales from calibration"):
         convert_as_served(decoder(), get("vllm-tensor"))
 
