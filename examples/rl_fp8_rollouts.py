@@ -10,7 +10,7 @@ REINFORCE with the group's mean as baseline, −A · log p, with log p of the po
 itself, whose log-probabilities it then has bit for bit.
 
 All start from the same weights and read the same prompts and random numbers. Printed: the reward of the last tenth of
-the updates, and the mean over updates of k3, which estimates KL(server ‖ trainer), with 95 % intervals over seeds.
+the updates, the reward and k3, which estimates KL(server ‖ trainer), of all of them, with 95 % intervals over seeds.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import plotly.graph_objects as go
 import torch
@@ -25,7 +26,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from octavo import engines
-from octavo.experiments.intervals import Interval, student_interval
+from octavo.experiments.intervals import student_interval
 from octavo.models import Llama, LlamaConfig
 from octavo.rl import MismatchMonitor, sample_rollout
 
@@ -95,23 +96,24 @@ def token_log_probs(policy: Llama, tokens: Tensor) -> Tensor:
 
 def final(curve: tuple[float, ...]) -> float:
     """Mean of a curve's last tenth."""
-    tail = curve[-max(1, len(curve) // 10) :]
-    return sum(tail) / len(tail)
+    return fmean(curve[-max(1, len(curve) // 10) :])
 
 
 def rows(curves: dict[str, list[Curves]], server: str) -> list[list[str]]:
-    """Rows of the table: reward and k3 of each trainer, and the server's reward above each other's, paired."""
-    rewards = {name: [final(each.reward) for each in lines] for name, lines in curves.items()}
-    k3 = {name: [sum(each.k3) / len(each.k3) for each in lines] for name, lines in curves.items()}
-    table = [[name, _shown(student_interval(rewards[name])), _shown(student_interval(k3[name]), 3)] for name in curves]
+    """Rows of the table: rewards and k3 of each trainer, and the server's rewards above each other's, paired."""
+    last = {name: [final(each.reward) for each in lines] for name, lines in curves.items()}
+    overall = {name: [fmean(each.reward) for each in lines] for name, lines in curves.items()}
+    k3 = {name: [fmean(each.k3) for each in lines] for name, lines in curves.items()}
+    table = [[name, _shown(last[name]), _shown(overall[name]), _shown(k3[name], 3)] for name in curves]
     for name in curves:
         if server in curves and name != server:
-            paired = [b - a for a, b in zip(rewards[name], rewards[server], strict=True)]
-            table.append([f"{server} − {name}", _shown(student_interval(paired)), ""])
+            pairs = (zip(rewards[name], rewards[server], strict=True) for rewards in (last, overall))
+            table.append([f"{server} − {name}", *(_shown([b - a for a, b in pair]) for pair in pairs), ""])
     return table
 
 
-def _shown(interval: Interval, digits: int = 4) -> str:
+def _shown(seeds: list[float], digits: int = 4) -> str:
+    interval = student_interval(seeds)
     error = "" if math.isnan(interval.error) else f" ± {interval.half_width:.2g}"
     return f"{interval.estimate:.{digits}g}{error}"
 
@@ -126,7 +128,7 @@ def figure(curves: dict[str, list[Curves]]) -> go.Figure:
                 drawing.add_scatter(
                     y=line, line={"color": color, "width": 0.7}, opacity=0.4, showlegend=False, row=row, col=1
                 )
-            mean = [sum(values) / len(values) for values in zip(*lines, strict=True)]
+            mean = [fmean(values) for values in zip(*lines, strict=True)]
             thick = {"color": color, "width": 3}
             drawing.add_scatter(y=mean, line=thick, name=name, showlegend=row == 1, row=row, col=1)
     drawing.update_yaxes(title_text="mean reward of a token", row=1, col=1)
@@ -150,9 +152,9 @@ def main() -> None:
         for name, lines in curves.items():
             lines.append(train_policy(seed, arguments.server, name, updates=arguments.updates))
             print(f"seed {seed}, {name}: reward {final(lines[-1].reward):.3f}", flush=True)
-    print(f"\n{'trainer':32}{'reward':20}{'k3, nats a token':20}")
-    for name, reward, k3 in rows(curves, arguments.server):
-        print(f"{name:32}{reward:20}{k3:20}")
+    print(f"\n{'trainer':32}{'reward at the end':20}{'in all updates':20}{'k3, nats a token':20}")
+    for name, *cells in rows(curves, arguments.server):
+        print(f"{name:32}{''.join(f'{cell:20}' for cell in cells)}")
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         figure(curves).write_html(arguments.out)

@@ -93,7 +93,7 @@ def test_rollouts_of_a_matched_policy_are_on_policy(tmp_path):
         [sys.executable, EXAMPLES / "rl_fp8_rollouts.py", "--seeds", "2", "--updates", "3", "--out", page],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    k3 = {m[1]: m[2] for m in re.finditer(r"^([\w-]+) +\S+ ± \S+ +(\S+ ± \S+)", result.stdout, re.MULTILINE)}
+    k3 = {m[1]: m[2] for m in re.finditer(r"^([\w-]+) +\S+ ± \S+ +\S+ ± \S+ +(\S+ ± \S+)", result.stdout, re.MULTILINE)}
     assert set(k3) == {"fp32", "vllm-block", "vllm-block-ue8m0"}
     assert k3["vllm-block-ue8m0"] == "0 ± 0"  # bit for bit
     assert min(float(k3[name].split()[0]) for name in ("fp32", "vllm-block")) > 0
