@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from octavo.caller_warnings import warn_caller
 from octavo.engines.agreement import copies_for, resolved
 from octavo.engines.model import EngineCopies, EngineModel, check_token_ids, needs_calibration
-from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities
+from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities, quantile
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.kernels.row_by_row import RowByRow
@@ -170,7 +170,7 @@ def mismatch(trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mis
         tokens=found.numel(),
         missing=int((drawn & ~counted).sum()),
         mean=float(found.abs().mean()),
-        p99=float(found.abs().quantile(0.99).nan_to_num(nan=torch.inf, posinf=torch.inf)),  # between infinities
+        p99=quantile(found.abs(), 0.99),
         largest=float(found.abs().max()),
         k1=float(-found.mean()),
         k3=_mean_of([float(k3_estimate(text).mean()) for text in texts]),
