@@ -30,7 +30,8 @@ from octavo.engines import (
     read_server_logprobs,
     server_settings,
 )
-from octavo.engines.agreement import copies_for, nudge
+from octavo.engines.agreement import nudge
+from octavo.engines.model import copies_for
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError
 from octavo.language_model import LanguageModel

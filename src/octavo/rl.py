@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.caller_warnings import warn_caller
-from octavo.engines.agreement import copies_for, resolved
-from octavo.engines.model import EngineCopies, EngineModel, check_token_ids, needs_calibration
+from octavo.engines.model import EngineCopies, EngineModel, check_token_ids, copies_for, needs_calibration
 from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities, quantile
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
@@ -33,6 +32,7 @@ from octavo.kernels.row_by_row import RowByRow
 from octavo.language_model import logits_of
 from octavo.nn.arguments import check_whole
 from octavo.recipes.engines import EngineProfile
+from octavo.recipes.engines.catalog import resolved
 
 __all__ = ["Mismatch", "MismatchMonitor", "Rollout", "log_probs", "mismatch", "sample_rollout"]
 

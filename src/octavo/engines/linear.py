@@ -4,18 +4,20 @@ from torch import Tensor
 
 from octavo.kernels import high_precision_mm, scaled_mm
 from octavo.numerics import QuantizedTensor, quantize_as
+from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile, Products
 
 __all__ = ["gemm_as", "input_as", "linear_as", "linear_of_codes", "weight_as"]
 
 
-def weight_as(weight: Tensor | QuantizedTensor, profile: EngineProfile) -> QuantizedTensor:
+def weight_as(weight: Tensor | QuantizedTensor, profile: str | EngineProfile) -> QuantizedTensor:
     """A weight's codes in an engine.
 
     Args:
         weight: [N, K] in high precision, as the engine has it before its cast, or codes of a file.
-        profile: the engine.
+        profile: the engine or its name.
     """
+    profile = resolved(profile)
     if not isinstance(weight, QuantizedTensor):
         return quantize_as(weight, profile.weight)
     return quantize_as(weight.dequantize().float(), profile.weight) if profile.requantizes else weight
@@ -24,7 +26,7 @@ def weight_as(weight: Tensor | QuantizedTensor, profile: EngineProfile) -> Quant
 def linear_as(
     x: Tensor,
     weight: Tensor | QuantizedTensor,
-    profile: EngineProfile,
+    profile: str | EngineProfile,
     *,
     bias: Tensor | None = None,
     input_scale: Tensor | None = None,
@@ -35,7 +37,7 @@ def linear_as(
     Args:
         x: [..., K], rounded to the engine's activations first, unless it casts a norm's output before that rounding.
         weight: as in :func:`weight_as`.
-        profile: the engine.
+        profile: the engine or its name.
         bias: [N] or None.
         input_scale: float32 [], where the input's scale is from calibration.
         input_amax: float32 [], where it is from past steps.
@@ -48,6 +50,7 @@ def linear_as(
         >>> linear_as(torch.ones(2, 256), torch.full((3, 256), 0.5), get("vllm-token"))[0]
         tensor([128., 128., 128.], dtype=torch.bfloat16)
     """
+    profile = resolved(profile)
     codes = weight_as(weight, profile)
     return linear_of_codes(x, codes, profile, bias=bias, input_scale=input_scale, input_amax=input_amax)
 

@@ -13,7 +13,7 @@ Layers whose scale comes from calibration or past steps need their inputs' amaxe
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -24,12 +24,13 @@ from octavo.convert.experts import is_experts
 from octavo.engines.linear import linear_of_codes, weight_as
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
-from octavo.language_model import KVTransform, logits_of, stepwise_logits
+from octavo.language_model import KVTransform, LanguageModel, logits_of, stepwise_logits
 from octavo.models import Llama
 from octavo.models.served_forward import cast_of_cache, check_linear_layers, is_skipped
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
 from octavo.numerics import QuantizedTensor, Scaling
+from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "EngineLinear",
     "EngineModel",
     "check_token_ids",
+    "copies_for",
     "engine_layers",
     "input_amaxes",
     "is_of_expert",
@@ -144,13 +146,14 @@ class EngineCopies:
         self._in_dtype: dict[torch.dtype, nn.Module] = {}
         self._codes: dict[tuple[object, ...], dict[str, QuantizedTensor]] = {}
 
-    def of(self, profile: EngineProfile) -> EngineModel:
-        """The decoder as an engine computes it.
+    def of(self, profile: str | EngineProfile) -> EngineModel:
+        """The decoder as an engine, given by its profile or name, computes it.
 
         Raises:
-            ConfigError: no layer is quantized, weights that the engine quantizes are no linear layers', a scale is
-                missing, or a norm's cast is fused in a model whose norms are not known.
+            ConfigError: an unknown profile, no layer is quantized, weights that the engine quantizes are no linear
+                layers', a scale is missing, or a norm's cast is fused in a model whose norms are not known.
         """
+        profile = resolved(profile)
         copied = _shared_copy(self._base(profile.activations))
         layers = engine_layers(copied, profile)
         codes = self._codes_of(layers, profile)
@@ -190,7 +193,7 @@ class EngineCopies:
 
 
 def model_as(
-    model: nn.Module, profile: EngineProfile, *, input_amaxes: Mapping[str, Tensor] | None = None
+    model: nn.Module, profile: str | EngineProfile, *, input_amaxes: Mapping[str, Tensor] | None = None
 ) -> EngineModel:
     """A decoder as an engine computes it, without changing the model; arguments as for :class:`EngineCopies`.
 
@@ -266,6 +269,14 @@ def input_amaxes(model: nn.Module, windows: Iterable[Tensor]) -> dict[str, Tenso
         for window in windows:
             logits_of(model, window[None])
     return amaxes
+
+
+def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
+    """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
+    decoder = model.model if isinstance(model, LanguageModel) else model
+    check_token_ids(decoder, tokens)
+    needed = any(map(needs_calibration, profiles))
+    return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import Progress, check_bar, check_windows, copies_for, mean_of, resolved
-from octavo.engines.model import EngineCopies, EngineModel, is_of_expert
+from octavo.engines.agreement import Progress, check_bar, check_windows, mean_of
+from octavo.engines.model import EngineCopies, EngineModel, copies_for, is_of_expert
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import BackendError, ConfigError
@@ -29,6 +29,7 @@ from octavo.experiments.intervals import Interval
 from octavo.kernels.row_by_row import RowByRow
 from octavo.language_model import LanguageModel
 from octavo.numerics import Accumulate
+from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["SelfAgreement", "WayAgreement", "agree_with_itself"]

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import Progress, copies_for
-from octavo.engines.model import EngineCopies
+from octavo.engines.agreement import Progress
+from octavo.engines.model import EngineCopies, copies_for
 from octavo.engines.properties import neighbours, value_in_words
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError, DataError
