@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo.convert import choose_layers, convert, other_modules, unfuse_experts
 from octavo.convert.experts import is_experts
-from octavo.engines.linear import linear_of_codes, weight_as
+from octavo.engines.linear import check_input_scale, linear_of_codes, needs_calibration, weight_as
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
 from octavo.language_model import KVTransform, LanguageModel, logits_of, stepwise_logits
@@ -29,7 +29,7 @@ from octavo.models import Llama
 from octavo.models.served_forward import cast_of_cache, check_linear_layers, is_skipped
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
-from octavo.numerics import QuantizedTensor, Scaling
+from octavo.numerics import QuantizedTensor
 from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
 
@@ -43,7 +43,6 @@ __all__ = [
     "input_amaxes",
     "is_of_expert",
     "model_as",
-    "needs_calibration",
     "watching",
 ]
 
@@ -77,8 +76,7 @@ class EngineLinear(nn.Module):
         is_dynamic = not needs_calibration(profile)
         self.input_scale = None if is_dynamic else input_scale
         self.input_amax = None if is_dynamic or input_scale is not None else input_amax
-        if not is_dynamic and self.input_scale is None and self.input_amax is None:
-            raise ConfigError(f"{profile.name} does not measure inputs; give input_amaxes, as input_amaxes() has them")
+        check_input_scale(profile, self.input_scale, self.input_amax)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the profile's ``activations``."""
@@ -225,11 +223,6 @@ def engine_layers(model: nn.Module, profile: EngineProfile) -> dict[str, nn.Line
     return chosen
 
 
-def needs_calibration(profile: EngineProfile) -> bool:
-    """Whether a profile's scales of inputs are not those of the inputs themselves."""
-    return profile.input is not None and profile.input.scaling != Scaling.DYNAMIC
-
-
 def is_of_expert(path: str) -> bool:
     """Whether a layer is an expert's, which sees the tokens that a router sends it.
 
@@ -244,15 +237,26 @@ def is_of_expert(path: str) -> bool:
 
 
 def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
-    """Raise ConfigError unless tokens are whole numbers within the model's vocabulary."""
+    """Raise ConfigError unless the model embeds tokens, and they are whole numbers within its vocabulary."""
+    size = _vocabulary_size(model)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool:
         raise ConfigError(f"tokens are ids in int64, not {str(tokens.dtype).removeprefix('torch.')}")
-    size = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None)
-    if size is not None and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
         raise ConfigError(
             f"token ids of this model are 0 to {size - 1}, and tokens have {int(tokens.min())} to {int(tokens.max())}; "
             "use the model's own tokenizer"
         )
+
+
+def _vocabulary_size(model: object) -> int:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            return module.num_embeddings
+    raise ConfigError(
+        "a model is a decoder with an embedding of token ids, octavo's Llama or one of transformers, or a "
+        f"LanguageModel of one, not a {type(model).__name__}"
+    )
 
 
 @torch.no_grad()
