@@ -27,6 +27,7 @@ from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.language_model import LanguageModel
 from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.numerics.cast import check_tensor
 from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
 
@@ -185,6 +186,7 @@ def agree(
 
 def check_windows(tokens: Tensor) -> None:
     """Raise ConfigError unless tokens are [windows, T] and each window predicts one."""
+    check_tensor(tokens, "tokens")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ConfigError(f"tokens are [windows, T] with at least 2 a window, not {tuple(tokens.shape)}")
 

@@ -92,7 +92,7 @@ def find_suspects(
         on_progress: called with a phase's name, and profiles run of all.
 
     Raises:
-        DataError: more windows than tokens have, or another number of tokens in one.
+        DataError: more windows than tokens have, another number of tokens in one, or no log-probabilities.
     """
     _check_lengths(tokens, logprobs)
     tokens, theirs = tokens[: len(logprobs)], torch.cat(list(logprobs)).double()
@@ -176,3 +176,5 @@ def _check_lengths(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
             raise DataError(
                 f"window {number} has {tokens.shape[1] - 1} tokens after the first, and {len(window)} log-probabilities"
             )
+        if not window.isfinite().all() or (window > 0).any():
+            raise DataError(f"window {number} must hold log-probabilities: finite numbers of at most 0")
