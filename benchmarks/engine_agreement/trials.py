@@ -32,7 +32,8 @@ from octavo.engines import (
     server_settings,
     try_changes,
 )
-from octavo.engines.agreement import copies_for, nudge
+from octavo.engines.agreement import nudge
+from octavo.engines.model import copies_for
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError
 from octavo.language_model import LanguageModel

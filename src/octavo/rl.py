@@ -24,17 +24,23 @@ import torch
 from torch import Tensor, nn
 
 from octavo.caller_warnings import warn_caller
-from octavo.engines.agreement import copies_for, resolved
-from octavo.engines.model import EngineCopies, EngineModel, check_token_ids, needs_calibration
-from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities
+from octavo.engines.linear import needs_calibration
+from octavo.engines.model import EngineCopies, EngineModel, check_token_ids, copies_for
+from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities, quantile
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
+from octavo.formats import FP32
 from octavo.kernels.row_by_row import RowByRow
 from octavo.language_model import logits_of
 from octavo.nn.arguments import check_whole
+from octavo.numerics.cast import check_tensor
 from octavo.recipes.engines import EngineProfile
+from octavo.recipes.engines.catalog import resolved
 
 __all__ = ["Mismatch", "MismatchMonitor", "Rollout", "log_probs", "mismatch", "sample_rollout"]
+
+LEAST_TEMPERATURE = FP32.max / torch.finfo(torch.float64).max  # FP32 logits divided by it are FP64 numbers
+LARGEST_ROUNDING = 0.25  # of a log-probability: a step of BF16 logits of 32 and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +69,8 @@ class Mismatch:
         mean: mean of |log r|.
         p99: its 99th percentile.
         largest: its maximum.
-        k1: mean of −log r.
-        k3: mean over texts of each text's mean of r − 1 − log r, with its 95 % interval.
+        k1: mean over texts of each text's mean of −log r.
+        k3: the same of r − 1 − log r, with its 95 % interval.
         clipped: share of tokens with |r − 1| > 0.2.
         effective_share: (Σ r)² / (N Σ r²).
 
@@ -147,18 +153,29 @@ def mismatch(trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mis
         mask: True or 1 for tokens that were drawn [B, T]; None counts all.
 
     Raises:
-        ConfigError: shapes differ or are not [B, T], or no token has a difference.
+        ConfigError: shapes differ or are not [B, T], a drawn token has a number above 0 (by more than a log-probability
+            in BF16 may be rounded, 0.25), or no token has a difference.
 
     Example:
         >>> found = mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.5]]))
         >>> found.tokens, found.k1, found.clipped
         (2, -0.25, 0.5)
     """
+    for name, each in (
+        ("trainer's log-probabilities", trainer),
+        ("server's log-probabilities", server),
+        ("mask", mask),
+    ):
+        if each is not None:
+            check_tensor(each, f"the {name}")
     if trainer.ndim != 2 or trainer.shape != server.shape or (mask is not None and mask.shape != trainer.shape):
         shapes = [tuple(each.shape) for each in (trainer, server, mask) if each is not None]
         raise ConfigError(f"log-probabilities and mask must have one shape [B, T], not {shapes}")
-    log_ratio = trainer.detach().double().cpu() - server.detach().double().cpu()
-    drawn = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.detach().bool().cpu()
+    ours, theirs = (each.detach().double().cpu() for each in (trainer, server))
+    drawn = torch.ones_like(ours, dtype=torch.bool) if mask is None else mask.detach().bool().cpu()
+    for name, each in (("trainer", ours), ("server", theirs)):
+        _check_log_probabilities(name, each[drawn])
+    log_ratio = ours - theirs
     counted = drawn & (log_ratio < torch.inf)  # NaN is not
     if not counted.any():
         raise ConfigError(
@@ -170,13 +187,23 @@ def mismatch(trainer: Tensor, server: Tensor, mask: Tensor | None = None) -> Mis
         tokens=found.numel(),
         missing=int((drawn & ~counted).sum()),
         mean=float(found.abs().mean()),
-        p99=float(found.abs().quantile(0.99).nan_to_num(nan=torch.inf, posinf=torch.inf)),  # between infinities
+        p99=quantile(found.abs(), 0.99),
         largest=float(found.abs().max()),
-        k1=float(-found.mean()),
+        k1=_mean_of([float(-text.mean()) for text in texts]).estimate,
         k3=_mean_of([float(k3_estimate(text).mean()) for text in texts]),
         clipped=float(is_clipped(found).double().mean()),
         effective_share=effective_share(found),
     )
+
+
+def _check_log_probabilities(name: str, values: Tensor) -> None:
+    """Raise ConfigError for a number above 0; NaN and −inf are no such."""
+    above = values[values > LARGEST_ROUNDING]
+    if len(above):
+        raise ConfigError(
+            f"the {name} has {float(above[0]):.4g} for a drawn token; log-probabilities are at most 0, so give neither "
+            "losses nor probabilities, and mask what the engine left out"
+        )
 
 
 def _mean_of(numbers: list[float]) -> Interval:
@@ -209,7 +236,7 @@ def log_probs(
 
     Raises:
         ConfigError: an unknown profile, one that does not fit the model or lacks its ``calibration``, other shapes,
-            tokens beyond the vocabulary, or a temperature not above 0.
+            tokens beyond the vocabulary, or a temperature under which logits overflow.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig
@@ -317,11 +344,15 @@ def _row(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _check_texts(model: nn.Module, name: str, tokens: Tensor, *, least: int) -> None:
+    check_tensor(tokens, name)
     if tokens.ndim != 2 or tokens.shape[1] < least or not len(tokens):
         raise ConfigError(f"{name} are [B, T] with at least {least} a text, not {tuple(tokens.shape)}")
     check_token_ids(model, tokens)
 
 
 def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise ConfigError(f"temperature must be above 0, not {temperature}; a likeliest token has no log-probability")
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ConfigError(
+            f"temperature must be {LEAST_TEMPERATURE:.2g} or more, not {temperature}; logits divided by less overflow, "
+            "and by 0 a likeliest token has no log-probability"
+        )

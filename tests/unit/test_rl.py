@@ -128,7 +128,7 @@ def test_a_text_ends_after_its_stop_token(policy):
 def test_mismatch_by_numpy():
     random = np.random.default_rng(0)
     server = -random.exponential(size=(5, 40))
-    trainer = server + 0.2 * random.standard_normal((5, 40))
+    trainer = np.minimum(server + 0.2 * random.standard_normal((5, 40)), 0)
     mask = random.random((5, 40)) < 0.7
     trainer[0, np.flatnonzero(mask[0])[0]] = np.nan
     server[1, np.flatnonzero(mask[1])[0]] = np.nan
@@ -199,6 +199,16 @@ def test_a_monitor_warns_once():
         (lambda policy: mismatch(torch.zeros(1, 3), torch.zeros(1, 2)), "one shape"),
         (lambda policy: mismatch(*[torch.full((1, 3), torch.nan)] * 2), "no drawn token"),
         (lambda policy: mismatch(*[torch.zeros(1, 3)] * 3), "no drawn token"),
+        (lambda policy: mismatch(cast(Any, [[-1.0]]), torch.zeros(1, 1)), "trainer.* torch.Tensor, not list"),
+        (lambda policy: mismatch(torch.zeros(1, 1), cast(Any, [[-1.0]])), "server.* torch.Tensor, not list"),
+        (lambda policy: mismatch(*[torch.zeros(1, 1)] * 2, cast(Any, [[1]])), "mask must be a torch.Tensor, not list"),
+        (lambda policy: log_probs(policy, cast(Any, [[1, 2]])), "tokens must be a torch.Tensor, not list"),
+        (lambda policy: log_probs(torch.nn.Linear(2, 2), torch.tensor([[1, 2]])), "a decoder .*, not a Linear"),
+        (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), temperature=1e-310), "1.9e-270 or more, not 1e-310"),
+        (
+            lambda policy: sample_rollout(policy, torch.tensor([[1, 2]]), max_new_tokens=1, temperature=1e-320),
+            "1.9e-270 or more, not 1e-320",
+        ),
         (lambda policy: MismatchMonitor(max_kl=0.0), "above 0"),
         (lambda policy: log_probs(policy, torch.tensor([[1]])), "at least 2"),
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), temperature=0), "temperature"),
@@ -226,3 +236,28 @@ def test_a_trainer_s_own_forward_is_not_copied(policy):
         assert torch.equal(log_probs(policy, tokens, profile="vllm-token"), expected)
     finally:
         del policy.forward
+
+
+def test_the_smallest_temperature_draws_the_likeliest_token(policy):
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    drawn = sample_rollout(policy, prompts, max_new_tokens=2, temperature=2e-270, generator=seeded())
+    assert torch.equal(drawn.log_probs[drawn.mask], torch.zeros(4, dtype=torch.float64))
+    with torch.no_grad():
+        assert torch.equal(policy(prompts)[:, -1].argmax(1), drawn.tokens[:, 2])
+
+
+@pytest.mark.parametrize("side", ["trainer", "server"])
+@pytest.mark.parametrize("value", [torch.inf, 2.3])
+def test_numbers_above_0_are_no_log_probabilities(side, value):
+    both = {name: torch.full((2, 3), -1.0) for name in ("trainer", "server")}
+    both[side][1, 2] = value
+    with pytest.raises(ConfigError, match=f"the {side} has {value} for a drawn token; log-probabilities are at most 0"):
+        mismatch(**both)
+    mask = torch.ones(2, 3)
+    mask[1, 2] = 0
+    assert mismatch(**both, mask=mask).tokens == 5
+
+
+def test_log_probabilities_that_rounding_moves_above_0_count():
+    rounded = torch.tensor([[-1.0, 0.125]])  # 33 - 32.9 in BF16
+    assert mismatch(rounded, rounded).tokens == 2

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from octavo.engines.agreement import resolved
 from octavo.recipes.engines import EngineProfile
+from octavo.recipes.engines.catalog import resolved
 from octavo.rl import MismatchMonitor, log_probs, sample_rollout
 
 __all__ = ["MismatchCallback", "ProfileRollouts"]

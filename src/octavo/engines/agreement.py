@@ -14,29 +14,21 @@ k3: the mean, against ``max_kl``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from octavo.engines.layer_differences import CodesDifference, compare_codes, relative_error, total_of
 from octavo.engines.linear import input_as
-from octavo.engines.model import (
-    EngineCopies,
-    EngineLinear,
-    EngineModel,
-    check_token_ids,
-    input_amaxes,
-    is_of_expert,
-    needs_calibration,
-    watching,
-)
+from octavo.engines.model import EngineLinear, EngineModel, copies_for, is_of_expert, watching
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.language_model import LanguageModel
 from octavo.numerics import Accumulate, QuantizedTensor
-from octavo.recipes.engines.catalog import get
+from octavo.numerics.cast import check_tensor
+from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = [
@@ -47,10 +39,8 @@ __all__ = [
     "agree",
     "check_bar",
     "check_windows",
-    "copies_for",
     "mean_of",
     "nudge",
-    "resolved",
 ]
 
 Progress = Callable[[str, int, int], None]  # phase, done, total
@@ -200,6 +190,7 @@ def agree(
 
 def check_windows(tokens: Tensor) -> None:
     """Raise ConfigError unless tokens are [windows, T] and each window predicts one."""
+    check_tensor(tokens, "tokens")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ConfigError(f"tokens are [windows, T] with at least 2 a window, not {tuple(tokens.shape)}")
 
@@ -208,26 +199,6 @@ def check_bar(max_kl: float | None) -> None:
     """Raise ConfigError unless a bar is a number of nats of at least 0, or None."""
     if max_kl is not None and not max_kl >= 0:
         raise ConfigError(f"max_kl takes nats a token, 0 or more, not {max_kl}; None asks for no verdict")
-
-
-def resolved(profile: str | EngineProfile, accumulate: Accumulate | None = None) -> EngineProfile:
-    """A profile from its name, with other sums if they are given.
-
-    Raises:
-        ConfigError: an unknown name, or neither a profile nor a name.
-    """
-    found = get(profile) if isinstance(profile, str) else profile
-    if not isinstance(found, EngineProfile):
-        raise ConfigError(f"an engine is a profile or its name, such as 'vllm-token', not a {type(found).__name__}")
-    return found if accumulate is None else replace(found, accumulate=accumulate)
-
-
-def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
-    """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
-    decoder = model.model if isinstance(model, LanguageModel) else model
-    check_token_ids(decoder, tokens)
-    needed = any(map(needs_calibration, profiles))
-    return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
 
 
 def nudge(model: EngineModel, seed: int) -> None:

@@ -21,9 +21,9 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import Agreement, Progress, copies_for
+from octavo.engines.agreement import Agreement, Progress, check_windows
 from octavo.engines.layer_differences import compare_codes, relative_error
-from octavo.engines.model import EngineCopies, EngineModel, watching
+from octavo.engines.model import EngineCopies, EngineModel, copies_for, watching
 from octavo.engines.properties import differences, is_proven, value_in_words, with_property
 from octavo.engines.token_scores import divergences
 from octavo.errors import BackendError, ConfigError
@@ -135,6 +135,7 @@ def attribute(
     Raises:
         ConfigError: as :func:`octavo.agree`.
     """
+    check_windows(tokens)
     trainer, server = agreement.trainer, agreement.server
     names = differences(trainer, server)
     runs = _Runs(copies_for(model, (trainer, server), tokens), tokens)

@@ -13,7 +13,7 @@ Layers whose scale comes from calibration or past steps need their inputs' amaxe
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -21,16 +21,17 @@ from torch import Tensor, nn
 
 from octavo.convert import choose_layers, convert, other_modules, unfuse_experts
 from octavo.convert.experts import is_experts
-from octavo.engines.linear import linear_of_codes, weight_as
+from octavo.engines.linear import check_input_scale, linear_of_codes, needs_calibration, weight_as
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
-from octavo.language_model import KVTransform, logits_of, stepwise_logits
+from octavo.language_model import KVTransform, LanguageModel, logits_of, stepwise_logits
 from octavo.models import Llama
 from octavo.models.served_forward import cast_of_cache, check_linear_layers, is_skipped
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
-from octavo.numerics import PerTensor, QuantizedTensor, Scaling
+from octavo.numerics import PerTensor, QuantizedTensor
 from octavo.numerics.granularity import granularity_in_words
+from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = [
@@ -38,11 +39,11 @@ __all__ = [
     "EngineLinear",
     "EngineModel",
     "check_token_ids",
+    "copies_for",
     "engine_layers",
     "input_amaxes",
     "is_of_expert",
     "model_as",
-    "needs_calibration",
     "watching",
 ]
 
@@ -76,8 +77,7 @@ class EngineLinear(nn.Module):
         is_dynamic = not needs_calibration(profile)
         self.input_scale = None if is_dynamic else input_scale
         self.input_amax = None if is_dynamic or input_scale is not None else input_amax
-        if not is_dynamic and self.input_scale is None and self.input_amax is None:
-            raise ConfigError(f"{profile.name} does not measure inputs; give input_amaxes, as input_amaxes() has them")
+        check_input_scale(profile, self.input_scale, self.input_amax)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the profile's ``activations``."""
@@ -145,14 +145,15 @@ class EngineCopies:
         self._in_dtype: dict[torch.dtype, nn.Module] = {}
         self._codes: dict[tuple[object, ...], dict[str, QuantizedTensor]] = {}
 
-    def of(self, profile: EngineProfile) -> EngineModel:
-        """The decoder as an engine computes it.
+    def of(self, profile: str | EngineProfile) -> EngineModel:
+        """The decoder as an engine, given by its profile or name, computes it.
 
         Raises:
-            ConfigError: no layer is quantized, weights that the engine quantizes are no linear layers', a folder's
-                codes have scales of another shape than the engine's, a scale is missing, or a norm's cast is fused in
-                a model whose norms are not known.
+            ConfigError: an unknown profile, no layer is quantized, weights that the engine quantizes are no linear
+                layers', a folder's codes have scales of another shape than the engine's, a scale is missing, or a
+                norm's cast is fused in a model whose norms are not known.
         """
+        profile = resolved(profile)
         copied = _shared_copy(self._base(profile.activations))
         layers = engine_layers(copied, profile)
         codes = self._codes_of(layers, profile)
@@ -195,7 +196,7 @@ class EngineCopies:
 
 
 def model_as(
-    model: nn.Module, profile: EngineProfile, *, input_amaxes: Mapping[str, Tensor] | None = None
+    model: nn.Module, profile: str | EngineProfile, *, input_amaxes: Mapping[str, Tensor] | None = None
 ) -> EngineModel:
     """A decoder as an engine computes it, without changing the model; arguments as for :class:`EngineCopies`.
 
@@ -227,11 +228,6 @@ def engine_layers(model: nn.Module, profile: EngineProfile) -> dict[str, nn.Line
     return chosen
 
 
-def needs_calibration(profile: EngineProfile) -> bool:
-    """Whether a profile's scales of inputs are not those of the inputs themselves."""
-    return profile.input is not None and profile.input.scaling != Scaling.DYNAMIC
-
-
 def is_of_expert(path: str) -> bool:
     """Whether a layer is an expert's, which sees the tokens that a router sends it.
 
@@ -246,15 +242,26 @@ def is_of_expert(path: str) -> bool:
 
 
 def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
-    """Raise ConfigError unless tokens are whole numbers within the model's vocabulary."""
+    """Raise ConfigError unless the model embeds tokens, and they are whole numbers within its vocabulary."""
+    size = _vocabulary_size(model)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool:
         raise ConfigError(f"tokens are ids in int64, not {str(tokens.dtype).removeprefix('torch.')}")
-    size = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None)
-    if size is not None and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
         raise ConfigError(
             f"token ids of this model are 0 to {size - 1}, and tokens have {int(tokens.min())} to {int(tokens.max())}; "
             "use the model's own tokenizer"
         )
+
+
+def _vocabulary_size(model: object) -> int:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            return module.num_embeddings
+    raise ConfigError(
+        "a model is a decoder with an embedding of token ids, octavo's Llama or one of transformers, or a "
+        f"LanguageModel of one, not a {type(model).__name__}"
+    )
 
 
 @torch.no_grad()
@@ -271,6 +278,14 @@ def input_amaxes(model: nn.Module, windows: Iterable[Tensor]) -> dict[str, Tenso
         for window in windows:
             logits_of(model, window[None])
     return amaxes
+
+
+def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
+    """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
+    decoder = model.model if isinstance(model, LanguageModel) else model
+    check_token_ids(decoder, tokens)
+    needed = any(map(needs_calibration, profiles))
+    return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from octavo.errors import ConfigError
 from octavo.numerics.engine_cast import ENCODE_DIVISIONS, ENCODE_ROUNDINGS, EngineCast
+from octavo.parsing import did_you_mean
 from octavo.recipes.engines.profile import EngineProfile, Source, in_words, properties_of, source_of
 
 __all__ = ["differences", "is_proven", "neighbours", "proof_of", "unproven", "value_in_words", "with_property"]
@@ -40,11 +42,15 @@ def differences(ours: EngineProfile, theirs: EngineProfile) -> tuple[str, ...]:
 def with_property(profile: EngineProfile, name: str, other: EngineProfile) -> EngineProfile:
     """A profile with one property of another.
 
+    Raises:
+        ConfigError: there is no such property, or it is one of a cast that one of the profiles does not make.
+
     Example:
         >>> from octavo.engines import get
         >>> with_property(get("te-block"), "input.amax_floor", get("vllm-block")).input.amax_floor
         1e-10
     """
+    _check_name(name, profile, other)
     role, _, first = name.partition(".")
     if not first:
         return replace(profile, **{role: getattr(other, role)})
@@ -128,6 +134,19 @@ def unproven(profile: EngineProfile) -> tuple[str, ...]:
 
 def _group(first: str) -> tuple[str, ...]:
     return IN_GROUPS.get(first, (first,))
+
+
+def _check_name(name: str, *profiles: EngineProfile) -> None:
+    role, _, first = name.partition(".")
+    fields_of_casts = [f"{cast}.{field}" for cast in CASTS for group in CAST_PROPERTIES for field in group]
+    if name not in (*CASTS, *OTHERS, *fields_of_casts):
+        raise ConfigError(
+            f"there is no property {name!r}{did_you_mean(name, fields_of_casts)}; use one of "
+            f"{', '.join((*CASTS, *OTHERS))}, or a field of EngineCast as weight.… or input.…"
+        )
+    for profile in profiles:
+        if first and getattr(profile, role) is None:
+            raise ConfigError(f"{profile.name} casts no {role}, so {name} has no value; use {role!r}")
 
 
 def _names(ours: EngineProfile, theirs: EngineProfile) -> Iterator[str]:

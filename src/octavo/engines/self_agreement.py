@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import Progress, check_bar, check_windows, copies_for, mean_of, resolved
-from octavo.engines.model import EngineCopies, EngineModel, is_of_expert
+from octavo.engines.agreement import Progress, check_bar, check_windows, mean_of
+from octavo.engines.model import EngineCopies, EngineModel, copies_for, is_of_expert
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
 from octavo.engines.token_scores import TokenScores, score_tokens
 from octavo.errors import BackendError, ConfigError
@@ -29,6 +29,8 @@ from octavo.experiments.intervals import Interval
 from octavo.kernels.row_by_row import RowByRow
 from octavo.language_model import LanguageModel
 from octavo.numerics import Accumulate
+from octavo.numerics.cast_spec import check_integer
+from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
 
 __all__ = ["SelfAgreement", "WayAgreement", "agree_with_itself"]
@@ -136,8 +138,8 @@ def agree_with_itself(
     """
     check_windows(tokens)
     check_bar(max_kl)
-    if any(count < 2 for count in ranks):
-        raise ConfigError(f"ranks are numbers of at least 2, not {list(ranks)}")
+    for count in ranks:
+        check_integer("ranks", count, least=2)
     engine = resolved(profile, accumulate)
     runs = _Runs(copies_for(model, (engine,), tokens), engine, tokens, seed, on_progress)
     ways, refused = [runs.score(IN_COMPANY, runs.in_company), runs.score(BY_TOKEN, runs.by_token)], []

@@ -13,7 +13,7 @@ from octavo.engines.layer_differences import CodesDifference
 from octavo.engines.properties import unproven
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement
 from octavo.engines.suspects import Suspect, Suspects
-from octavo.engines.token_scores import CLIP, TokenScores, effective_share
+from octavo.engines.token_scores import CLIP, TokenScores, effective_share, quantile
 from octavo.experiments.intervals import Interval
 from octavo.recipes.engines.profile import NOT_RUN, EngineProfile
 
@@ -104,7 +104,7 @@ def _whole(windows: Sequence[TokenScores]) -> dict[str, float]:
     """Numbers of all tokens together."""
     delta = torch.cat([scores.delta.abs() for scores in windows])
     return {
-        "p99": float(delta.quantile(0.99)),
+        "p99": quantile(delta, 0.99),
         "max": float(delta.max()),
         "effective_share": effective_share(torch.cat([scores.log_ratio for scores in windows])),
         "logit_rms": math.sqrt(sum(scores.logit_squares for scores in windows) / len(windows)),

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import Progress, copies_for
-from octavo.engines.model import EngineCopies
+from octavo.engines.agreement import Progress
+from octavo.engines.model import EngineCopies, copies_for
 from octavo.engines.properties import neighbours, value_in_words
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError, DataError
@@ -121,7 +121,7 @@ def find_suspects(
         on_progress: called with a phase's name, and profiles run of all.
 
     Raises:
-        DataError: more windows than tokens have, or another number of tokens in one.
+        DataError: more windows than tokens have, another number of tokens in one, or no log-probabilities.
     """
     _check_lengths(tokens, logprobs)
     tried = try_changes(model, claimed, tokens[: len(logprobs)], catalogue=catalogue, on_progress=on_progress)
@@ -218,3 +218,5 @@ def _check_lengths(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
             raise DataError(
                 f"window {number} has {tokens.shape[1] - 1} tokens after the first, and {len(window)} log-probabilities"
             )
+        if not window.isfinite().all() or (window > 0).any():
+            raise DataError(f"window {number} must hold log-probabilities: finite numbers of at most 0")

@@ -15,6 +15,7 @@ equal logits give exactly 0.
 References: Schulman, "Approximating KL Divergence" (2020); Schulman et al., arXiv 1707.06347, equation 7.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "is_clipped",
     "k3_estimate",
     "log_probabilities",
+    "quantile",
     "score_tokens",
     "text_log_probabilities",
 ]
@@ -95,6 +97,23 @@ def effective_share(log_ratio: Tensor) -> float:
         return 0.0
     weights = (log_ratio - log_ratio.max()).exp()  # a common factor cancels; this one cannot overflow
     return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
+
+
+def quantile(values: Tensor, share: float) -> float:
+    """A quantile as ``torch.quantile`` interpolates it, of any number of values; infinity next to an infinite one.
+
+    Args:
+        values: float64 [N], at least one, without NaN and −inf.
+        share: of the values that are below, 0 to 1.
+
+    Example:
+        >>> quantile(torch.tensor([0.0, 1.0, 3.0, torch.inf], dtype=torch.float64), 0.5)
+        2.0
+    """
+    position = share * (len(values) - 1)
+    below = math.floor(position)
+    low, high = (values.kthvalue(rank + 1).values for rank in (below, math.ceil(position)))
+    return math.inf if high.isinf() else float(low.lerp(high, position - below))
 
 
 def score_tokens(trainer: Tensor, server: Tensor, targets: Tensor, generator: torch.Generator) -> TokenScores:

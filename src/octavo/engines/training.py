@@ -9,16 +9,19 @@ from octavo.kernels import needs_widening
 from octavo.models.served_forward import check_linear_layers, served_forward
 from octavo.recipes import Recipe
 from octavo.recipes.engines import EngineProfile, served_recipe
+from octavo.recipes.engines.catalog import resolved
 
 __all__ = ["convert_as_served"]
 
 
-def convert_as_served(model: nn.Module, profile: EngineProfile, *, gradients: str | Recipe = "bf16") -> served_forward:
+def convert_as_served(
+    model: nn.Module, profile: str | EngineProfile, *, gradients: str | Recipe = "bf16"
+) -> served_forward:
     """Convert a decoder in place, and return the context in which its forward pass is the engine's, bit for bit.
 
     Args:
         model: octavo's Llama or a model of transformers, in high precision. Its parameters stay FP32 for the optimizer.
-        profile: the engine.
+        profile: the engine or its name.
         gradients: as for :func:`octavo.engines.served_recipe`.
 
     Raises:
@@ -39,6 +42,7 @@ def convert_as_served(model: nn.Module, profile: EngineProfile, *, gradients: st
         >>> torch.equal(logits, served), llama.lm_head.weight.grad.dtype
         (True, torch.float32)
     """
+    profile = resolved(profile)
     recipe = served_recipe(profile, gradients)
     if recipe.has_static_input:
         raise ConfigError(

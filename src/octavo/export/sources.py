@@ -87,6 +87,8 @@ class ConversionOptions:
         for option, value in {"recipe": self.recipe, "mix": self.mix, "power-of-two": self.power_of_two}.items():
             if value:
                 raise ConfigError(f"--for {engine.name} defines the casts, as --{option} does; leave one of them out")
+        if self.convert_head and not engine.head:
+            raise ConfigError(f"--head casts the head, which {engine.name} keeps in high precision; leave it out")
 
     @property
     def has_static_inputs(self) -> bool:
@@ -174,9 +176,12 @@ def _cache_scales(loaded: LanguageModel, fmt: str, request: ConversionOptions) -
     calibration.check_fit(loaded.model)
     if fmt == ONNX or not calibration.kv_scales:
         lacks = "an ONNX graph has no FP8 cache" if fmt == ONNX else "the calibration has no scales of keys and values"
+        chosen, static = f"--recipe {request.recipe}", "use --recipe static"
+        if request.engine is not None:
+            chosen, static = f"--for {request.engine.name}", "name an engine with static scales"
         raise ConfigError(
-            f"--recipe {request.recipe} casts inputs by scales of its own and takes of --calibration only the scales "
-            f"of a KV cache, but {lacks}; leave --calibration out, use --recipe static, or calibrate with --kv-cache"
+            f"{chosen} casts inputs by scales of its own and takes of --calibration only the scales of a KV cache, but "
+            f"{lacks}; leave --calibration out, {static}, or calibrate with --kv-cache"
         )
     return calibration.kv_scales
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.engines.agreement import resolved
 from octavo.engines.model import EngineLinear, model_as
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import BF16, FP32, Format
@@ -32,6 +31,7 @@ from octavo.numerics import PerTensor, QuantizedTensor, Scaling
 from octavo.numerics.granularity import Granularity
 from octavo.numerics.metrics import saturation_limit
 from octavo.recipes.engines import EngineProfile
+from octavo.recipes.engines.catalog import resolved
 
 __all__ = ["ProfileRunner", "cache_format_of"]
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from octavo.checkpoints.tensor_files import read_json
 from octavo.convert import unfuse_experts
-from octavo.engines.agreement import resolved
 from octavo.errors import CheckpointError, ConfigError
 from octavo.inference.engine import Runner
 from octavo.inference.llama_layout import as_llama, check_configuration
@@ -34,6 +33,7 @@ from octavo.models.sources import HF_CONFIG, SourceKind, kind_of, located
 from octavo.nn.arguments import check_choice
 from octavo.quantization import load_calibration
 from octavo.recipes.engines import EngineProfile
+from octavo.recipes.engines.catalog import resolved
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -34,12 +34,14 @@ __all__ = [
     "check_float",
     "check_fp8_format",
     "check_member",
+    "check_tensor",
     "is_eager_cpu",
     "may_hold_nonfinite",
     "narrowed",
     "round_stochastic_by_torch",
 ]
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STOCHASTIC_BITS = 20  # the mantissa bits of an FP32 value that E4M3 drops; E5M2 drops one more
 
 
@@ -201,13 +203,19 @@ def is_eager_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def check_float(x: Tensor, what: str) -> None:
-    """Raise ConfigError unless ``x`` is a floating-point tensor of at least 16 bits."""
+def check_tensor(x: object, what: str) -> None:
+    """Raise ConfigError unless ``x`` is a tensor."""
     if not isinstance(x, Tensor):
         raise ConfigError(f"{what} must be a torch.Tensor, not {type(x).__name__}; convert it with torch.as_tensor")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+
+
+def check_float(x: Tensor, what: str, *, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise ConfigError unless ``x`` is a tensor of one of ``allowed``, by default of at least 16 bits."""
+    check_tensor(x, what)
+    if x.dtype not in allowed:
+        *first, last = (str(dtype).removeprefix("torch.") for dtype in allowed)
         raise ConfigError(
-            f"{what} must be a float16, bfloat16, float32 or float64 tensor, not {x.dtype}; "
+            f"{what} must be a {', '.join(first)} or {last} tensor, not {x.dtype}; "
             "convert it first, e.g. with x.float()"
         )
 

@@ -6,8 +6,9 @@ The only rounding to FP8 is that of :func:`octavo.numerics.cast_nearest`.
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.formats import E8M0, FP32
-from octavo.numerics.cast import Nonfinite, cast_nearest
+from octavo.numerics.cast import Nonfinite, cast_nearest, check_float
 from octavo.numerics.engine_cast import (
     ENCODE_DIVISIONS,
     AmaxOf,
@@ -17,10 +18,12 @@ from octavo.numerics.engine_cast import (
     PowerOfTwo,
     Saturation,
 )
-from octavo.numerics.quantized import QuantizedTensor, stored_scale
-from octavo.numerics.scaling import measure, power_of_two_floor
+from octavo.numerics.quantized import QuantizedTensor, check_scale_fits, stored_scale
+from octavo.numerics.scaling import Scaling, measure, power_of_two_floor
 
 __all__ = ["quantize_as"]
+
+ENGINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def quantize_as(
@@ -31,8 +34,12 @@ def quantize_as(
     Args:
         x: float16, bfloat16 or float32; the dtype in which the engine has the tensor.
         cast: the engine's cast.
-        amax: float32 in the scale's shape, for a cast whose amax is from past steps; None measures ``x``.
-        scale: float32 in the scale's shape, for a cast whose scale is from calibration; None makes one.
+        amax: float32 in the scale's shape, from which the scale is made; None measures ``x`` under dynamic scaling.
+        scale: float32 in the scale's shape, used as it is, instead of an amax.
+
+    Raises:
+        ConfigError: another dtype, neither a scale nor an amax of a cast with static or delayed scaling, or one of
+            another shape.
 
     Example:
         >>> from octavo.numerics.engine_cast import EngineCast, PowerOfTwo
@@ -40,6 +47,7 @@ def quantize_as(
         >>> quantize_as(x, EngineCast()).scale, quantize_as(x, EngineCast(power_of_two=PowerOfTwo.SCALE_UP)).scale
         (tensor(0.0009), tensor(0.0010))
     """
+    _check(x, cast, amax, scale)
     x = x.detach()
     if scale is None:
         amax = _amax(x, cast) if amax is None else amax
@@ -53,6 +61,18 @@ def quantize_as(
         nonfinite=Nonfinite.PROPAGATE if cast.saturation == Saturation.PROPAGATE else Nonfinite.SATURATE,
     )
     return QuantizedTensor(codes, stored_scale(scale, cast.scale_format), cast.granularity, x.dtype)
+
+
+def _check(x: Tensor, cast: EngineCast, amax: Tensor | None, scale: Tensor | None) -> None:
+    check_float(x, "the tensor to quantize as an engine", allowed=ENGINE_DTYPES)
+    for name, tensor in (("amax", amax), ("scale", scale)):
+        if tensor is not None:
+            check_scale_fits(name, tensor, x, cast.granularity)
+    if cast.scaling is not Scaling.DYNAMIC and amax is None and scale is None:
+        raise ConfigError(
+            f"a cast with {cast.scaling} scaling does not measure the tensor; give scale= or amax=, or replace its "
+            "scaling by Scaling.DYNAMIC"
+        )
 
 
 def _amax(x: Tensor, cast: EngineCast) -> Tensor:

@@ -49,6 +49,7 @@ __all__ = [
     "FP8_DTYPES",
     "QuantizedTensor",
     "cast_by_torch",
+    "check_scale_fits",
     "checked_spec",
     "dequantize",
     "dequantize_by_torch",
@@ -253,16 +254,11 @@ def checked_spec(
         margin=int(margin) if isinstance(margin, float) else margin,
         **options,
     )
-    expected = spec.granularity.scale_shape(x.shape)
     for name, tensor in (("amax", amax), ("scale", scale)):
         if tensor is None:
             continue
+        check_scale_fits(name, tensor, x, spec.granularity)
         _check_scale_or_amax(name, tensor, zero_allowed=name == "amax")
-        if tensor.device != x.device:
-            raise ConfigError(f"the {name} is on {tensor.device} and the tensor on {x.device}; move it there first")
-        if tensor.shape != expected:
-            shapes = f"{tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(tensor.shape)}"
-            raise ConfigError(f"{spec.granularity} of {shapes}")
     if scale is not None and scale_format == E8M0:
         _check_power_of_two(scale.detach().float())
     return spec
@@ -282,10 +278,20 @@ def _check_power_of_two(scale: Tensor) -> None:
         raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[stored != scale][0].item()}")
 
 
-def _check_scale_or_amax(name: str, tensor: object, *, zero_allowed: bool) -> None:
-    """Refuse an amax or scale that no tensor has; values are checked on an eager CPU tensor only."""
+def check_scale_fits(name: str, tensor: object, x: Tensor, granularity: Granularity) -> None:
+    """Refuse an amax or scale of another device than ``x``, or of another shape than its groups have."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name} must be a tensor in the scale's shape, not {tensor!r}; wrap it in torch.tensor()")
+    if tensor.device != x.device:
+        raise ConfigError(f"the {name} is on {tensor.device} and the tensor on {x.device}; move it there first")
+    expected = granularity.scale_shape(x.shape)
+    if tensor.shape != expected:
+        shapes = f"{tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(tensor.shape)}"
+        raise ConfigError(f"{granularity} of {shapes}")
+
+
+def _check_scale_or_amax(name: str, tensor: Tensor, *, zero_allowed: bool) -> None:
+    """Refuse an amax or scale that no tensor has; values are checked on an eager CPU tensor only."""
     if not is_eager_cpu(tensor):
         return
     wrong = ~((tensor >= 0 if zero_allowed else tensor > 0) & tensor.isfinite())

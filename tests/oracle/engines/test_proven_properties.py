@@ -13,7 +13,8 @@ could show:
   middle of two FP32 numbers than FP64 errs;
 - between "Inf becomes NaN" and "Inf becomes the limit" where an Inf makes its own scale infinite, and so its quotient
   NaN;
-- between multiplying by a power of two and dividing by its reciprocal, and of that result's dtype.
+- between multiplying by a power of two and dividing by its reciprocal, and of that result's dtype;
+- of the scaling: it says what must be given, and no number of a result.
 """
 
 from collections.abc import Callable, Iterator
@@ -136,6 +137,7 @@ SAME: dict[str, Callable[[EngineCast, EngineCast], bool]] = {
     "saturation": _same_saturation,
     "application": _has_powers_of_two,
     "applied_in": _has_powers_of_two,
+    "scaling": lambda *_: True,
 }
 
 

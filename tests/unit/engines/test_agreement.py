@@ -148,6 +148,11 @@ def test_other_sums_are_those_of_both(model):
 def test_what_cannot_be_compared_is_refused(model):
     with pytest.raises(ConfigError, match=r"tokens are \[windows, T\]"):
         agree(model, "te-block", "vllm-block", TOKENS[0])
+    with pytest.raises(ConfigError, match=r"tokens must be a torch.Tensor, not list; convert it with torch.as_tensor"):
+        agree(model, "te-block", "vllm-block", cast(Any, TOKENS.tolist()))
+    for other in (torch.nn.Linear(4, 4), cast(Any, "a folder")):
+        with pytest.raises(ConfigError, match=f"a decoder .*, not a {type(other).__name__}"):
+            agree(other, "te-block", "vllm-block", TOKENS)
     with pytest.raises(ConfigError, match="there is no engine 'vllm'"):
         agree(model, "te-block", "vllm", TOKENS)
     with pytest.raises(ConfigError, match=r"an engine is a profile or its name, such as 'vllm-token', not a int"):

@@ -19,11 +19,11 @@ from octavo.engines import (
     server_settings,
     with_property,
 )
-from octavo.engines.agreement import copies_for
+from octavo.engines.model import copies_for
 from octavo.engines.properties import is_proven
 from octavo.engines.suspects import AS_CLAIMED
 from octavo.engines.token_scores import text_log_probabilities
-from octavo.errors import DataError
+from octavo.errors import ConfigError, DataError
 from tests.unit.quantization.tiny_models import language_model, windows
 
 TOKENS = windows(2, 20)
@@ -225,3 +225,18 @@ def test_log_probabilities_of_another_text_are_refused(model):
         find_suspects(model, get("vllm-token"), TOKENS, [torch.zeros(19)] * 3)
     with pytest.raises(DataError, match="window 1 has 19 tokens after the first, and 4 log-probabilities"):
         find_suspects(model, get("vllm-token"), TOKENS, [torch.zeros(4)])
+
+
+def test_other_windows_than_an_agreement_takes_are_refused(model):
+    found = agree(model, "te-block", "vllm-block", TOKENS[:1])
+    for wrong in (TOKENS[0], TOKENS[:0], TOKENS[:, :1]):
+        with pytest.raises(ConfigError, match=r"tokens are \[windows, T\] with at least 2 a window"):
+            attribute(model, found, wrong)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 0.5])
+def test_what_is_no_log_probability_is_refused(model, wrong):
+    second = torch.full((19,), -1.0)
+    second[3] = wrong
+    with pytest.raises(DataError, match="window 2 must hold log-probabilities: finite numbers of at most 0"):
+        find_suspects(model, get("vllm-token"), TOKENS, [torch.full((19,), -1.0), second])

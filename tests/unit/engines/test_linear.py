@@ -1,6 +1,7 @@
 """A linear layer under a profile: operands, the roundings around them, and weights of a file."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 
 import octavo
 from octavo.engines import PROFILES, Products, get, linear_as, quantize_as, weight_as
+from octavo.engines.model import EngineLinear
+from octavo.errors import ConfigError
 from octavo.numerics import Accumulate, Scaling
 from tests.oracle.engines.adversarial import input_cast
 
@@ -20,8 +23,8 @@ BIAS = torch.arange(5.0)
 def test_every_profile_approximates_the_layer(name):
     profile = PROFILES[name]
     assert profile.input is not None
-    scale = X.abs().amax() / 448 if profile.input.scaling == Scaling.STATIC else None
-    y = linear_as(X[None], W.bfloat16(), profile, bias=BIAS, input_scale=scale)
+    amax = None if profile.input.scaling == Scaling.DYNAMIC else X.abs().amax()
+    y = linear_as(X[None], W.bfloat16(), profile, bias=BIAS, input_amax=amax)
     expected = F.linear(X, W, BIAS)
     assert y.shape == (1, 3, 5)
     assert y.dtype == profile.output
@@ -67,3 +70,24 @@ def test_inputs_that_are_not_cast():
     profile = replace(get("octavo-token"), input=None)
     decoded = quantize_as(W, profile.weight).dequantize()
     assert torch.equal(linear_as(X, W, profile), F.linear(X, decoded))
+
+
+def test_an_engine_may_be_its_name():
+    profile = get("vllm-token")
+    assert torch.equal(linear_as(X, W, "vllm-token"), linear_as(X, W, profile))
+    assert torch.equal(weight_as(W, "vllm-token").scale, weight_as(W, profile).scale)
+    with pytest.raises(ConfigError, match="there is no engine 'vllm'"):
+        linear_as(X, W, "vllm")
+    with pytest.raises(ConfigError, match="an engine is a profile or its name, such as 'vllm-token', not a Tensor"):
+        linear_as(X, W, cast(Any, W))
+
+
+@pytest.mark.parametrize("name", ["vllm-tensor", "te-delayed"])
+def test_inputs_that_an_engine_does_not_measure_need_a_scale_or_an_amax(name):
+    says = f"{name} does not measure inputs; give input_scale, or an input_amax such as input_amaxes"
+    with pytest.raises(ConfigError, match=says):
+        linear_as(X, W, name)
+    with pytest.raises(ConfigError, match=says):
+        EngineLinear(weight_as(W, name), None, get(name))
+    largest = X.bfloat16().float().abs().amax()
+    assert linear_as(X, W, name, input_amax=largest).isfinite().all()

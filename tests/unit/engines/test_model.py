@@ -200,3 +200,12 @@ def test_models_of_transformers():
     assert (first - second).norm() < 0.02 * second.norm()
     assert all(isinstance(theirs.get_submodule(p), torch.nn.Linear) for p in model_as(theirs, profile).layers)
     assert isinstance(model_as(theirs, profile).layers["model.layers.1.mlp.up_proj"], EngineLinear)
+
+
+def test_an_engine_may_be_its_name():
+    plain = decoder()
+    expected = model_as(plain, get("vllm-token"))(TOKENS)
+    assert torch.equal(model_as(plain, "vllm-token")(TOKENS), expected)
+    assert torch.equal(EngineCopies(plain).of("vllm-token")(TOKENS), expected)
+    with pytest.raises(ConfigError, match="there is no engine 'vllm'"):
+        model_as(plain, "vllm")

@@ -1,6 +1,7 @@
 """Profiles as data: every property has a source, every proof is a test that exists, and nothing is claimed twice."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -99,6 +100,8 @@ def test_names():
     assert all(profile.name == name for name, profile in PROFILES.items())
     with pytest.raises(ConfigError, match=r"there is no engine 'vllm' \(did you mean 'vllm-fnuz'\?\); use one of te-"):
         get("vllm")
+    with pytest.raises(ConfigError, match=r"an engine's name is text, such as 'vllm-token', not None"):
+        get(cast(Any, None))
 
 
 def test_properties_in_words():

@@ -9,6 +9,7 @@ import pytest
 from octavo.engines import NOT_RUN, PROFILES, PowerOfTwo, differences, get, neighbours, quantize_as, with_property
 from octavo.engines.properties import proof_of, unproven, value_in_words
 from octavo.errors import ConfigError
+from octavo.numerics import Scaling
 from tests.oracle.engines.adversarial import finite_tensors, input_cast, same_codes
 
 PAIRS = [("te-block", "vllm-block"), ("octavo-token", "compressed-tensors"), ("te-mxfp8", "sglang-block-ue8m0")]
@@ -22,7 +23,8 @@ def test_all_swaps_together_are_the_other_profile(first, second):
     assert differences(swapped, theirs) == ()
     for role in ("weight", "input"):
         for x in finite_tensors(theirs.activations).values():
-            a, b = (quantize_as(x, getattr(each, role)) for each in (swapped, theirs))
+            casts = (replace(getattr(each, role), scaling=Scaling.DYNAMIC) for each in (swapped, theirs))
+            a, b = (quantize_as(x, cast) for cast in casts)
             assert same_codes(a.data, b.data)
 
 
@@ -66,3 +68,17 @@ def test_values_and_proofs_in_words():
     assert proof_of(get("octavo-token"), "kv_cache") == "tests/unit/engines/test_own.py"
     assert "accumulate" in unproven(get("te-block"))
     assert "input.amax_floor" not in unproven(get("te-block"))
+
+
+@pytest.mark.parametrize("name", ["input.nonsense", "nonsense", "nonsense.division", "name", "kv_cache.format", ""])
+def test_properties_that_do_not_exist(name):
+    with pytest.raises(ConfigError, match=f"there is no property {name!r}.*; use one of weight, input, requantizes"):
+        with_property(get("te-block"), name, get("vllm-block"))
+
+
+def test_a_property_of_a_cast_that_an_engine_does_not_make():
+    plain, block = replace(get("vllm-block"), name="plain", input=None), get("vllm-block")
+    for ours, theirs in ((plain, block), (block, plain)):
+        with pytest.raises(ConfigError, match=r"plain casts no input, so input.division has no value; use 'input'"):
+            with_property(ours, "input.division", theirs)
+        assert with_property(ours, "input", theirs).input == theirs.input

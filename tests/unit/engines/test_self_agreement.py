@@ -1,6 +1,7 @@
 """An engine against itself: which ways have equal bits, and what makes the others differ."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -177,5 +178,8 @@ def test_the_bar_and_other_sums(model):
 def test_bad_input(model):
     with pytest.raises(ConfigError, match=r"tokens are \[windows, T\]"):
         agree_with_itself(model, "vllm-token", TOKENS[0])
-    with pytest.raises(ConfigError, match=r"at least 2, not \[1, 2\]"):
+    with pytest.raises(ConfigError, match="ranks must be a whole number of at least 2, not 1"):
         agree_with_itself(model, "vllm-token", TOKENS, ranks=(1, 2))
+    for wrong in (2.5, True, None):
+        with pytest.raises(ConfigError, match=f"ranks must be a whole number of at least 2, not {wrong}"):
+            agree_with_itself(model, "vllm-token", TOKENS, ranks=(cast(Any, wrong),))

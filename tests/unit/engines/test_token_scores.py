@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.engines.token_scores import divergences, score_tokens, text_log_probabilities
+from octavo.engines.token_scores import divergences, quantile, score_tokens, text_log_probabilities
 
 ROWS, VOCABULARY = 150, 40  # more rows than one part
 
@@ -89,3 +89,18 @@ def test_logits_a_bit_apart_have_a_kl_above_0():
     other[torch.arange(300), moved] = torch.nextafter(other[torch.arange(300), moved], torch.tensor(torch.inf))
     assert divergences(logits, other).min() > 0
     assert divergences(logits, other).max() < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100, 1001])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99, 1.0])
+def test_a_quantile_is_torchs(size, share):
+    values = torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    for infinite in (0, 1, size // 2, size):
+        values[:infinite] = torch.inf
+        expected = values.quantile(share).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        assert quantile(values, share) == float(expected)
+
+
+def test_a_quantile_of_more_numbers_than_torchs_takes():
+    values = torch.arange(2**24 + 2, dtype=torch.float64)
+    assert quantile(values, 0.5) == (2**24 + 1) / 2

@@ -191,3 +191,15 @@ def test_a_casts_engine_fits_it():
         recipes.to_toml(replace(recipes.get("weight_only"), output=recipes.GemmSpec(a=foreign, b=foreign)))
     with pytest.raises(ConfigError, match="a profile and its role"):
         recipes.from_toml(recipes.to_toml(served_recipe(get("vllm-token"))).replace("vllm-token.input", "vllm.input"))
+
+
+def test_an_engine_may_be_its_name():
+    model = decoder()
+    assert served_recipe("vllm-block", "blockwise") == served_recipe(get("vllm-block"), "blockwise")
+    plain = copy.deepcopy(model)
+    ids = tokens(1, 8)
+    with convert_as_served(plain, "vllm-token"):
+        assert torch.equal(plain(ids), model_as(model, "vllm-token")(ids))
+    for call in (lambda: served_recipe("vllm"), lambda: convert_as_served(plain, "vllm")):
+        with pytest.raises(ConfigError, match="there is no engine 'vllm'"):
+            call()

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 import octavo
 from octavo.checkpoints import FORMATS, load_quantized
+from octavo.engines import get
 from octavo.errors import ConfigError
 from octavo.export.checkpoint_writer import save_quantized
 from octavo.export.sources import ONNX, ConversionOptions, load_source
@@ -137,3 +140,19 @@ def test_options_that_contradict_each_other(tmp_path):
 def test_powers_of_two_are_no_choice_of_every_recipe(plain):
     with pytest.raises(ConfigError, match="goes with rowwise"):
         load_source(str(plain), "octavo", ConversionOptions(recipe="mxfp8", power_of_two=True))
+
+
+def test_an_engine_with_its_head_in_high_precision():
+    with pytest.raises(ConfigError, match="--head casts the head, which vllm-token keeps in high precision; leave"):
+        ConversionOptions(engine=get("vllm-token"), convert_head=True)
+    ConversionOptions(engine=replace(get("vllm-token"), head=True), convert_head=True)
+
+
+def test_an_engine_takes_the_scales_of_a_cache_from_a_calibration(plain, tmp_path):
+    from octavo.language_model import load_language_model
+
+    octavo.calibrate(load_language_model(plain), [windows()]).save(tmp_path / "none")
+    options = ConversionOptions(engine=get("vllm-token"), calibration=tmp_path / "none")
+    says = "--for vllm-token casts inputs by scales of its own.*has no scales of keys and values; leave --calibration"
+    with pytest.raises(ConfigError, match=f"{says} out, name an engine with static scales, or calibrate with"):
+        load_source(str(plain), "compressed-tensors", options)

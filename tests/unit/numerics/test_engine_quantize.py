@@ -1,7 +1,9 @@
 """Each field of a cast, on tensors small enough to compute by hand."""
 
 import math
+import re
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from octavo.engines import AmaxOf, Application, Division, EngineCast, PowerOfTwo, Saturation, quantize_as
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0
-from octavo.numerics import PerRow
+from octavo.numerics import PerBlock, PerRow, PerTensor, Scaling
 
 X = torch.tensor([[1.0, -3.0, 0.5], [0.0, 7.0, -7.0]])
 
@@ -132,3 +134,27 @@ def test_infinities_that_propagate_keep_their_sign():
     values = quantize_as(x, cast).data.float()
     assert values[1:3].tolist() == [math.inf, -math.inf]
     assert values[3].isnan()
+
+
+@pytest.mark.parametrize("scaling", [Scaling.STATIC, Scaling.DELAYED])
+def test_a_cast_that_measures_nothing_needs_a_scale_or_an_amax(scaling):
+    cast = EngineCast(scaling=scaling)
+    with pytest.raises(ConfigError, match=f"with {scaling} scaling does not measure the tensor; give scale= or amax="):
+        quantize_as(X, cast)
+    assert quantize_as(X, cast, amax=torch.tensor(7.0)).scale == quantize_as(X, EngineCast()).scale
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ConfigError, match=f"a float16, bfloat16 or float32 tensor, not {dtype}; convert it"):
+        quantize_as(X.to(dtype), EngineCast())
+
+
+@pytest.mark.parametrize("name", ["scale", "amax"])
+def test_a_scale_has_the_shape_of_its_groups(name):
+    for granularity, shape in ((PerRow(), "(2, 1)"), (PerTensor(), "()"), (PerBlock(1, 2), "(2, 2)")):
+        says = re.escape(f"of (2, 3) needs a scale of shape {shape}, not (3,)")
+        with pytest.raises(ConfigError, match=says):
+            quantize_as(X, EngineCast(granularity=granularity), **{name: torch.ones(3)})
+    with pytest.raises(ConfigError, match=f"{name} must be a tensor in the scale's shape, not 2.0"):
+        quantize_as(X, EngineCast(), **{name: cast(Any, 2.0)})

@@ -3,13 +3,23 @@
 They support every granularity, device and shape, but no tensor core's sums. Every other backend is compared with them.
 """
 
+from dataclasses import replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, ScaleSource
-from octavo.numerics import Accumulate, AmaxRecord, CastSpec, Granularity, QuantizedTensor, measure, quantize_as
+from octavo.numerics import (
+    Accumulate,
+    AmaxRecord,
+    CastSpec,
+    Granularity,
+    QuantizedTensor,
+    Scaling,
+    measure,
+    quantize_as,
+)
 from octavo.numerics.granularity import granularity_as_list
 from octavo.numerics.quantized import cast_by_torch, dequantize_by_torch
 
@@ -58,8 +68,10 @@ class ReferenceCast:
         if amax is not None and source.get("measure_if_zero"):
             amax = torch.where(amax > 0, amax, measurement.amax)
         scale = source.get("scale")
-        if spec.engine is not None:
-            return CastResult(quantize_as(x, spec.engine, amax=amax, scale=scale), None, measurement)
+        if (engine := spec.engine) is not None:
+            if amax is None and scale is None:
+                engine = replace(engine, scaling=Scaling.DYNAMIC)  # a scale from elsewhere is not known yet
+            return CastResult(quantize_as(x, engine, amax=amax, scale=scale), None, measurement)
         output = cast_by_torch(x, spec, amax=amax, scale=scale, measurement=measurement)
         return CastResult(output, None, measurement)
 

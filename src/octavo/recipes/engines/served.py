@@ -5,6 +5,7 @@ from dataclasses import replace
 from octavo.errors import ConfigError
 from octavo.numerics import Accumulate, CastSpec, EngineCast, Nonfinite, ScaleRounding, Scaling
 from octavo.numerics.engine_cast import PowerOfTwo, Saturation
+from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile, Products
 from octavo.recipes.presets import get
 from octavo.recipes.specs import GemmSpec, Recipe
@@ -14,19 +15,19 @@ __all__ = ["forward_recipe", "served_recipe"]
 _PLAIN = GemmSpec(a=None, b=None)
 
 
-def served_recipe(profile: EngineProfile, gradients: str | Recipe = "bf16") -> Recipe:
+def served_recipe(profile: str | EngineProfile, gradients: str | Recipe = "bf16") -> Recipe:
     """Recipe with an engine's casts and sums in the output GEMM, and another recipe's gradients.
 
     Gradients pass straight through the casts. Around the layers the model has to compute as the engine does too:
     :func:`octavo.engines.convert_as_served` and its context do both.
 
     Args:
-        profile: the engine.
+        profile: the engine or its name.
         gradients: recipe of grad_input and grad_weight; "bf16" leaves them in high precision.
 
     Raises:
-        ConfigError: training cannot reproduce a property of the profile, which the message names; or its sums are those
-            of tensor cores, which cannot be emulated for the casts of ``gradients``.
+        ConfigError: an unknown profile; training cannot reproduce a property of it, which the message names; or its
+            sums are those of tensor cores, which cannot be emulated for the casts of ``gradients``.
 
     Example:
         >>> from octavo import engines
@@ -34,6 +35,7 @@ def served_recipe(profile: EngineProfile, gradients: str | Recipe = "bf16") -> R
         >>> recipe.name, recipe.output.a.engine.division == engines.get("vllm-block").input.division
         ('blockwise, as served by vllm-block', True)
     """
+    profile = resolved(profile)
     for name, reason in _unreproduced(profile).items():
         raise ConfigError(f"training cannot compute as {profile.name}: its {name} is {reason}")
     recipe = get(gradients)
