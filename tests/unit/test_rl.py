@@ -141,7 +141,8 @@ def test_mismatch_by_numpy():
     assert found.mean == pytest.approx(np.abs(log_ratio).mean())
     assert found.p99 == pytest.approx(np.quantile(np.abs(log_ratio), 0.99))
     assert found.largest == pytest.approx(np.abs(log_ratio).max())
-    assert found.k1 == pytest.approx(-log_ratio.mean())
+    k1 = [np.mean((s - t)[c]) for t, s, c in zip(trainer, server, counted, strict=True)]
+    assert found.k1 == pytest.approx(np.mean(k1))
     assert found.k3.estimate == pytest.approx(np.mean(k3))
     assert found.k3.error == pytest.approx(np.std(k3, ddof=1) / math.sqrt(5))
     assert found.clipped == pytest.approx(np.mean(np.abs(ratio - 1) > 0.2))
@@ -201,7 +202,10 @@ def test_a_monitor_warns_once():
         (lambda policy: mismatch(*[torch.zeros(1, 3)] * 3), "no drawn token"),
         (lambda policy: mismatch(cast(Any, [[-1.0]]), torch.zeros(1, 1)), "trainer.* torch.Tensor, not list"),
         (lambda policy: mismatch(torch.zeros(1, 1), cast(Any, [[-1.0]])), "server.* torch.Tensor, not list"),
-        (lambda policy: mismatch(*[torch.zeros(1, 1)] * 2, cast(Any, [[1]])), "mask must be a torch.Tensor, not list"),
+        (
+            lambda policy: mismatch(torch.zeros(1, 1), torch.zeros(1, 1), cast(Any, [[1]])),
+            "mask must be a torch.Tensor, not list",
+        ),
         (lambda policy: log_probs(policy, cast(Any, [[1, 2]])), "tokens must be a torch.Tensor, not list"),
         (lambda policy: log_probs(torch.nn.Linear(2, 2), torch.tensor([[1, 2]])), "a decoder .*, not a Linear"),
         (lambda policy: log_probs(policy, torch.tensor([[1, 2]]), temperature=1e-310), "1.9e-270 or more, not 1e-310"),

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from benchmarks import measure, train_step
+from benchmarks.engine_agreement.served import ENGINES
 from benchmarks.measure import Ratio
 from octavo.training.config import demo_config
 
@@ -79,11 +80,11 @@ def test_every_call_of_a_bar_is_timed():
 
 def test_steps_as_served_are_timed_beside_their_recipes(monkeypatch, written):
     calls = train_step.served_contestants(demo_config(quick=True))
-    assert {*calls} == {*train_step.ENGINES, *train_step.ENGINES.values()}
+    assert {*calls} == {*ENGINES, *ENGINES.values()}
     monkeypatch.setattr(sys, "argv", ["train_step", "--as-served"])
-    seconds = {name: [6.0 if name in train_step.ENGINES else 2.0] * 3 for name in calls}
+    seconds = {name: [6.0 if name in ENGINES else 2.0] * 3 for name in calls}
     monkeypatch.setattr(train_step, "interleaved", lambda *_, **__: seconds)
     train_step.main()
     lines = written()
     assert "| te-block | blockwise | 3.00 (3.00–3.00) |" in lines
-    assert sum("3.00" in line for line in lines) == len(train_step.ENGINES)
+    assert sum("3.00" in line for line in lines) == len(ENGINES)
