@@ -54,6 +54,7 @@ def main() -> None:
         rows = [[name, *(str(ratio(seconds, name, base)) for base in BASES)] for name in seconds]
         bars = markdown_table(["bar", "measured", "verdict"], bar_rows(seconds, arguments.width))
         lines = [*markdown_table(["step", *(f"× {base}" for base in BASES)], rows), "", *bars]
+    wide = "" if arguments.width == 128 else str(arguments.width)
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles); {what}. {bf16_note()}"]
     publish(
@@ -62,7 +63,7 @@ def main() -> None:
         title="A training step",
         machine=machine,
         write=not arguments.no_write,
-        variant="_".join([str(arguments.width)] * (arguments.width != 128) + ["as_served"] * arguments.as_served),
+        variant="_".join(filter(None, [wide, "as_served" if arguments.as_served else ""])),
     )
 
 

@@ -8,7 +8,7 @@ of finished steps: read if it exists, and written with all at the end.
 
 folders   one compressed-tensors folder, dynamic and static, in octavo and in transformers: perplexity on the windows of
           ``octavo eval``, each difference between the two changed alone, and octavo with other last bits
-matrix    KL and mean |Δ log p| of every pair of profiles, and of UE8M0 and float scales against BF16
+matrix    KL and mean |Δ log p| of every pair of profiles, of UE8M0 and float scales against BF16, and floors
 why       attribution of the five pairs that differ most
 faults    the profiles one property away from vllm-block: which can be told from each other on 128 tokens
 trials    faulty servers, five for each of four profiles: whether ``--server-logprobs`` names the property
@@ -29,6 +29,7 @@ from benchmarks.engine_agreement.matrix import (
     NAMES,
     attributions,
     fault_groups,
+    floor_rows,
     largest_pairs,
     matrix_rows,
     pair_matrices,
@@ -75,6 +76,8 @@ def pairs(parts: list[str]) -> Iterator[str]:
         yield from ("", "### Float scales and UE8M0 against BF16", "")
         columns = ["float", "UE8M0", "KL(float ‖ BF16)", "KL(UE8M0 ‖ BF16)", "difference"]
         yield from markdown_table(columns, scale_rows(found["kl"]))
+        yield from ("", "### Floor: a profile with other last bits in its embeddings against itself", "")
+        yield from markdown_table(["profile", "KL"], floor_rows(model, windows))
         if "why" in parts:
             yield from (
                 "",

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from benchmarks.engine_agreement.saved_steps import SavedSteps
 from octavo.engines import PROFILES, EngineCopies, agree, attribute, get, input_amaxes, neighbours
+from octavo.engines.agreement import nudge
+from octavo.engines.model import copies_for
 from octavo.engines.summary import in_nats
-from octavo.engines.token_scores import ROWS, text_log_probabilities
+from octavo.engines.token_scores import ROWS, divergences, text_log_probabilities
 from octavo.errors import BackendError, ConfigError
 from octavo.experiments.intervals import student_interval
 from octavo.language_model import LanguageModel
@@ -25,6 +27,7 @@ __all__ = [
     "NAMES",
     "attributions",
     "fault_groups",
+    "floor_rows",
     "largest_pairs",
     "matrix_rows",
     "pair_matrices",
@@ -34,6 +37,7 @@ __all__ = [
 LENGTH = 256
 NAMES = (BF16, *PROFILES)
 UE8M0 = (("vllm-block", "vllm-block-ue8m0"), ("sglang-block", "sglang-block-ue8m0"))
+FLOORS = ("te-current", "te-block", "vllm-token", "vllm-block")
 
 
 @torch.no_grad()
@@ -68,6 +72,23 @@ def _window(engines: dict[str, Any], window: Tensor) -> dict[str, list[list[floa
     return {"kl": kl.tolist(), "delta": delta.tolist()}
 
 
+@torch.no_grad()
+def floor_rows(model: LanguageModel, windows: Tensor) -> list[list[str]]:
+    """Rows: a profile, and the KL of its model with other last bits in the embeddings against itself."""
+    steps, copies = SavedSteps("floors"), copies_for(model, [get(name) for name in FLOORS], windows)
+    rows = []
+    for name in FLOORS:
+
+        def compute(name: str = name) -> list[float]:
+            plain, moved = copies.of(name), copies.of(name)
+            nudge(moved, 0)
+            logits = ([engine(window[None, :-1])[0] for engine in (moved, plain)] for window in windows)
+            return [float(divergences(ours, theirs).mean()) for ours, theirs in logits]
+
+        rows.append([name, in_nats(student_interval(steps.step(name, compute)))])
+    return rows
+
+
 def scale_rows(kl: Tensor) -> list[list[str]]:
     """Rows: an engine with float scales, with UE8M0, KL(each ‖ BF16), and the paired difference over windows."""
     rows = []
@@ -78,11 +99,14 @@ def scale_rows(kl: Tensor) -> list[list[str]]:
 
 
 def largest_pairs(kl: Tensor, count: int) -> list[tuple[str, str]]:
-    """Pairs of profiles with the largest KL(second ‖ first), without the plain BF16 model; the first of equal ones."""
+    """Trainers and servers with the largest KL(server ‖ trainer), each two in the order in which it is larger.
+
+    Without the plain BF16 model, and of profiles with equal numbers the first.
+    """
     distinct = [index for index in range(1, len(NAMES)) if kl[index, 1:index].all()]
-    pairs = list(combinations(distinct, 2))
+    pairs = [max(pair, pair[::-1], key=lambda each: float(kl[each[1], each[0]])) for pair in combinations(distinct, 2)]
     pairs.sort(key=lambda pair: -float(kl[pair[1], pair[0]]))
-    return [(NAMES[first], NAMES[second]) for first, second in pairs[:count]]
+    return [(NAMES[trainer], NAMES[server]) for trainer, server in pairs[:count]]
 
 
 def attributions(model: LanguageModel, pairs: list[tuple[str, str]], windows: Tensor) -> list[list[str]]:

@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from octavo.caller_warnings import warn_caller
 from octavo.engines.linear import needs_calibration
 from octavo.engines.model import EngineCopies, EngineModel, check_token_ids, copies_for
-from octavo.engines.token_scores import effective_share, is_clipped, k3_estimate, log_probabilities, quantile
+from octavo.engines.token_scores import (
+    LARGEST_ROUNDING,
+    effective_share,
+    is_clipped,
+    k3_estimate,
+    log_probabilities,
+    quantile,
+)
 from octavo.errors import ConfigError
 from octavo.experiments.intervals import Interval, student_interval
 from octavo.formats import FP32
@@ -40,7 +47,6 @@ from octavo.recipes.engines.catalog import resolved
 __all__ = ["Mismatch", "MismatchMonitor", "Rollout", "log_probs", "mismatch", "sample_rollout"]
 
 LEAST_TEMPERATURE = FP32.max / torch.finfo(torch.float64).max  # FP32 logits divided by it are FP64 numbers
-LARGEST_ROUNDING = 0.25  # of a log-probability: a step of BF16 logits of 32 and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

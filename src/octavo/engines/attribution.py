@@ -85,7 +85,8 @@ class Attribution:
         total: KL(server ‖ trainer) on the attribution's windows.
         effects: largest effect on layers first.
         path: until the bar is met; empty without a bar, or if it is met already.
-        inseparable: properties that no engine can have alone, such as FNUZ codes with Hopper's sums.
+        inseparable: properties that no engine can have alone, such as FNUZ codes with Hopper's sums, or not with the
+            codes of this folder.
     """
 
     total: Interval
@@ -192,7 +193,10 @@ class _Runs:
         """Whether a property of the weights' cast changes no code and no scale of this model."""
         if not name.startswith("weight."):
             return False
-        ours, theirs = self.copies.of(first).layers, self.copies.of(second).layers
+        try:
+            ours, theirs = self.copies.of(first).layers, self.copies.of(second).layers
+        except ConfigError:  # a folder's codes have scales of another shape
+            return False
         return all(compare_codes(layer.codes, theirs[path].codes).is_equal for path, layer in ours.items())
 
     def kl(self, server: Sequence[Tensor], trainer: Sequence[Tensor]) -> Interval:

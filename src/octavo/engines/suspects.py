@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from octavo.engines.agreement import Progress
 from octavo.engines.model import EngineCopies, copies_for
 from octavo.engines.properties import neighbours, value_in_words
-from octavo.engines.token_scores import text_log_probabilities
+from octavo.engines.token_scores import LARGEST_ROUNDING, text_log_probabilities
 from octavo.errors import BackendError, ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.parsing import parse_json
@@ -205,7 +205,7 @@ def _window(line: str, where: str) -> Tensor:
     if not isinstance(values, list) or not values or any(type(each) not in (int, float) for each in values):
         raise DataError(f"{where} must be a list of numbers, of which the first may be null")
     window = torch.tensor([float(each) for each in values], dtype=torch.float64)
-    if not window.isfinite().all() or (window > 0).any():
+    if not window.isfinite().all() or (window > LARGEST_ROUNDING).any():
         raise DataError(f"{where} must hold log-probabilities: finite numbers of at most 0")
     return window
 
@@ -218,5 +218,5 @@ def _check_lengths(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
             raise DataError(
                 f"window {number} has {tokens.shape[1] - 1} tokens after the first, and {len(window)} log-probabilities"
             )
-        if not window.isfinite().all() or (window > 0).any():
+        if not window.isfinite().all() or (window > LARGEST_ROUNDING).any():
             raise DataError(f"window {number} must hold log-probabilities: finite numbers of at most 0")

@@ -25,6 +25,7 @@ from octavo.errors import DataError
 
 __all__ = [
     "CLIP",
+    "LARGEST_ROUNDING",
     "TokenScores",
     "divergences",
     "effective_share",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 CLIP = 0.2  # of PPO
+LARGEST_ROUNDING = 0.25  # of a log-probability above 0: a step of BF16 logits of 32 and more
 ROWS = 64  # positions whose probabilities are FP64 at a time: 25 MB of a vocabulary of 49,152
 
 
@@ -194,7 +196,7 @@ def text_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p ‖ q) of each row, Σ p (log p − log q) + q − p: no term is below 0, so that no other row looks equal."""
+    """KL(p ‖ q) of each row, Σ p (log p − log q) + q − p: terms of at least 0, so that no other row looks equal."""
     d = p - q
     terms = torch.where(d.abs() < 1, p.exp() * (torch.expm1(-d) + d), p.exp() * d + q.exp() - p.exp())
     return torch.where(p.exp() > 0, terms, q.exp()).clamp(min=0).sum(dim=-1)

@@ -9,6 +9,8 @@ from benchmarks.engine_agreement import matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
 from benchmarks.engine_agreement.saved_steps import SavedSteps, read_known, write_known
 from octavo.engines import PROFILES, agree, try_changes
+from octavo.engines.agreement import mean_of
+from octavo.engines.summary import in_nats
 from octavo.engines.suspects import EXACT
 from tests.unit.quantization.tiny_models import language_model, windows
 
@@ -59,6 +61,15 @@ def test_the_matrix_has_the_kl_of_each_pair(tmp_path, monkeypatch):
     assert matrix.largest_pairs(found["kl"], 1)[0] in {("te-block", "vllm-token"), ("te-block", "octavo-token")}
 
 
+def test_a_floor_is_the_profile_with_other_last_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "SavedSteps", lambda name: SavedSteps(name, tmp_path))
+    monkeypatch.setattr(matrix, "FLOORS", ("vllm-token",))
+    model, tokens = language_model(), windows(2, 20)
+    ((name, floor),) = matrix.floor_rows(model, tokens)
+    assert name == "vllm-token"
+    assert floor == in_nats(mean_of(agree(model, "vllm-token", "vllm-token", tokens).floor, "reverse_kl"))
+
+
 def test_scales_are_compared_by_window(monkeypatch):
     monkeypatch.setattr(matrix, "NAMES", ("bf16", "a", "b"))
     monkeypatch.setattr(matrix, "UE8M0", (("a", "b"),))
@@ -71,8 +82,8 @@ def test_scales_are_compared_by_window(monkeypatch):
 
 def test_of_equal_profiles_the_first_is_in_the_largest_pairs(monkeypatch):
     monkeypatch.setattr(matrix, "NAMES", ("bf16", "a", "b", "equal to a", "c"))
-    kl = torch.tensor([[0, 9, 9, 9, 9], [9, 0, 1, 0, 2], [9, 1, 0, 1, 3], [9, 0, 1, 0, 2], [9, 2, 3, 2, 0]])
-    assert matrix.largest_pairs(kl, 9) == [("b", "c"), ("a", "c"), ("a", "b")]
+    kl = torch.tensor([[0, 9, 9, 9, 9], [9, 0, 1, 0, 4], [9, 1, 0, 1, 3], [9, 0, 1, 0, 4], [9, 2, 5, 2, 0]])
+    assert matrix.largest_pairs(kl, 9) == [("b", "c"), ("c", "a"), ("a", "b")]
 
 
 def test_a_table_of_readers_is_paired_with_octavo():
