@@ -69,6 +69,18 @@ def test_engines_whose_bits_differ_do_not_agree_without_a_bar_or_with_0(model):
     assert agree(model, ours, theirs, TOKENS, max_kl=1.0).agrees
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_engines_are_equal_if_all_windows_are(order):
+    """A window of a token whose embedding is zero has logits of zero in every engine; the other has not."""
+    plain = language_model()
+    with torch.no_grad():
+        plain.model.get_parameter("model.embed_tokens.weight")[0] = 0
+    texts = torch.stack([TOKENS[0, :8].clamp(min=1), torch.zeros(8, dtype=torch.long)])
+    result = agree(plain, "vllm-token", "vllm-block", texts[list(order)])
+    assert [bool(scores.delta.any()) for scores in result.scores] == [index == 0 for index in order]
+    assert not result.is_equal
+
+
 def test_scores_are_those_of_two_passes(model, blocks):
     ours, theirs = (model_as(model.model, get(name)) for name in ("te-block", "vllm-block"))
     for window, scores in zip(TOKENS, blocks.scores, strict=True):

@@ -7,6 +7,8 @@ from functools import reduce
 import pytest
 import torch
 
+import octavo
+from octavo import recipes
 from octavo.engines import (
     PROFILES,
     agree,
@@ -240,3 +242,18 @@ def test_what_is_no_log_probability_is_refused(model, wrong):
     second[3] = wrong
     with pytest.raises(DataError, match="window 2 must hold log-probabilities: finite numbers of at most 0"):
         find_suspects(model, get("vllm-token"), TOKENS, [torch.full((19,), -1.0), second])
+
+
+def test_a_folders_codes_leave_properties_that_cannot_be_swapped_alone():
+    plain = language_model().model.requires_grad_(False)
+    octavo.convert(plain, recipes.get("rowwise", power_of_two=False), frozen="fp8")
+    result = agree(plain, "vllm-token", "vllm-block-ue8m0", TOKENS)
+    found = attribute(plain, result, TOKENS)
+    assert "weight.granularity" in found.inseparable
+    assert "input.granularity" in {effect.name for effect in found.effects}
+
+
+def test_a_servers_log_probabilities_may_be_rounded_above_0():
+    model = language_model()
+    logprobs = [torch.full((TOKENS.shape[1] - 1,), 1e-9)]
+    assert find_suspects(model, get("vllm-token"), TOKENS, logprobs, catalogue=[]).ranked
