@@ -13,10 +13,8 @@ from torch import Tensor
 
 from benchmarks.engine_agreement.saved_steps import SavedSteps
 from octavo.engines import PROFILES, EngineCopies, agree, attribute, get, input_amaxes, neighbours
-from octavo.engines.agreement import nudge
-from octavo.engines.model import copies_for
 from octavo.engines.summary import in_nats
-from octavo.engines.token_scores import ROWS, divergences, text_log_probabilities
+from octavo.engines.token_scores import ROWS, text_log_probabilities
 from octavo.errors import BackendError, ConfigError
 from octavo.experiments.intervals import student_interval
 from octavo.language_model import LanguageModel
@@ -72,18 +70,13 @@ def _window(engines: dict[str, Any], window: Tensor) -> dict[str, list[list[floa
     return {"kl": kl.tolist(), "delta": delta.tolist()}
 
 
-@torch.no_grad()
 def floor_rows(model: LanguageModel, windows: Tensor) -> list[list[str]]:
     """Rows: a profile, and the KL of its model with other last bits in the embeddings against itself."""
-    steps, copies = SavedSteps("floors"), copies_for(model, [get(name) for name in FLOORS], windows)
-    rows = []
+    steps, rows = SavedSteps("floors"), list[list[str]]()
     for name in FLOORS:
 
         def compute(name: str = name) -> list[float]:
-            plain, moved = copies.of(name), copies.of(name)
-            nudge(moved, 0)
-            logits = ([engine(window[None, :-1])[0] for engine in (moved, plain)] for window in windows)
-            return [float(divergences(ours, theirs).mean()) for ours, theirs in logits]
+            return [float(scores.reverse_kl.mean()) for scores in agree(model, name, name, windows).floor]
 
         rows.append([name, in_nats(student_interval(steps.step(name, compute)))])
     return rows

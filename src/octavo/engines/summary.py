@@ -190,7 +190,7 @@ def notes(agreement: Agreement) -> Iterator[str]:
         f"{agreement.trainer.name} with the last bits of its embeddings changed; below it two engines cannot be told "
         "apart end to end."
     )
-    for profile in (agreement.trainer, agreement.server):
+    for profile in dict.fromkeys((agreement.trainer, agreement.server)):
         yield from _unproven(profile)
 
 

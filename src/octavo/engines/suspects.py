@@ -205,9 +205,13 @@ def _window(line: str, where: str) -> Tensor:
     if not isinstance(values, list) or not values or any(type(each) not in (int, float) for each in values):
         raise DataError(f"{where} must be a list of numbers, of which the first may be null")
     window = torch.tensor([float(each) for each in values], dtype=torch.float64)
+    _check_numbers(window, where)
+    return window
+
+
+def _check_numbers(window: Tensor, where: str) -> None:
     if not window.isfinite().all() or (window > LARGEST_ROUNDING).any():
         raise DataError(f"{where} must hold log-probabilities: finite numbers of at most 0")
-    return window
 
 
 def _check_lengths(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
@@ -218,5 +222,4 @@ def _check_lengths(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
             raise DataError(
                 f"window {number} has {tokens.shape[1] - 1} tokens after the first, and {len(window)} log-probabilities"
             )
-        if not window.isfinite().all() or (window > LARGEST_ROUNDING).any():
-            raise DataError(f"window {number} must hold log-probabilities: finite numbers of at most 0")
+        _check_numbers(window, f"window {number}")

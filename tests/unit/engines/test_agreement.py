@@ -14,7 +14,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
 from tests.oracle.engines.adversarial import input_cast
 from tests.unit.engines.test_model import seen_layers
-from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
+from tests.unit.quantization.tiny_models import LINEARS, language_model, model_with_a_window_of_zeros, windows
 
 TOKENS = windows(3, 20)
 PATH = "model.layers.1.mlp.down_proj"
@@ -72,10 +72,7 @@ def test_engines_whose_bits_differ_do_not_agree_without_a_bar_or_with_0(model):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_engines_are_equal_if_all_windows_are(order):
     """A window of a token whose embedding is zero has logits of zero in every engine; the other has not."""
-    plain = language_model()
-    with torch.no_grad():
-        plain.model.get_parameter("model.embed_tokens.weight")[0] = 0
-    texts = torch.stack([TOKENS[0, :8].clamp(min=1), torch.zeros(8, dtype=torch.long)])
+    plain, texts = model_with_a_window_of_zeros()
     result = agree(plain, "vllm-token", "vllm-block", texts[list(order)])
     assert [bool(scores.delta.any()) for scores in result.scores] == [index == 0 for index in order]
     assert not result.is_equal

@@ -14,7 +14,7 @@ from octavo.kernels.row_by_row import RowByRow
 from octavo.models import Llama
 from octavo.numerics import Accumulate
 from tests.tiny_llama import tiny_llama_config
-from tests.unit.quantization.tiny_models import language_model, windows
+from tests.unit.quantization.tiny_models import language_model, model_with_a_window_of_zeros, windows
 
 pytestmark = pytest.mark.long
 TOKENS = windows(2, 13)
@@ -62,10 +62,7 @@ def test_one_scale_for_all_rows_depends_on_company(model, name):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_bits_are_equal_if_those_of_every_window_are(order):
     """A window of a token whose embedding is zero has logits of zero in one pass or many; the other has not."""
-    plain = language_model()
-    with torch.no_grad():
-        plain.model.get_parameter("model.embed_tokens.weight")[0] = 0
-    texts = torch.stack([TOKENS[0, :8].clamp(min=1), torch.zeros(8, dtype=torch.long)])
+    plain, texts = model_with_a_window_of_zeros()
     way = ways(agree_with_itself(plain, "te-current", texts[list(order)], ranks=()))["token by token"]
     assert [bool(scores.delta.any()) for scores in way.scores] == [index == 0 for index in order]
     assert not way.is_equal

@@ -35,3 +35,11 @@ def language_model(*, tied: bool = True) -> LanguageModel:
 def windows(count: int = 3, length: int = 24) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, VOCABULARY, (count, length), generator=generator)
+
+
+def model_with_a_window_of_zeros() -> tuple[LanguageModel, torch.Tensor]:
+    """A model, and two windows of 8 tokens: any, and those of a token whose embedding, and so every logit, is zero."""
+    model = language_model()
+    with torch.no_grad():
+        model.model.get_parameter("model.embed_tokens.weight")[0] = 0
+    return model, torch.stack([windows(1, 8)[0].clamp(min=1), torch.zeros(8, dtype=torch.long)])
