@@ -190,8 +190,9 @@ def notes(agreement: Agreement) -> Iterator[str]:
         f"{agreement.trainer.name} with the last bits of its embeddings changed; below it two engines cannot be told "
         "apart end to end."
     )
-    for profile in dict.fromkeys((agreement.trainer, agreement.server)):
-        yield from _unproven(profile)
+    yield from _unproven(agreement.server)
+    if agreement.trainer != agreement.server:
+        yield from _unproven(agreement.trainer)
 
 
 def _unproven(profile: EngineProfile) -> Iterator[str]:
