@@ -1,6 +1,6 @@
 """Agreement of engines on SmolLM2-135M-Instruct.
 
-    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,trials,served] [--windows 40]
+    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,trials,first-layer,served] [--windows 40]
         [--known FILE] [--no-write]
 
 Hours on two cores; steps are saved in build/engine_agreement, and a run that was stopped goes on. ``--known`` is a file
@@ -12,6 +12,8 @@ matrix    KL and mean |Δ log p| of every pair of profiles, of UE8M0 and float s
 why       attribution of the five pairs that differ most
 faults    the profiles one property away from vllm-block: which can be told from each other on 128 tokens
 trials    faulty servers, five for each of four profiles: whether ``--server-logprobs`` names the property
+first-layer
+          the same of servers with other kernels, of the first decoder layer alone on 2,040 tokens
 served    runs of ``octavo train --as-served-by``: the trainer's log-probabilities of 10,000 tokens, the engine's and
           those of ``octavo serve --as``
 """
@@ -22,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import smollm2
+from benchmarks.engine_agreement.first_layer import COLUMNS as FIRST_LAYER_COLUMNS
+from benchmarks.engine_agreement.first_layer import first_layer_rows
 from benchmarks.engine_agreement.folders import COLUMNS as FOLDER_COLUMNS
 from benchmarks.engine_agreement.folders import KINDS, cast_properties, compare_readers, folder_table
 from benchmarks.engine_agreement.matrix import (
@@ -43,9 +47,9 @@ from benchmarks.measure import hardware, markdown_table, publish
 from octavo.engines.summary import EFFECT_COLUMNS
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
-PARTS = ("folders", "matrix", "why", "faults", "trials", "served")
-OF_PAIRS = {"matrix", "why", "faults", "trials"}
-PAIR_WINDOWS, PAIRS = 10, 5
+PARTS = ("folders", "matrix", "why", "faults", "trials", "first-layer", "served")
+OF_PAIRS = {"matrix", "why", "faults", "trials", "first-layer"}
+PAIR_WINDOWS, PAIRS, FIRST_LAYER_WINDOWS = 10, 5, 8
 
 
 def folders(count: int) -> Iterator[str]:
@@ -99,6 +103,13 @@ def pairs(parts: list[str]) -> Iterator[str]:
         heading = f"## Faulty servers: of {len(rows)}, {named}; {near} with other last bits"
         yield from ("", heading, "")
         yield from markdown_table(TRIAL_COLUMNS, rows)
+    if "first-layer" in parts:
+        windows = evaluation_windows(model, "language-topics", "all", count=FIRST_LAYER_WINDOWS, length=LENGTH)
+        rows = list(first_layer_rows(model, windows))
+        named, kept = (sum(row[column] == "yes" for row in rows) for column in (2, 4))
+        told = f"{named} named alone by {FIRST_LAYER_WINDOWS * (LENGTH - 1):,} tokens; the fault is possible in {kept}"
+        yield from ("", f"## Faulty servers with other kernels, of the first layer alone: of {len(rows)}, {told}", "")
+        yield from markdown_table(FIRST_LAYER_COLUMNS, rows)
 
 
 def lines_of(parts: list[str], windows: int) -> Iterator[str]:

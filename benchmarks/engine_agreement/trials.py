@@ -13,12 +13,12 @@ import functools
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.engine_agreement.saved_steps import SavedSteps
 from octavo.engines import (
@@ -38,7 +38,7 @@ from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError
 from octavo.language_model import LanguageModel
 
-__all__ = ["CLAIMED", "COLUMNS", "trial_rows"]
+__all__ = ["CLAIMED", "COLUMNS", "TRIALS", "changes_in_words", "faults_of", "through_a_file", "trial_rows"]
 
 CLAIMED = ("vllm-block", "te-current", "vllm-token", "compressed-tensors")
 TRIALS = 5  # of each
@@ -59,12 +59,9 @@ def trial_rows(model: LanguageModel, window: Tensor, *, trials: int = TRIALS) ->
     """A row a trial; each is saved when it is done."""
     steps = SavedSteps("trials")
     for claimed in CLAIMED:
-        copies = copies_for(model, (get(claimed),), window[None])
         tried = functools.cache(functools.partial(try_changes, model, get(claimed), window[None]))
-        candidates = [*neighbours(get(claimed), PROFILES.values()), *server_settings(copies, get(claimed))]
-        random.Random(claimed).shuffle(candidates)
         done = 0
-        for name, value, profile in candidates:
+        for name, value, profile in faults_of(model, claimed, window[None]):
 
             def compute(
                 fault: tuple[str, str] = (name, value),
@@ -79,6 +76,14 @@ def trial_rows(model: LanguageModel, window: Tensor, *, trials: int = TRIALS) ->
                 done += 1
             if done == trials:
                 break
+
+
+def faults_of(model: LanguageModel | nn.Module, claimed: str, windows: Tensor) -> list[tuple[str, str, EngineProfile]]:
+    """All profiles that differ from the claimed one in a property or a setting, in an order drawn once."""
+    copies = copies_for(model, (get(claimed),), windows)
+    faults = [*neighbours(get(claimed), PROFILES.values()), *server_settings(copies, get(claimed))]
+    random.Random(claimed).shuffle(faults)
+    return faults
 
 
 def _trial(
@@ -99,26 +104,27 @@ def _trial(
         return None
     if torch.equal(right, served):
         return None
-    best, runner_up, *_ = tried().suspects(_through_a_file(served)).ranked
-    near, *_ = tried().suspects(_through_a_file(_log_probabilities(moved, window))).ranked
+    best, runner_up, *_ = tried().suspects(through_a_file([served])).ranked
+    near, *_ = tried().suspects(through_a_file([_log_probabilities(moved, window)])).ranked
     is_exact = best.is_exact and not runner_up.is_exact
     return [
         claimed.name,
         " ".join(fault),
         "yes" if is_exact and _is_named(best, fault) else "no",
-        _changes(best),
+        changes_in_words(best),
         f"{runner_up.mean_delta:.3g}",
         "yes" if _is_named(near, fault) else "no",
-        _changes(near),
+        changes_in_words(near),
         f"{near.mean_delta:.3g}",
     ]
 
 
-def _through_a_file(served: Tensor) -> tuple[Tensor, ...]:
-    """Log-probabilities as a file has them."""
+def through_a_file(served: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Log-probabilities of windows as a file has them."""
+    lines = (json.dumps([None, *(round(each, 6) for each in window.tolist())]) for window in served)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "server.jsonl"
-        file.write_text(json.dumps([None, *(round(each, 6) for each in served.tolist())]) + "\n")
+        file.write_text("".join(f"{line}\n" for line in lines))
         return read_server_logprobs(file)
 
 
@@ -126,7 +132,8 @@ def _is_named(suspect: Suspect, fault: tuple[str, str]) -> bool:
     return suspect.properties == (fault[0],) and fault in suspect.changes
 
 
-def _changes(suspect: Suspect) -> str:
+def changes_in_words(suspect: Suspect) -> str:
+    """All changes that share a place."""
     return "; ".join(f"{name} {value}".strip() for name, value in suspect.changes)
 
 

@@ -39,6 +39,7 @@ from octavo.engines.summary import (
     layer_cells,
     notes,
     path_in_words,
+    possible_in_words,
     record,
     self_notes,
     self_record,
@@ -255,7 +256,7 @@ def _print(
     if suspects is not None:
         print_lines("\nWhat explains the server's log-probabilities, best first:")
         print_lines(*(f"  {suspect_in_words(each)}" for each in suspects.ranked[:SUSPECTS]))
-        print_lines(*filter(None, [untried_in_words(suspects)]))
+        print_lines(*filter(None, [possible_in_words(suspects), untried_in_words(suspects)]))
     print_lines("", *notes(agreement), *warnings_of(facts.get("read_before", {}), facts["data"], facts["split"]))
     if "accumulate" in facts:
         print_lines(f"Sums are {facts['accumulate']}.")

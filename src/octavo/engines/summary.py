@@ -14,7 +14,7 @@ from octavo.engines.properties import unproven
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement
 from octavo.engines.suspects import Suspect, Suspects
 from octavo.engines.token_scores import CLIP, TokenScores, effective_share, quantile
-from octavo.experiments.intervals import Interval
+from octavo.experiments.intervals import Interval, facts_with_ends
 from octavo.recipes.engines.profile import NOT_RUN, EngineProfile
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "layer_cells",
     "notes",
     "path_in_words",
+    "possible_in_words",
     "record",
     "self_notes",
     "self_record",
@@ -224,8 +225,24 @@ def suspect_in_words(suspect: Suspect) -> str:
     """Changes that explain a server, and how well."""
     changes = "; or ".join(f"{name} {value}".strip() for name, value in suspect.changes[:3])
     more = f"; or {len(suspect.changes) - 3} more with the same numbers" if len(suspect.changes) > 3 else ""
-    match = "exact" if suspect.is_exact else f"mean |Δ log p| {suspect.mean_delta:.4g}"
-    return f"{changes}{more}: {match}"
+    if suspect.is_exact:
+        return f"{changes}{more}: exact"
+    behind = "" if suspect.behind.estimate == 0 else f", {in_nats(suspect.behind)} above the first"
+    return f"{changes}{more}: mean |Δ log p| {suspect.mean_delta:.4g}{behind}"
+
+
+def possible_in_words(suspects: Suspects) -> str:
+    """Sentence with the changes that explain a server as well as the first one does; "" if the first one is exact."""
+    first, *others = suspects.possible
+    if first.is_exact:
+        return ""
+    if not others:
+        return "All others explain them worse (95 %, with Holm's correction)."
+    names = "; ".join(" or ".join(each.properties) for each in others)
+    return (
+        f"{len(others)} of {len(suspects.ranked) - 1} others explain them no worse than the first (95 %, with Holm's "
+        f"correction): {names}. More tokens, or a server of the model's first layer alone, tell more of them apart."
+    )
 
 
 def untried_in_words(suspects: Suspects) -> str:
@@ -269,7 +286,7 @@ def record(
     if attribution is not None:
         result["attribution"] = _attribution(attribution)
     if suspects is not None:
-        result["suspects"] = [asdict(each) | {"exact": each.is_exact} for each in suspects.ranked]
+        result["suspects"] = [facts_with_ends(each) | {"exact": each.is_exact} for each in suspects.ranked]
         result["untried"] = [list(each) for each in suspects.untried]
     return result
 

@@ -6,6 +6,11 @@ one, with the values that any profile of the catalogue has for that property, an
 no number on this text cannot be told from the claimed profile, nor two that give the same numbers from each other: they
 share a place.
 
+No match is exact where a server's attention, norms or sums have other last bits. Then a change is possible unless its
+|Δ log p| is above the best match's in the mean of tokens: one-sided tests of the paired differences, Holm's correction
+over all changes, 5 %. The fewer layers the model has, the less other last bits grow, and the fewer changes are
+possible.
+
 A file of log-probabilities has a line a window, each a list of numbers: those of tokens 2 to T, in nats. A leading null
 is skipped, as vLLM's ``prompt_logprobs`` has one for the first token.
 """
@@ -22,6 +27,7 @@ from octavo.engines.model import EngineCopies, copies_for
 from octavo.engines.properties import neighbours, value_in_words
 from octavo.engines.token_scores import LARGEST_ROUNDING, text_log_probabilities
 from octavo.errors import BackendError, ConfigError, DataError
+from octavo.experiments.intervals import CONFIDENCE, Interval, holm, student_interval
 from octavo.language_model import LanguageModel
 from octavo.parsing import parse_json
 from octavo.recipes.engines.catalog import FP8_CACHE, PROFILES
@@ -41,6 +47,7 @@ __all__ = [
 
 EXACT = 1e-5  # nats: what FP32 log-probabilities, printed with seven digits, lose
 AS_CLAIMED = "as claimed"
+LEVEL = 1 - CONFIDENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +58,15 @@ class Suspect:
         changes: property and value of each; :data:`AS_CLAIMED` and "" for the claimed profile.
         mean_delta: mean |Δ log p| to the server's.
         largest_delta: largest of them.
+        behind: mean |Δ log p| minus the best match's, and its interval over tokens.
+        is_possible: whether this text does not exclude it; see the module's text.
     """
 
     changes: tuple[tuple[str, str], ...]
     mean_delta: float
     largest_delta: float
+    behind: Interval
+    is_possible: bool
 
     @property
     def is_exact(self) -> bool:
@@ -80,6 +91,11 @@ class Suspects:
     ranked: tuple[Suspect, ...]
     untried: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def possible(self) -> tuple[Suspect, ...]:
+        """Those that the text does not exclude, best first."""
+        return tuple(each for each in self.ranked if each.is_possible)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedChanges:
@@ -96,8 +112,23 @@ class TriedChanges:
     def suspects(self, logprobs: Sequence[Tensor]) -> Suspects:
         """Rank the changes by how well they explain a server's log-probabilities of the same tokens, best first."""
         theirs = torch.cat(list(logprobs)).double()
-        suspects = [_suspect(ours, theirs, changes) for changes, ours in self.groups]
-        ranked = sorted(suspects, key=lambda each: (not each.is_exact, each.mean_delta))
+        deltas = sorted(
+            ((changes, (ours - theirs).abs()) for changes, ours in self.groups),
+            key=lambda each: (not _is_exact(each[1]), float(each[1].mean())),
+        )
+        (_, best), *_ = deltas
+        behind = [student_interval((delta - best).numpy()) for _, delta in deltas]
+        p_values = holm({str(rank): each.p_above_zero for rank, each in enumerate(behind[1:], 1) if len(theirs) > 1})
+        ranked = [
+            Suspect(
+                changes=changes,
+                mean_delta=float(delta.mean()),
+                largest_delta=float(delta.max()),
+                behind=behind[rank],
+                is_possible=_is_exact(delta) if _is_exact(best) else p_values.get(str(rank), 1.0) >= LEVEL,
+            )
+            for rank, (changes, delta) in enumerate(deltas)
+        ]
         return Suspects(ranked=tuple(ranked), untried=self.untried)
 
 
@@ -174,9 +205,8 @@ def server_settings(copies: EngineCopies, claimed: EngineProfile) -> Iterator[tu
             yield name, value_in_words(profile, name), profile
 
 
-def _suspect(ours: Tensor, theirs: Tensor, changes: Sequence[tuple[str, str]]) -> Suspect:
-    delta = (ours - theirs).abs()
-    return Suspect(changes=tuple(changes), mean_delta=float(delta.mean()), largest_delta=float(delta.max()))
+def _is_exact(delta: Tensor) -> bool:
+    return float(delta.max()) <= EXACT
 
 
 def read_server_logprobs(path: str | Path) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import octavo
 from octavo import recipes
 from octavo.engines import (
     PROFILES,
+    TriedChanges,
     agree,
     attribute,
     find_suspects,
@@ -183,6 +184,45 @@ def test_a_server_as_claimed_is_found_so(model):
     best, *_ = found.ranked
     assert best.is_exact
     assert best.properties[0] == AS_CLAIMED
+
+
+def one_right_of_eight(generator, effect, tokens=500, noise=0.1):
+    """A server with noise of its own, and eight changes: the server's, and others that are off by ``effect``."""
+    true = -torch.rand(tokens, generator=generator).double() - 10
+    groups = [
+        ((("property", str(index)),), true + index * effect * torch.randn(tokens, generator=generator))
+        for index in range(8)
+    ]
+    tried = TriedChanges(groups=tuple(groups), untried=())
+    return tried.suspects([true + noise * torch.randn(tokens, generator=generator)])
+
+
+def test_a_change_that_stands_out_of_the_noise_is_the_only_possible_one():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        found = one_right_of_eight(generator, effect=0.1)
+        assert [each.changes for each in found.possible] == [(("property", "0"),)]
+        assert found.ranked[1].behind.low > 0
+
+
+def test_the_right_change_is_among_the_possible_ones_in_95_of_100():
+    """Effects from far below the noise to its size: Holm's level bounds the chance that the right one is excluded."""
+    generator, missed = torch.Generator().manual_seed(0), 0
+    for trial in range(400):
+        found = one_right_of_eight(generator, effect=0.1 * 2.0 ** -(trial % 8))
+        missed += (("property", "0"),) not in [each.changes for each in found.possible]
+    assert missed <= 0.05 * 400
+
+
+def test_beside_an_exact_match_nothing_else_is_possible():
+    found = one_right_of_eight(torch.Generator().manual_seed(0), effect=1e-4, noise=1e-8)
+    assert found.ranked[0].is_exact
+    assert [each.changes for each in found.possible] == [(("property", "0"),)]
+
+
+def test_one_token_excludes_nothing():
+    found = one_right_of_eight(torch.Generator().manual_seed(0), effect=0.1, tokens=1)
+    assert len(found.possible) == 8
 
 
 def test_changes_that_no_kernel_computes_are_listed(model):
