@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks import smollm2
 from benchmarks.engine_agreement.first_layer import COLUMNS as FIRST_LAYER_COLUMNS
-from benchmarks.engine_agreement.first_layer import first_layer_rows
+from benchmarks.engine_agreement.first_layer import NORMS, first_layer_rows
 from benchmarks.engine_agreement.folders import COLUMNS as FOLDER_COLUMNS
 from benchmarks.engine_agreement.folders import KINDS, cast_properties, compare_readers, folder_table
 from benchmarks.engine_agreement.matrix import (
@@ -106,9 +106,14 @@ def pairs(parts: list[str]) -> Iterator[str]:
     if "first-layer" in parts:
         windows = evaluation_windows(model, "language-topics", "all", count=FIRST_LAYER_WINDOWS, length=LENGTH)
         rows = list(first_layer_rows(model, windows))
-        named, kept = (sum(row[column] == "yes" for row in rows) for column in (2, 4))
-        told = f"{named} named alone by {FIRST_LAYER_WINDOWS * (LENGTH - 1):,} tokens; the fault is possible in {kept}"
-        yield from ("", f"## Faulty servers with other kernels, of the first layer alone: of {len(rows)}, {told}", "")
+        yield ""
+        yield f"## Faulty servers of the first layer alone, with other kernels, on {windows[:, 1:].numel():,} tokens"
+        yield ""
+        for norms in NORMS:
+            own = [row for row in rows if row[2] == norms]
+            named, kept = (sum(row[column] == "yes" for row in own) for column in (3, 5))
+            yield f"- norms round {norms}: of {len(own)}, {named} named alone; the fault is possible in {kept}"
+        yield ""
         yield from markdown_table(FIRST_LAYER_COLUMNS, rows)
 
 

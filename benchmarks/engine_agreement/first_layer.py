@@ -1,9 +1,10 @@
 """Trials of a server with one fault and other kernels, that serves the model's first decoder layer alone.
 
 Other last bits grow from layer to layer until they hide what a property does. In one layer they do not have the room,
-and 2,040 tokens average over what is left. The server is transformers' decoder, with its norms, rotary positions and
-attention in BF16 where octavo's differ; its linear layers compute the faulty profile and sum in another order. Its
-log-probabilities are ranked by those of octavo's decoder, rounded to six digits as in a file.
+and 2,040 tokens average over what is left. The server is transformers' decoder, with rotary positions and attention in
+BF16 where octavo's differ; its linear layers compute the faulty profile and sum in another order. Its
+log-probabilities, rounded to six digits as in a file, are ranked by those of octavo's decoder. Transformers' norms
+round to BF16 before they multiply by the weight too, octavo's only after it: each trial is run with both.
 
 A fault is named if its property alone is possible (see :mod:`octavo.engines.suspects`).
 """
@@ -11,7 +12,7 @@ A fault is named if its property alone is possible (see :mod:`octavo.engines.sus
 import copy
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,17 @@ from octavo.errors import BackendError, ConfigError
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
 from octavo.models.llama_folder import write_llama
+from octavo.nn import RMSNorm
 from octavo.numerics import QuantizedTensor
 
-__all__ = ["COLUMNS", "first_layer_rows", "other_kernels"]
+__all__ = ["COLUMNS", "NORMS", "first_layer_rows", "other_kernels"]
 
 GROUP = 32  # columns whose order changes: every scale of the profiles has whole groups
+NORMS = ("before the weight too", "after the weight")
 COLUMNS = [
     "claimed",
     "fault",
+    "the server's norms round",
     "named",
     "possible changes",
     "the fault among them",
@@ -49,7 +53,7 @@ COLUMNS = [
 
 @torch.no_grad()
 def first_layer_rows(model: LanguageModel, windows: Tensor, *, trials: int = TRIALS) -> Iterator[list[str]]:
-    """A row a trial; each is saved when it is done."""
+    """Two rows a trial, one for each of :data:`NORMS`; saved when they are done."""
     steps = SavedSteps("first-layer")
     first = copy.deepcopy(model.model)
     assert isinstance(first, Llama)
@@ -61,16 +65,16 @@ def first_layer_rows(model: LanguageModel, windows: Tensor, *, trials: int = TRI
         done = 0
         for name, value, profile in faults_of(first, claimed, windows):
             compute = functools.partial(readers.trial, get(claimed), (name, value), profile, tried)
-            row: list[str] | None = steps.step(f"{claimed}: {name} {value}", compute)
-            if row is not None:
-                yield row
+            rows: list[list[str]] | None = steps.step(f"{claimed}: {name} {value}", compute)
+            if rows is not None:
+                yield from rows
                 done += 1
             if done == trials:
                 break
 
 
-def read_by_transformers(decoder: Llama) -> nn.Module:
-    """The same decoder of transformers, in FP32."""
+def read_by_transformers(decoder: Llama) -> dict[str, nn.Module]:
+    """The same decoder of transformers, in FP32, by :data:`NORMS`: with its own norms, and with octavo's."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +82,11 @@ def read_by_transformers(decoder: Llama) -> nn.Module:
         read: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-    return read
+    once = copy.deepcopy(read)
+    for path, norm in decoder.named_modules():
+        if isinstance(norm, RMSNorm):
+            once.set_submodule(path, copy.deepcopy(norm))
+    return dict(zip(NORMS, (read, once), strict=True))
 
 
 def other_kernels(decoder: nn.Module, profile: EngineProfile, windows: Tensor) -> EngineModel:
@@ -120,7 +128,7 @@ class _Readers:
     """The model in octavo and in transformers, and the text."""
 
     ours: nn.Module
-    theirs: nn.Module
+    theirs: Mapping[str, nn.Module]
     windows: Tensor
 
     def trial(
@@ -129,8 +137,8 @@ class _Readers:
         fault: tuple[str, str],
         profile: EngineProfile,
         tried: Callable[[], TriedChanges],
-    ) -> list[str] | None:
-        """Row of one trial; None if no kernel computes the profile, or no number depends on the fault."""
+    ) -> list[list[str]] | None:
+        """Rows of one trial; None if no kernel computes the profile, or no number depends on the fault."""
         copies = copies_for(self.ours, (claimed, profile), self.windows)
         try:
             right, faulty = (self._log_probabilities(copies.of(each)) for each in (claimed, profile))
@@ -138,14 +146,22 @@ class _Readers:
             return None
         if all(map(torch.equal, right, faulty)):
             return None
-        served = self._log_probabilities(other_kernels(self.theirs, profile, self.windows))
-        found = tried().suspects(through_a_file(served))
+        return [
+            [
+                claimed.name,
+                " ".join(fault),
+                norms,
+                *self._found(other_kernels(decoder, profile, self.windows), fault, tried()),
+            ]
+            for norms, decoder in self.theirs.items()
+        ]
+
+    def _found(self, server: EngineModel, fault: tuple[str, str], tried: TriedChanges) -> list[str]:
+        found = tried.suspects(through_a_file(self._log_probabilities(server)))
         best, *_ = found.ranked
         (its_own,) = (each for each in found.ranked if fault in each.changes)
         properties = {name for each in found.possible for name in each.properties}
         return [
-            claimed.name,
-            " ".join(fault),
             "yes" if properties == {fault[0]} else "no",
             str(len(found.possible)),
             "yes" if its_own.is_possible else "no",

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.engine_agreement import matrix, trials
+from benchmarks.engine_agreement import first_layer, matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
 from benchmarks.engine_agreement.saved_steps import SavedSteps, read_known, write_known
-from octavo.engines import PROFILES, agree, try_changes
+from octavo.engines import PROFILES, agree, model_as, try_changes
 from octavo.engines.agreement import mean_of
 from octavo.engines.summary import in_nats
 from octavo.engines.suspects import EXACT
@@ -122,3 +122,37 @@ def test_a_fault_that_shares_its_numbers_with_another_is_not_named(tmp_path, mon
     monkeypatch.setattr(trials, "try_changes", shared)
     model, (window,) = language_model(), windows(1, 40)
     assert next(trials.trial_rows(model, window))[2] == "no"
+
+
+@pytest.mark.long
+def test_a_server_of_the_first_layer_with_other_kernels_is_found_out(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(first_layer, "SavedSteps", lambda name: SavedSteps(name, tmp_path))
+    monkeypatch.setattr(first_layer, "CLAIMED", ("vllm-token",))
+    rows = list(first_layer.first_layer_rows(language_model(), windows(4, 40), trials=2))
+    assert [row[2] for row in rows] == [*first_layer.NORMS] * 2
+    for claimed, fault, _, named, possible, among, first, delta, behind in rows:
+        assert claimed == "vllm-token"
+        assert float(delta) > EXACT  # no match is exact
+        assert among == "yes"
+        assert (named, possible, behind) == ("yes", "1", "0 ± 0")  # 156 tokens of a small model suffice for these two
+        assert fault in first
+
+
+def test_other_kernels_have_the_same_codes_and_other_sums():
+    pytest.importorskip("transformers")
+    ours, tokens = language_model().model, windows(1, 24)
+    profile = PROFILES["vllm-token"]
+    theirs = first_layer.read_by_transformers(ours)
+    assert [*theirs] == [*first_layer.NORMS]
+    expected = model_as(ours, profile)
+    server = first_layer.other_kernels(theirs["after the weight"], profile, tokens)
+    for path, layer in expected.layers.items():
+        other = server.model.get_submodule(path)
+        assert torch.equal(other.codes.data.view(torch.uint8), layer.codes.data.view(torch.uint8)[:, other.order])
+        assert torch.equal(other.order.sort().values, torch.arange(len(other.order)))
+        x = torch.randn(9, len(other.order), generator=torch.Generator().manual_seed(0)).bfloat16()
+        torch.testing.assert_close(other(x), layer(x), rtol=2**-7, atol=1e-3)  # a last bit of BF16
+    found, right = server(tokens).float(), expected(tokens).float()
+    assert not torch.equal(found, right)
+    assert (found - right).norm() < 0.1 * right.norm()

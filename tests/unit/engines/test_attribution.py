@@ -24,6 +24,7 @@ from octavo.engines import (
 )
 from octavo.engines.model import copies_for
 from octavo.engines.properties import is_proven
+from octavo.engines.summary import possible_in_words
 from octavo.engines.suspects import AS_CLAIMED
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import ConfigError, DataError
@@ -203,6 +204,14 @@ def test_a_change_that_stands_out_of_the_noise_is_the_only_possible_one():
         found = one_right_of_eight(generator, effect=0.1)
         assert [each.changes for each in found.possible] == [(("property", "0"),)]
         assert found.ranked[1].behind.low > 0
+
+
+def test_the_possible_changes_are_said():
+    generator = torch.Generator().manual_seed(0)
+    assert possible_in_words(one_right_of_eight(generator, effect=1e-4, noise=0)) == ""
+    assert possible_in_words(one_right_of_eight(generator, effect=1.0)).startswith("All others explain them worse")
+    found = one_right_of_eight(generator, effect=0)
+    assert possible_in_words(found).startswith("7 of 7 others explain them no worse than the first")
 
 
 def test_the_right_change_is_among_the_possible_ones_in_95_of_100():
