@@ -79,7 +79,6 @@ SHOWN = {
     ("docs/concepts/formats.md", "name "): FORMATS,
     ("docs/concepts/onnx.md", "static input "): "a drawing",
     ("docs/concepts/scaling.md", "encode_scale "): "a formula",
-    ("docs/how-to/agree-with-a-server.md", "[null, "): "a file of the reader's, given to the command after it",
     (EXPERTS, "model.layers.0.mlp.experts"): PRINTED,
     (EXPORTED_EXPERTS, "Linear("): PRINTED,
     ("docs/how-to/serve-with-triton.md", "Triton is ready "): "what NVIDIA's server prints",

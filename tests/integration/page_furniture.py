@@ -63,13 +63,6 @@ def copy(run):
     return lambda: shutil.copytree("runs/mine", run)
 
 
-def for_agree():
-    """What the page shows of a server's answer: two windows of four tokens."""
-    page = blocks(PAGES["docs/how-to/agree-with-a-server.md"])
-    (shown,) = [block for language, _, block in page if language == "text"]
-    Path("server.jsonl").write_text(shown)
-
-
 def for_plan():
     """Measurements: of GEMMs on a GPU, and published ones."""
     seconds = {"bf16, CUDA graph": [0.036], "tensorwise, CUDA graph": [0.0205]}
@@ -142,7 +135,6 @@ def for_gpu():
 
 FURNITURE = {
     "docs/concepts/precision-schedules.md": remove("runs/mine"),
-    "docs/how-to/agree-with-a-server.md": for_agree,
     "docs/how-to/choose-a-recipe.md": copy("runs/fp8"),
     "docs/how-to/compare-formats.md": copy("runs/demo/tensorwise"),
     "docs/how-to/compare-precisions.md": remove("runs/mine"),

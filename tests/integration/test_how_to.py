@@ -52,7 +52,6 @@ SMALLER = [  # options of the pages and what they become
     (r"--seeds \d+", "--seeds 2"),
     (r"--jobs \d+", "--jobs 1"),
     (r"--nproc(-per-node)? \d+", r"--nproc\1 2"),
-    (r"(--server-logprobs .*)", r"\1 --windows 2 --context 4"),
     (r"(octavo eval (?!.*--windows).*)", r"\1 --windows 2"),
     (r" --batch 1,16", ""),
     (r"(octavo bench serve .*)", r"\1 --batch 1 --prompt 4 --answer 4"),
