@@ -8,7 +8,16 @@ import torch
 
 import octavo
 from octavo import recipes
-from octavo.engines import EngineCopies, get, input_amaxes, linear_as, model_as, profile_of_recipe
+from octavo.engines import (
+    EngineCopies,
+    agree,
+    agree_with_itself,
+    get,
+    input_amaxes,
+    linear_as,
+    model_as,
+    profile_of_recipe,
+)
 from octavo.engines.model import EngineLinear
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
@@ -150,6 +159,16 @@ def test_static_inputs_take_the_folders_scale_or_one_of_amaxes():
         assert engine.input_scale is plain.get_submodule(path).input_scale
 
 
+class _OtherDecoder(torch.nn.Sequential):
+    """Of a layout that octavo does not know."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
 def test_fused_casts_read_the_norm_before_it_is_rounded():
     plain = decoder()
     fused = replace(get("vllm-token"), fused_cast=True)
@@ -160,7 +179,7 @@ def test_fused_casts_read_the_norm_before_it_is_rounded():
     x = seen["model.layers.0.self_attn.q_proj"][0]
     assert not torch.equal(x, x.bfloat16().float())
     with pytest.raises(ConfigError, match="fused with a norm"):
-        model_as(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Embedding(8, 8)), fused)
+        model_as(_OtherDecoder(), fused)
 
 
 def test_keys_and_values_pass_through_the_profiles_cache():
@@ -200,6 +219,37 @@ def test_models_of_transformers():
     assert (first - second).norm() < 0.02 * second.norm()
     assert all(isinstance(theirs.get_submodule(p), torch.nn.Linear) for p in model_as(theirs, profile).layers)
     assert isinstance(model_as(theirs, profile).layers["model.layers.1.mlp.up_proj"], EngineLinear)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.nn.Linear(8, 8),
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+        torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+        "a folder",
+        None,
+    ],
+    ids=["a layer", "layers", "layers and an embedding", "text", "nothing"],
+)
+def test_what_is_no_decoder_is_refused(other):
+    says = f"a model is octavo's Llama or a decoder of transformers, .*, not a {type(other).__name__}; load one with"
+    for call in (
+        lambda: EngineCopies(other),
+        lambda: model_as(other, "vllm-token"),
+        lambda: input_amaxes(other, TOKENS),
+        lambda: agree(other, "vllm-token", "te-block", TOKENS),
+        lambda: agree(other, "vllm-tensor", "te-block", TOKENS),
+        lambda: agree_with_itself(other, "vllm-token", TOKENS),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            call()
+
+
+def test_a_decoder_may_be_a_language_model():
+    loaded, plain = language_model(), decoder()
+    assert torch.equal(model_as(loaded, "vllm-token")(TOKENS), model_as(plain, "vllm-token")(TOKENS))
+    assert input_amaxes(loaded, TOKENS) == input_amaxes(plain, TOKENS)
 
 
 def test_an_engine_may_be_its_name():
