@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from octavo.convert import choose_layers, convert, other_modules, unfuse_experts
 from octavo.convert.experts import is_experts
 from octavo.engines.linear import check_input_scale, linear_of_codes, needs_calibration, weight_as
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.kernels import needs_widening
 from octavo.language_model import KVTransform, LanguageModel, logits_of, stepwise_logits
 from octavo.models import Llama
@@ -289,7 +289,12 @@ def _not_a_decoder(model: object) -> ConfigError:
 
 @torch.no_grad()
 def input_amaxes(model: LanguageModel | nn.Module, windows: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Largest magnitude of every linear layer's input over windows of token ids [T], float32 [] by path."""
+    """Largest magnitude of every linear layer's input over windows of token ids [T], float32 [] by path.
+
+    Raises:
+        ConfigError: the model is no decoder; see :class:`EngineCopies`.
+        DataError: an input is not finite.
+    """
     amaxes: dict[str, Tensor] = {}
 
     def see(path: str, x: Tensor, _: Tensor) -> None:
@@ -300,6 +305,9 @@ def input_amaxes(model: LanguageModel | nn.Module, windows: Iterable[Tensor]) ->
     with watching({path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}, see):
         for window in windows:
             logits_of(model, window[None])
+    for path, amax in amaxes.items():
+        if not amax.isfinite():
+            raise DataError(f"the input of {path} has NaN or infinities, so it has no scale; check the model's weights")
     return amaxes
 
 

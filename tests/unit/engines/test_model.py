@@ -19,7 +19,7 @@ from octavo.engines import (
     profile_of_recipe,
 )
 from octavo.engines.model import EngineLinear
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.language_model import logits_of
 from octavo.models import Llama
 from octavo.nn.fp8_weight import FP8WeightLinear
@@ -141,6 +141,14 @@ def test_amaxes_are_the_largest_of_all_windows(order):
     assert {a > b for a, b in amaxes.values()} == {True, False}  # the larger one comes first, or last
     found = input_amaxes(plain, both[list(order)])
     assert {path: float(amax) for path, amax in found.items()} == {path: max(each) for path, each in amaxes.items()}
+
+
+def test_inputs_that_are_not_finite_have_no_amax():
+    plain = decoder()
+    with torch.no_grad():
+        plain.get_parameter("model.layers.1.input_layernorm.weight")[0] = torch.nan
+    with pytest.raises(DataError, match=r"the input of model\.layers\.1\.self_attn\.v_proj has NaN or infinities"):
+        input_amaxes(plain, TOKENS)
 
 
 def test_static_inputs_take_the_folders_scale_or_one_of_amaxes():
