@@ -30,7 +30,7 @@ from octavo.models import Llama
 from octavo.models.served_forward import cast_of_cache, check_linear_layers, is_skipped
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
-from octavo.numerics import PerTensor, QuantizedTensor
+from octavo.numerics import PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.granularity import granularity_in_words
 from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
@@ -347,9 +347,9 @@ def _weight_of(layer: nn.Linear) -> Tensor | QuantizedTensor:
 
 
 def _check_codes_fit(path: str, weight: Tensor | QuantizedTensor, profile: EngineProfile) -> None:
-    """Raise ConfigError for codes that the engine keeps but does not read; one scale a tensor is one for any row."""
-    reads = {profile.weight.granularity, PerTensor()}
-    if isinstance(weight, QuantizedTensor) and not profile.requantizes and weight.granularity not in reads:
+    """Raise ConfigError for codes that the engine does not read; one scale a tensor is one for every row."""
+    reads = [profile.weight.granularity] + [PerTensor()] * (profile.weight.granularity == PerRow())
+    if isinstance(weight, QuantizedTensor) and weight.granularity not in reads:
         ours, theirs = map(granularity_in_words, (weight.granularity, profile.weight.granularity))
         raise ConfigError(
             f"the stored weight of {path!r} has a scale a {ours}, and {profile.name} reads one a {theirs}; give the "

@@ -103,8 +103,8 @@ def test_the_head_and_skipped_layers_are_those_of_the_profile():
 @pytest.mark.parametrize("name", ["vllm-block-ue8m0", "sglang-block-ue8m0"])
 def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again(name):
     plain = decoder().requires_grad_(False)
-    octavo.convert(plain, ROWS, skip=["*.o_proj"], frozen="fp8")
-    kept, again = model_as(plain, get("vllm-token")), model_as(plain, get(name))
+    octavo.convert(plain, recipes.get("blockwise", power_of_two=False), skip=["*.o_proj"], frozen="fp8")
+    kept, again = model_as(plain, get("vllm-block")), model_as(plain, get(name))
     assert len(kept.layers) == LINEARS - 2
     for path, layer in kept.layers.items():
         stored = plain.get_submodule(path)
@@ -117,10 +117,13 @@ def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again(name):
 def test_a_folders_codes_of_another_shape_are_refused():
     plain = decoder().requires_grad_(False)
     octavo.convert(plain, ROWS, frozen="fp8")
-    with pytest.raises(ConfigError, match="has a scale a row, and vllm-block reads one a 128×128 block"):
-        model_as(plain, get("vllm-block"))
+    for name in ("vllm-block", "vllm-block-ue8m0"):
+        with pytest.raises(ConfigError, match=f"has a scale a row, and {name} reads one a 128×128 block"):
+            model_as(plain, get(name))
     tensors = decoder().requires_grad_(False)
     octavo.convert(tensors, "tensorwise", frozen="fp8")
+    with pytest.raises(ConfigError, match="has a scale a tensor, and vllm-block reads one a 128×128 block"):
+        model_as(tensors, get("vllm-block"))
     assert len(model_as(tensors, get("vllm-token")).layers) == LINEARS  # one scale is that of every row
 
 
