@@ -23,8 +23,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from benchmarks.engine_agreement.served import ENGINES
 from benchmarks.measure import bf16_note, hardware, interleaved, markdown_table, publish, ratio, verdict
+from benchmarks.trained_as_served import ENGINES
 from octavo.models import Llama
 from octavo.training.config import Precision, RunConfig, TrainingConfig, demo_config
 from octavo.training.evaluate import token_loss

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.trained_as_served import ENGINES
 from octavo.engines import RowByRow, get, model_as
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import ConfigError
@@ -30,14 +31,8 @@ from octavo.training.config import DataConfig, RunConfig, TrainingConfig
 from octavo.training.loop import train
 from octavo.training.run_folder import load_run
 
-__all__ = ["COLUMNS", "ENGINES", "served_rows"]
+__all__ = ["COLUMNS", "served_rows"]
 
-ENGINES = {  # and the gradients
-    "vllm-token": "rowwise",
-    "sglang-block": "blockwise",
-    "te-block": "blockwise",
-    "te-current": "tensorwise",
-}
 STEPS, CONTEXT, TOKENS = 20, 128, 10_000
 COLUMNS = [
     "engine",

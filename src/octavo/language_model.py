@@ -62,6 +62,7 @@ class LanguageModel:
         bos_id: the token that begins a text; None where the source names none.
         eos_id: the token that ends one; None likewise. A Hugging Face model keeps its own, as ``generation_config``.
         chat_template: the Jinja template of messages that a .gguf file holds; None where a folder's files have it.
+        has_kv_scales: whether it is a folder in FP8 with scales of keys and values.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class LanguageModel:
     bos_id: int | None = None
     eos_id: int | None = None
     chat_template: str | None = None
+    has_kv_scales: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +168,11 @@ def _from_run(path: Path) -> LanguageModel:
 def from_quantized(quantized: QuantizedModel, source: Path) -> LanguageModel:
     """Language model of an FP8 checkpoint that was loaded from the folder ``source``."""
     return LanguageModel(
-        model=quantized.model, tokenizer=quantized.tokenizer, context=quantized.context, source=str(source)
+        model=quantized.model,
+        tokenizer=quantized.tokenizer,
+        context=quantized.context,
+        source=str(source),
+        has_kv_scales=bool(quantized.kv_scales),
     )
 
 

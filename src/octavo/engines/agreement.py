@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from octavo.engines.folder_fit import check_folder_fits
 from octavo.engines.layer_differences import CodesDifference, compare_codes, relative_error, total_of
 from octavo.engines.linear import input_as
 from octavo.engines.model import EngineLinear, EngineModel, copies_for, is_of_expert, watching
@@ -149,8 +150,8 @@ def agree(
         on_progress: called with a phase's name, and windows done of all.
 
     Raises:
-        ConfigError: an unknown profile, tokens of another shape or beyond the vocabulary, a bar below 0, or a model
-            that a profile does not fit.
+        ConfigError: an unknown profile, tokens of another shape or beyond the vocabulary, a bar below 0, a model that a
+            profile does not fit, or a folder in FP8 that the server casts otherwise.
         DataError: an engine's logits are not finite.
 
     Example:
@@ -165,6 +166,7 @@ def agree(
     check_bar(max_kl)
     trained, served = resolved(trainer, accumulate), resolved(server, accumulate)
     copies = copies_for(model, (trained, served), tokens)
+    check_folder_fits(model, served)
     ours, theirs, nudged = copies.of(trained), copies.of(served), copies.of(trained)
     nudge(nudged, seed)
     layers = _LayerComparison(ours, theirs)

@@ -7,6 +7,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels import high_precision_mm, scaled_mm
 from octavo.numerics import QuantizedTensor, Scaling, quantize_as
+from octavo.numerics.quantized import check_scale_fits, check_scale_values
 from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile, Products
 
@@ -58,7 +59,8 @@ def linear_as(
         [..., N] in the profile's ``output``, without a gradient.
 
     Raises:
-        ConfigError: an unknown profile, or one that does not measure inputs without their scale or amax.
+        ConfigError: an unknown profile, one that does not measure inputs without their scale or amax, or a scale or
+            amax of another shape or that no tensor has.
 
     Example:
         >>> from octavo.engines import get
@@ -91,7 +93,13 @@ def input_as(
     check_input_scale(profile, scale, amax)
     rows = x.detach().reshape(-1, x.shape[-1])
     rows = rows if profile.fused_cast else rows.to(profile.activations)
-    return rows if profile.input is None else quantize_as(rows, profile.input, scale=scale, amax=amax)
+    if profile.input is None:
+        return rows
+    for name, tensor in (("input_scale", scale), ("input_amax", amax)):
+        if tensor is not None:
+            check_scale_fits(name, tensor, rows, profile.input.granularity)
+            check_scale_values(name, tensor, zero_allowed=name == "input_amax")
+    return quantize_as(rows, profile.input, scale=scale, amax=amax)
 
 
 def gemm_as(

@@ -15,6 +15,7 @@ Layers whose scale comes from calibration or past steps need their inputs' amaxe
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 from octavo.convert import choose_layers, convert, other_modules, unfuse_experts
 from octavo.convert.experts import is_experts
 from octavo.engines.linear import check_input_scale, linear_of_codes, needs_calibration, weight_as
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.kernels import needs_widening
 from octavo.language_model import KVTransform, LanguageModel, logits_of, stepwise_logits
 from octavo.models import Llama
 from octavo.models.served_forward import cast_of_cache, check_linear_layers, is_skipped
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import wide_parameters
-from octavo.numerics import PerTensor, QuantizedTensor
+from octavo.numerics import PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.granularity import granularity_in_words
 from octavo.recipes.engines.catalog import resolved
 from octavo.recipes.engines.profile import EngineProfile
@@ -127,9 +128,13 @@ class EngineCopies:
     """Copies of one decoder under any profiles, which share parameters and codes.
 
     Args:
-        model: octavo's Llama or a model of transformers, in high precision or with stored FP8 codes; not changed.
-            Copies compute by their classes' ``forward``, not by one that a trainer has set on the model.
+        model: octavo's Llama or a decoder of transformers, or the ``LanguageModel`` of one, in high precision or with
+            stored FP8 codes; not changed. Copies compute by their classes' ``forward``, not by one that a trainer has
+            set on the model.
         input_amaxes: by path, as :func:`input_amaxes` gives them; None serves profiles that measure their inputs.
+
+    Raises:
+        ConfigError: the model is no such decoder.
 
     Example:
         >>> from octavo.engines import get
@@ -140,8 +145,8 @@ class EngineCopies:
         torch.bfloat16
     """
 
-    def __init__(self, model: nn.Module, input_amaxes: Mapping[str, Tensor] | None = None) -> None:
-        self._model, self._amaxes = _unfused(model), {} if input_amaxes is None else input_amaxes
+    def __init__(self, model: LanguageModel | nn.Module, input_amaxes: Mapping[str, Tensor] | None = None) -> None:
+        self._model, self._amaxes = _unfused(_decoder_of(model)), {} if input_amaxes is None else input_amaxes
         self._in_dtype: dict[torch.dtype, nn.Module] = {}
         self._codes: dict[tuple[object, ...], dict[str, QuantizedTensor]] = {}
 
@@ -196,7 +201,10 @@ class EngineCopies:
 
 
 def model_as(
-    model: nn.Module, profile: str | EngineProfile, *, input_amaxes: Mapping[str, Tensor] | None = None
+    model: LanguageModel | nn.Module,
+    profile: str | EngineProfile,
+    *,
+    input_amaxes: Mapping[str, Tensor] | None = None,
 ) -> EngineModel:
     """A decoder as an engine computes it, without changing the model; arguments as for :class:`EngineCopies`.
 
@@ -253,36 +261,59 @@ def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
         )
 
 
+def _decoder_of(model: LanguageModel | nn.Module) -> nn.Module:
+    """The decoder of a model; raise ConfigError unless it embeds token ids and is called with them."""
+    decoder = model.model if isinstance(model, LanguageModel) else model
+    _vocabulary_size(decoder)
+    parameters = signature(type(decoder).forward).parameters
+    has_keywords = any(each.kind is each.VAR_KEYWORD for each in parameters.values())  # of a wrapper
+    if not (isinstance(decoder, Llama) or "input_ids" in parameters or has_keywords):
+        raise _not_a_decoder(decoder)
+    return decoder
+
+
 def _vocabulary_size(model: object) -> int:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     for module in modules:
         if isinstance(module, nn.Embedding):
             return module.num_embeddings
-    raise ConfigError(
-        "a model is a decoder with an embedding of token ids, octavo's Llama or one of transformers, or a "
-        f"LanguageModel of one, not a {type(model).__name__}"
+    raise _not_a_decoder(model)
+
+
+def _not_a_decoder(model: object) -> ConfigError:
+    return ConfigError(
+        "a model is octavo's Llama or a decoder of transformers, from token ids to logits, not a "
+        f"{type(model).__name__}; load one with octavo.language_model.load_language_model"
     )
 
 
 @torch.no_grad()
-def input_amaxes(model: nn.Module, windows: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Largest magnitude of every linear layer's input over windows of token ids [T], float32 [] by path."""
+def input_amaxes(model: LanguageModel | nn.Module, windows: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Largest magnitude of every linear layer's input over windows of token ids [T], float32 [] by path.
+
+    Raises:
+        ConfigError: the model is no decoder; see :class:`EngineCopies`.
+        DataError: an input is not finite.
+    """
     amaxes: dict[str, Tensor] = {}
 
     def see(path: str, x: Tensor, _: Tensor) -> None:
         amax = x.abs().amax().float()
         amaxes[path] = torch.maximum(amaxes[path], amax) if path in amaxes else amax
 
-    model = _unfused(model)
+    model = _unfused(_decoder_of(model))
     with watching({path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}, see):
         for window in windows:
             logits_of(model, window[None])
+    for path, amax in amaxes.items():
+        if not amax.isfinite():
+            raise DataError(f"the input of {path} has NaN or infinities, so it has no scale; check the model's weights")
     return amaxes
 
 
 def copies_for(model: LanguageModel | nn.Module, profiles: Sequence[EngineProfile], tokens: Tensor) -> EngineCopies:
     """Copies of a model for profiles; inputs' amaxes, if one needs them, are those in high precision on the tokens."""
-    decoder = model.model if isinstance(model, LanguageModel) else model
+    decoder = _decoder_of(model)
     check_token_ids(decoder, tokens)
     needed = any(map(needs_calibration, profiles))
     return EngineCopies(decoder, input_amaxes(decoder, tokens) if needed else None)
@@ -316,9 +347,9 @@ def _weight_of(layer: nn.Linear) -> Tensor | QuantizedTensor:
 
 
 def _check_codes_fit(path: str, weight: Tensor | QuantizedTensor, profile: EngineProfile) -> None:
-    """Raise ConfigError for codes that the engine keeps but does not read; one scale a tensor is one for any row."""
-    reads = {profile.weight.granularity, PerTensor()}
-    if isinstance(weight, QuantizedTensor) and not profile.requantizes and weight.granularity not in reads:
+    """Raise ConfigError for codes that the engine does not read; one scale a tensor is one for every row."""
+    reads = [profile.weight.granularity] + [PerTensor()] * (profile.weight.granularity == PerRow())
+    if isinstance(weight, QuantizedTensor) and weight.granularity not in reads:
         ours, theirs = map(granularity_in_words, (weight.granularity, profile.weight.granularity))
         raise ConfigError(
             f"the stored weight of {path!r} has a scale a {ours}, and {profile.name} reads one a {theirs}; give the "

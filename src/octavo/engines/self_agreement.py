@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.engines.agreement import Progress, check_bar, check_windows, mean_of
+from octavo.engines.folder_fit import check_folder_fits
 from octavo.engines.model import EngineCopies, EngineModel, copies_for, is_of_expert
 from octavo.engines.rank_slices import INPUTS, OUTPUTS, SlicedLinear, divided_dimension
 from octavo.engines.token_scores import TokenScores, score_tokens
@@ -125,7 +126,7 @@ def agree_with_itself(
 
     Raises:
         ConfigError: an unknown profile, tokens of another shape or beyond the vocabulary, ranks below 2, a bar below
-            0, or a model that a profile does not fit.
+            0, a model that a profile does not fit, or a folder in FP8 that the engine casts otherwise.
         DataError: the engine's logits are not finite.
 
     Example:
@@ -141,7 +142,9 @@ def agree_with_itself(
     for count in ranks:
         check_integer("ranks", count, least=2)
     engine = resolved(profile, accumulate)
-    runs = _Runs(copies_for(model, (engine,), tokens), engine, tokens, seed, on_progress)
+    copies = copies_for(model, (engine,), tokens)
+    check_folder_fits(model, engine)
+    runs = _Runs(copies, engine, tokens, seed, on_progress)
     ways, refused = [runs.score(IN_COMPANY, runs.in_company), runs.score(BY_TOKEN, runs.by_token)], []
     for count, division in ((count, each) for count in ranks for each in divisions_of(engine.output)):
         try:

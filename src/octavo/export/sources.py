@@ -26,7 +26,7 @@ from octavo.language_model import LanguageModel, from_quantized, load_language_m
 from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn import Linear
 from octavo.nn.parameter_rounding import round_parameters
-from octavo.numerics import Scaling
+from octavo.numerics import PerRow, Scaling
 from octavo.numerics.granularity import granularity_in_words
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
 from octavo.quantization.qat.folder import MARK
@@ -265,12 +265,17 @@ def _apply_mix(loaded: LanguageModel, path: Path, fmt: str) -> ExportSource:
 
 def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: ConversionOptions) -> ExportSource:
     """Convert a run of a delayed recipe with scales from its amax history."""
+    engine = request.engine
+    name = f"--for {engine.name}" if engine else request.recipe or fmt
+    rows = " --granularity row" if engine and engine.weight.granularity == PerRow() else ""
+    command = f"octavo calibrate MODEL{rows} --out SCALES, then --calibration SCALES"
     if not (folder / RUN).is_file():
-        raise ConfigError(
-            f"{request.recipe or fmt} has static inputs, whose scales come from data: octavo "
-            "calibrate MODEL --out SCALES, then --calibration SCALES"
-        )
-    return _apply_calibration(loaded, calibration_from_run(folder, power_of_two=request.power_of_two), request)
+        raise ConfigError(f"{name} has static inputs, whose scales come from data: {command}")
+    try:
+        calibration = calibration_from_run(folder, power_of_two=request.power_of_two)
+    except ConfigError as error:
+        raise ConfigError(f"{name} has static inputs, and {error}: {command}") from error
+    return _apply_calibration(loaded, calibration, request)
 
 
 def _name_experts(loaded: LanguageModel, fmt: str) -> None:

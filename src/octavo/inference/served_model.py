@@ -21,6 +21,7 @@ from torch import nn
 
 from octavo.checkpoints.tensor_files import read_json
 from octavo.convert import unfuse_experts
+from octavo.engines.folder_fit import check_folder_fits
 from octavo.errors import CheckpointError, ConfigError
 from octavo.inference.engine import Runner
 from octavo.inference.llama_layout import as_llama, check_configuration
@@ -102,12 +103,15 @@ def load_served_model_as(
         hub: download a model with a Hugging Face hub name first.
 
     Raises:
-        ConfigError: as for :func:`load_served_model`, or as for :class:`octavo.inference.ProfileRunner`.
+        ConfigError: as for :func:`load_served_model`, as for :class:`octavo.inference.ProfileRunner`, or a folder in
+            FP8 that the engine casts otherwise.
         CheckpointError: the model is damaged or not of the Llama layout.
     """
     engine = resolved(profile)
     loaded = _loaded(source, hub=hub)
-    return _served(loaded, ProfileRunner(_llama(loaded.model, loaded.source), engine))
+    runner = ProfileRunner(_llama(loaded.model, loaded.source), engine)
+    check_folder_fits(loaded, engine)
+    return _served(loaded, runner)
 
 
 def _loaded(source: str | Path, *, hub: bool) -> LanguageModel:

@@ -50,6 +50,7 @@ __all__ = [
     "QuantizedTensor",
     "cast_by_torch",
     "check_scale_fits",
+    "check_scale_values",
     "checked_spec",
     "dequantize",
     "dequantize_by_torch",
@@ -258,7 +259,7 @@ def checked_spec(
         if tensor is None:
             continue
         check_scale_fits(name, tensor, x, spec.granularity)
-        _check_scale_or_amax(name, tensor, zero_allowed=name == "amax")
+        check_scale_values(name, tensor, zero_allowed=name == "amax")
     if scale is not None and scale_format == E8M0:
         _check_power_of_two(scale.detach().float())
     return spec
@@ -290,7 +291,7 @@ def check_scale_fits(name: str, tensor: object, x: Tensor, granularity: Granular
         raise ConfigError(f"{granularity} of {shapes}")
 
 
-def _check_scale_or_amax(name: str, tensor: Tensor, *, zero_allowed: bool) -> None:
+def check_scale_values(name: str, tensor: Tensor, *, zero_allowed: bool) -> None:
     """Refuse an amax or scale that no tensor has; values are checked on an eager CPU tensor only."""
     if not is_eager_cpu(tensor):
         return

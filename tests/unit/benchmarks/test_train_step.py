@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from benchmarks import measure, train_step
-from benchmarks.engine_agreement.served import ENGINES
 from benchmarks.measure import Ratio
+from benchmarks.trained_as_served import ENGINES
 from octavo.training.config import demo_config
 
 TIMES = {

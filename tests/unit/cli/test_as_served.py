@@ -127,7 +127,8 @@ def test_qat_and_export(octavo, finished_run, text, tmp_path, engine):
         ("export", ["--for", "vllm", "--format", "hf-fp8"], "--for chooses the format"),
         ("export", ["--for", "vllm-fnuz", "--fnuz"], "leave --fnuz out"),
         ("export", ["--for", "vllm", "--recipe", "rowwise"], "as --recipe does"),
-        ("export", ["--for", "vllm-tensor"], "or calibrate on data"),
+        ("export", ["--for", "vllm-tensor"], "--for vllm-tensor has static inputs, and the run"),
+        ("export", ["--for", "vllm-tensor"], "or calibrate on data: octavo calibrate MODEL --out SCALES, then"),
         ("export", ["--for", "vlm"], "or of vllm, sglang, transformers, tensorrt-llm"),
     ],
 )

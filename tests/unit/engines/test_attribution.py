@@ -293,13 +293,23 @@ def test_what_is_no_log_probability_is_refused(model, wrong):
         find_suspects(model, get("vllm-token"), TOKENS, [torch.full((19,), -1.0), second])
 
 
-def test_a_folders_codes_leave_properties_that_cannot_be_swapped_alone():
+@pytest.mark.parametrize(
+    ("recipe", "trainer", "server", "moved"),
+    [
+        ("tensorwise", "te-current", "vllm-token", {"input.granularity"}),
+        ("blockwise", "vllm-block", "vllm-block-ue8m0", {"input.power_of_two"}),
+    ],
+)
+def test_a_folders_codes_leave_the_cast_of_weights_without_effect(recipe, trainer, server, moved):
     plain = language_model().model.requires_grad_(False)
-    octavo.convert(plain, recipes.get("rowwise", power_of_two=False), frozen="fp8")
-    result = agree(plain, "vllm-token", "vllm-block-ue8m0", TOKENS)
-    found = attribute(plain, result, TOKENS)
-    assert "weight.granularity" in found.inseparable
-    assert "input.granularity" in {effect.name for effect in found.effects}
+    octavo.convert(plain, recipes.get(recipe), frozen="fp8")
+    found = attribute(plain, agree(plain, trainer, server, TOKENS), TOKENS)
+    assert not found.inseparable
+    effects = {effect.name: effect.changes_nothing for effect in found.effects}
+    of_weights = [name for name in effects if name.startswith("weight.")]
+    assert of_weights
+    assert all(effects[name] for name in of_weights)
+    assert not any(effects[name] for name in moved)
 
 
 def test_a_servers_log_probabilities_may_be_rounded_above_0():

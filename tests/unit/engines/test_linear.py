@@ -91,3 +91,38 @@ def test_inputs_that_an_engine_does_not_measure_need_a_scale_or_an_amax(name):
         EngineLinear(weight_as(W, name), None, get(name))
     largest = X.bfloat16().float().abs().amax()
     assert linear_as(X, W, name, input_amax=largest).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["vllm-tensor", "te-delayed", "modelopt"])
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("input_scale", torch.nan, "every input_scale must be finite and positive, not nan"),
+        ("input_scale", torch.inf, "every input_scale must be finite and positive, not inf"),
+        ("input_scale", -1.0, "every input_scale must be finite and positive, not -1.0"),
+        ("input_scale", 0.0, "every input_scale must be finite and positive, not 0.0"),
+        ("input_scale", [1.0], r"needs a scale of shape \(\), not \(1,\)"),
+        ("input_amax", torch.nan, "every input_amax must be finite and not negative, not nan"),
+        ("input_amax", torch.inf, "every input_amax must be finite and not negative, not inf"),
+        ("input_amax", -1.0, "every input_amax must be finite and not negative, not -1.0"),
+        ("input_amax", [1.0, 2.0], r"needs a scale of shape \(\), not \(2,\)"),
+    ],
+)
+def test_scales_and_amaxes_that_no_tensor_has_are_refused(name, option, value, says):
+    given: dict[str, Any] = {option: torch.tensor(value)}
+    with pytest.raises(ConfigError, match=says):
+        linear_as(X, W, name, **given)
+    layer = EngineLinear(weight_as(W, name), None, get(name), **given)
+    with pytest.raises(ConfigError, match=says):
+        layer(X)
+
+
+@pytest.mark.parametrize("option", ["input_scale", "input_amax"])
+def test_a_number_in_place_of_a_scale_is_refused(option):
+    given: dict[str, Any] = {option: 1.0}
+    with pytest.raises(ConfigError, match=f"{option} must be a tensor in the scale's shape, not 1.0"):
+        linear_as(X, W, "vllm-tensor", **given)
+
+
+def test_an_input_of_zeros_has_the_amax_0():
+    assert linear_as(torch.zeros(2, 256), W, "modelopt", input_amax=torch.tensor(0.0)).eq(0).all()

@@ -8,9 +8,18 @@ import torch
 
 import octavo
 from octavo import recipes
-from octavo.engines import EngineCopies, get, input_amaxes, linear_as, model_as, profile_of_recipe
+from octavo.engines import (
+    EngineCopies,
+    agree,
+    agree_with_itself,
+    get,
+    input_amaxes,
+    linear_as,
+    model_as,
+    profile_of_recipe,
+)
 from octavo.engines.model import EngineLinear
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.language_model import logits_of
 from octavo.models import Llama
 from octavo.nn.fp8_weight import FP8WeightLinear
@@ -94,8 +103,8 @@ def test_the_head_and_skipped_layers_are_those_of_the_profile():
 @pytest.mark.parametrize("name", ["vllm-block-ue8m0", "sglang-block-ue8m0"])
 def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again(name):
     plain = decoder().requires_grad_(False)
-    octavo.convert(plain, ROWS, skip=["*.o_proj"], frozen="fp8")
-    kept, again = model_as(plain, get("vllm-token")), model_as(plain, get(name))
+    octavo.convert(plain, recipes.get("blockwise", power_of_two=False), skip=["*.o_proj"], frozen="fp8")
+    kept, again = model_as(plain, get("vllm-block")), model_as(plain, get(name))
     assert len(kept.layers) == LINEARS - 2
     for path, layer in kept.layers.items():
         stored = plain.get_submodule(path)
@@ -108,10 +117,13 @@ def test_a_folder_in_fp8_keeps_its_codes_unless_the_profile_casts_again(name):
 def test_a_folders_codes_of_another_shape_are_refused():
     plain = decoder().requires_grad_(False)
     octavo.convert(plain, ROWS, frozen="fp8")
-    with pytest.raises(ConfigError, match="has a scale a row, and vllm-block reads one a 128×128 block"):
-        model_as(plain, get("vllm-block"))
+    for name in ("vllm-block", "vllm-block-ue8m0"):
+        with pytest.raises(ConfigError, match=f"has a scale a row, and {name} reads one a 128×128 block"):
+            model_as(plain, get(name))
     tensors = decoder().requires_grad_(False)
     octavo.convert(tensors, "tensorwise", frozen="fp8")
+    with pytest.raises(ConfigError, match="has a scale a tensor, and vllm-block reads one a 128×128 block"):
+        model_as(tensors, get("vllm-block"))
     assert len(model_as(tensors, get("vllm-token")).layers) == LINEARS  # one scale is that of every row
 
 
@@ -134,6 +146,14 @@ def test_amaxes_are_the_largest_of_all_windows(order):
     assert {path: float(amax) for path, amax in found.items()} == {path: max(each) for path, each in amaxes.items()}
 
 
+def test_inputs_that_are_not_finite_have_no_amax():
+    plain = decoder()
+    with torch.no_grad():
+        plain.get_parameter("model.layers.1.input_layernorm.weight")[0] = torch.nan
+    with pytest.raises(DataError, match=r"the input of model\.layers\.1\.self_attn\.v_proj has NaN or infinities"):
+        input_amaxes(plain, TOKENS)
+
+
 def test_static_inputs_take_the_folders_scale_or_one_of_amaxes():
     plain, profile = decoder(), get("vllm-tensor")
     with pytest.raises(ConfigError, match="does not measure inputs"):
@@ -150,6 +170,16 @@ def test_static_inputs_take_the_folders_scale_or_one_of_amaxes():
         assert engine.input_scale is plain.get_submodule(path).input_scale
 
 
+class _OtherDecoder(torch.nn.Sequential):
+    """Of a layout that octavo does not know."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
 def test_fused_casts_read_the_norm_before_it_is_rounded():
     plain = decoder()
     fused = replace(get("vllm-token"), fused_cast=True)
@@ -160,7 +190,7 @@ def test_fused_casts_read_the_norm_before_it_is_rounded():
     x = seen["model.layers.0.self_attn.q_proj"][0]
     assert not torch.equal(x, x.bfloat16().float())
     with pytest.raises(ConfigError, match="fused with a norm"):
-        model_as(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Embedding(8, 8)), fused)
+        model_as(_OtherDecoder(), fused)
 
 
 def test_keys_and_values_pass_through_the_profiles_cache():
@@ -200,6 +230,37 @@ def test_models_of_transformers():
     assert (first - second).norm() < 0.02 * second.norm()
     assert all(isinstance(theirs.get_submodule(p), torch.nn.Linear) for p in model_as(theirs, profile).layers)
     assert isinstance(model_as(theirs, profile).layers["model.layers.1.mlp.up_proj"], EngineLinear)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.nn.Linear(8, 8),
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+        torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+        "a folder",
+        None,
+    ],
+    ids=["a layer", "layers", "layers and an embedding", "text", "nothing"],
+)
+def test_what_is_no_decoder_is_refused(other):
+    says = f"a model is octavo's Llama or a decoder of transformers, .*, not a {type(other).__name__}; load one with"
+    for call in (
+        lambda: EngineCopies(other),
+        lambda: model_as(other, "vllm-token"),
+        lambda: input_amaxes(other, TOKENS),
+        lambda: agree(other, "vllm-token", "te-block", TOKENS),
+        lambda: agree(other, "vllm-tensor", "te-block", TOKENS),
+        lambda: agree_with_itself(other, "vllm-token", TOKENS),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            call()
+
+
+def test_a_decoder_may_be_a_language_model():
+    loaded, plain = language_model(), decoder()
+    assert torch.equal(model_as(loaded, "vllm-token")(TOKENS), model_as(plain, "vllm-token")(TOKENS))
+    assert input_amaxes(loaded, TOKENS) == input_amaxes(plain, TOKENS)
 
 
 def test_an_engine_may_be_its_name():

@@ -15,6 +15,12 @@ from tests.policy.source_tree import ROOT
 CAST = ("weight", "input")
 
 
+def test_profiles_are_keys():
+    again = replace(get("te-block"))
+    assert {get("te-block"): 1, get("vllm-block"): 2}[again] == 1
+    assert len({get("te-block"), again, replace(again, head=True)}) == 2
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_proof_is_a_test(name):
     for prop in properties_of(PROFILES[name]):

@@ -1,13 +1,16 @@
 """An engine against itself: which ways have equal bits, and what makes the others differ."""
 
+import json
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from octavo.engines import agree_with_itself, get, model_as
+from octavo.engines import agree_with_itself, get, model_as, names
 from octavo.engines.rank_slices import SlicedLinear
+from octavo.engines.self_agreement import divisions_of
+from octavo.engines.summary import WAY_COLUMNS, self_notes, self_record, way_cells
 from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import ConfigError
 from octavo.kernels.row_by_row import RowByRow
@@ -47,6 +50,21 @@ def test_engines_with_a_scale_a_row_are_equal_in_company_and_by_token(model, nam
     assert list(found) == ["in company", "token by token"]
     assert all(way.is_equal for way in found.values())
     assert all(not scores.delta.any() for way in found.values() for scores in way.scores)
+
+
+@pytest.mark.parametrize("name", [*names(), "vllm-token+fp8-cache"])
+def test_every_engine_is_compared_with_itself_and_shown(model, name):
+    found = agree_with_itself(model, name, windows(1, 6), ranks=(2,))
+    run, refused = [way.name for way in found.ways], [name for name, _ in found.refused]
+    divided = [each.name_on(2) for each in divisions_of(found.profile.output)]
+    assert sorted([*run, *refused]) == sorted(["in company", "token by token", *divided])
+    assert {*run} >= {"in company", "token by token", "2 ranks"}
+    assert all("do not end with a block of" in reason for _, reason in found.refused)
+    assert name in ("te-current", "torchao-tensorwise") or all(way.is_equal for way in found.ways[:2])
+    assert all(len(way_cells(way)) == len(WAY_COLUMNS) for way in found.ways)
+    said = " ".join(self_notes(found))
+    assert all(each in said for each in refused)
+    assert len(json.loads(json.dumps(self_record(found, {})))["ways"]) == len(run)
 
 
 @pytest.mark.parametrize("name", ["te-current", "torchao-tensorwise"])

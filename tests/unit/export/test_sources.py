@@ -156,3 +156,17 @@ def test_an_engine_takes_the_scales_of_a_cache_from_a_calibration(plain, tmp_pat
     says = "--for vllm-token casts inputs by scales of its own.*has no scales of keys and values; leave --calibration"
     with pytest.raises(ConfigError, match=f"{says} out, name an engine with static scales, or calibrate with"):
         load_source(str(plain), "compressed-tensors", options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "command"),
+    [
+        (None, "modelopt has static inputs, .*: octavo calibrate MODEL --out SCALES, then --calibration SCALES"),
+        ("vllm-tensor", "--for vllm-tensor has static inputs, .*: octavo calibrate MODEL --out SCALES, then"),
+        ("compressed-tensors-static", "-static has .*: octavo calibrate MODEL --granularity row --out SCALES, then"),
+    ],
+)
+def test_an_engine_of_static_scales_needs_a_calibration(plain, engine, command):
+    request = ConversionOptions(engine=None if engine is None else get(engine))
+    with pytest.raises(ConfigError, match=command):
+        load_source(str(plain), "modelopt", request)

@@ -8,7 +8,7 @@ in the last bit, so that the properties that rest on them are not proven there.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 import torch
@@ -112,7 +112,7 @@ class EngineProfile:
 
     name: str
     engine: str
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Source] = field(hash=False)  # a dictionary has no hash
     weight: EngineCast
     input: EngineCast | None
     requantizes: bool = False

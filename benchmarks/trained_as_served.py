@@ -1,0 +1,10 @@
+"""Engines under which benchmarks train, each with the recipe of its gradients."""
+
+__all__ = ["ENGINES"]
+
+ENGINES = {
+    "vllm-token": "rowwise",
+    "sglang-block": "blockwise",
+    "te-block": "blockwise",
+    "te-current": "tensorwise",
+}
