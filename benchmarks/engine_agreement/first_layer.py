@@ -79,9 +79,9 @@ def read_by_transformers(decoder: Llama) -> dict[str, nn.Module]:
 
     with tempfile.TemporaryDirectory() as folder:
         write_llama(Path(folder), decoder)
-        read: nn.Module = AutoModelForCausalLM.from_pretrained(
+        read: nn.Module = AutoModelForCausalLM.from_pretrained(  # in evaluation mode
             folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        )
     once = copy.deepcopy(read)
     for path, norm in decoder.named_modules():
         if isinstance(norm, RMSNorm):

@@ -12,6 +12,7 @@ from octavo.engines import PROFILES, agree, model_as, try_changes
 from octavo.engines.agreement import mean_of
 from octavo.engines.summary import in_nats
 from octavo.engines.suspects import EXACT
+from octavo.models import Llama
 from tests.unit.quantization.tiny_models import language_model, windows
 
 
@@ -142,6 +143,7 @@ def test_a_server_of_the_first_layer_with_other_kernels_is_found_out(tmp_path, m
 def test_other_kernels_have_the_same_codes_and_other_sums():
     pytest.importorskip("transformers")
     ours, tokens = language_model().model, windows(1, 24)
+    assert isinstance(ours, Llama)
     profile = PROFILES["vllm-token"]
     theirs = first_layer.read_by_transformers(ours)
     assert [*theirs] == [*first_layer.NORMS]
@@ -149,6 +151,7 @@ def test_other_kernels_have_the_same_codes_and_other_sums():
     server = first_layer.other_kernels(theirs["after the weight"], profile, tokens)
     for path, layer in expected.layers.items():
         other = server.model.get_submodule(path)
+        assert isinstance(other, first_layer.ReorderedLinear)
         assert torch.equal(other.codes.data.view(torch.uint8), layer.codes.data.view(torch.uint8)[:, other.order])
         assert torch.equal(other.order.sort().values, torch.arange(len(other.order)))
         x = torch.randn(9, len(other.order), generator=torch.Generator().manual_seed(0)).bfloat16()
