@@ -12,6 +12,7 @@ cores: ``tl.dot`` is NumPy's product in FP32, or inside :func:`tensor_cores` oct
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from octavo.engines import model_as
+from octavo.engines import EngineProfile, linear_as, model_as
 from octavo.engines.model import watching
+from octavo.engines.token_scores import text_log_probabilities
 from octavo.formats import E4M3
 from octavo.kernels.native_gemm import hopper_sums
 from octavo.language_model import load_language_model
@@ -34,7 +36,7 @@ from tests.oracle.engines.test_transformer_engine import reference
 from tests.oracle.engines.test_transformer_engine import theirs as quantized_by_te
 from tests.oracle.engines.test_vllm import fp8_utils
 
-__all__ = ["OWN", "own_run"]
+__all__ = ["OWN", "OwnRun", "own_run"]
 
 BLOCK = 128
 SCRIPT = """
@@ -179,7 +181,7 @@ def own_layers(engine: str, model: nn.Module, paths: Iterable[str], folder: Path
 
 
 def run_own(engine: str, run: Path, folder: Path, tokens: Tensor, accumulate: Accumulate) -> dict[str, list[Tensor]]:
-    """What :func:`own_run` returns, in this process."""
+    """Each layer's input and output by the engine, and "logits", in this process."""
     model = load_language_model(run).model
     decoder = model_as(model, engine)
     layers, results = own_layers(engine, model, decoder.layers, folder), {}
@@ -196,24 +198,59 @@ def run_own(engine: str, run: Path, folder: Path, tokens: Tensor, accumulate: Ac
     return results
 
 
-def own_run(
-    engine: str, run: Path, folder: Path, tokens: Tensor, *, accumulate: Accumulate, place: Path
-) -> dict[str, list[Tensor]]:
-    """A trained run's decoder with an engine's own layers; skip if its sources are not unpacked.
+@dataclass(frozen=True)
+class OwnRun:
+    """A trained run's decoder, and what an engine's own layers make of it.
+
+    Attributes:
+        model: as the run's folder has it.
+        windows: token ids [windows, T + 1].
+        layers: each layer's input in octavo's decoder, and the engine's output, by path.
+        logits: [windows, T, V] of the decoder in which all layers are the engine's.
+    """
+
+    model: nn.Module
+    windows: Tensor
+    layers: Mapping[str, list[Tensor]]
+    logits: Tensor
+
+    def unequal(self, profile: EngineProfile) -> tuple[int, int, float]:
+        """Outputs of all layers that differ from octavo's, of how many, and the largest mean error of a layer."""
+        differing, outputs, errors = 0, 0, []
+        for path, (x, theirs) in self.layers.items():
+            ours = linear_as(x, self.model.get_parameter(f"{path}.weight").detach().bfloat16(), profile)
+            differing, outputs = differing + int((ours != theirs).sum()), outputs + ours.numel()
+            errors.append(float((ours.float() - theirs.float()).abs().mean() / theirs.float().abs().mean()))
+        return differing, outputs, max(errors)
+
+    def deltas(self, profile: EngineProfile) -> Tensor:
+        """|Δ log p| of every token but the windows' first, to octavo's decoder."""
+        logits = model_as(self.model, profile)(self.windows[:, :-1])
+        pairs = zip(logits, self.logits, self.windows[:, 1:], strict=True)
+        return torch.cat(
+            [
+                (text_log_probabilities(ours, text) - text_log_probabilities(theirs, text)).abs()
+                for ours, theirs, text in pairs
+            ]
+        )
+
+
+def own_run(engine: str, run: Path, folder: Path, windows: Tensor, *, accumulate: Accumulate, place: Path) -> OwnRun:
+    """A trained run's decoder with an engine's own layers; skip if the engine's sources are not unpacked.
 
     Args:
         engine: of :data:`OWN`.
         run: folder of a run.
         folder: exported for a server; Transformer Engine needs none.
-        tokens: [B, T].
+        windows: token ids [windows, T + 1], read in one batch without the last ones.
         accumulate: "fp32"; for Triton's kernels "hopper-slow" too.
         place: for the files of a process under Triton's interpreter.
-
-    Returns:
-        Of each layer by its path the input in octavo's decoder, and the engine's output; and the logits of the decoder
-        in which all layers are the engine's, as the only one under "logits".
     """
+    tokens = windows[:, :-1]
     if engine.startswith("te-"):
-        return run_own(engine, run, folder, tokens, accumulate)
-    script = SCRIPT.format(engine=engine, run=str(run), folder=str(folder), accumulate=str(accumulate))
-    return run_interpreted(script, {"tokens": tokens}, place)
+        results = run_own(engine, run, folder, tokens, accumulate)
+    else:
+        script = SCRIPT.format(engine=engine, run=str(run), folder=str(folder), accumulate=str(accumulate))
+        results = run_interpreted(script, {"tokens": tokens}, place)
+    (logits,) = results.pop("logits")
+    return OwnRun(load_language_model(run).model, windows, results, logits)
