@@ -4,6 +4,7 @@ __all__ = ["ENGINES"]
 
 ENGINES = {
     "vllm-token": "rowwise",
+    "vllm-block": "blockwise",
     "sglang-block": "blockwise",
     "te-block": "blockwise",
     "te-current": "tensorwise",

@@ -1,11 +1,12 @@
-"""Unpack the Python sources of other engines for ``tests/oracle/engines``, which run their quantizers on a CPU.
+"""Unpack the Python sources of other engines for ``tests/oracle/engines``, which run quantizers and GEMMs on a CPU.
 
     python scripts/engine_sources.py        into build/engine_sources/PROJECT/
 
-Each project's wheel is downloaded by pip without its requirements, and only the named files are kept. What is there
-already is not downloaded again. Without the folder those tests skip and say so.
+Each project's wheel is downloaded by pip without its requirements, and only the named files are kept. A project whose
+files are all there is not downloaded again. Without the folder those tests skip and say so.
 """
 
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ FILES = {
         f"{TE}/custom_recipes/reference_utils.py",
     ),
     "nvidia-modelopt==0.47.0": ("modelopt/torch/quantization/*.py", "modelopt/torch/export/*.py"),
-    "sglang==0.5.23": ("sglang/kernels/ops/quantization/*.py",),
+    "sglang==0.5.23": ("sglang/kernels/ops/quantization/*.py", "sglang/kernels/ops/gemm/fp8_kernel.py"),
     "vllm==0.33.0": (
         f"{VLLM}/input_quant_fp8.py",
         f"{VLLM}/utils/fp8_utils.py",
@@ -44,7 +45,7 @@ def main() -> int:
 def unpack(requirement: str) -> bool:
     """Unpack one project; returns False if it cannot be downloaded."""
     folder = ROOT / requirement
-    if folder.is_dir():
+    if all(any(folder.glob(pattern)) for pattern in FILES[requirement]):
         return True
     with TemporaryDirectory() as downloads:
         command = [
@@ -67,6 +68,7 @@ def unpack(requirement: str) -> bool:
             for name in file.namelist():
                 if any(fnmatchcase(name, pattern) for pattern in FILES[requirement]):
                     file.extract(name, temporary)
+        shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     return True
 

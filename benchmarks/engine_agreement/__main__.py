@@ -15,7 +15,8 @@ trials    faulty servers, five for each of four profiles: whether ``--server-log
 first-layer
           the same of servers with other kernels, of the first decoder layer alone on 2,040 tokens
 served    runs of ``octavo train --as-served-by``: the trainer's log-probabilities of 10,000 tokens, the engine's and
-          those of ``octavo serve --as``
+          those of ``octavo serve --as``; and of 254 tokens with all linear layers by the engines' own code,
+          which scripts/engine_sources.py unpacks
 """
 
 import argparse
@@ -40,7 +41,7 @@ from benchmarks.engine_agreement.matrix import (
     scale_rows,
 )
 from benchmarks.engine_agreement.saved_steps import read_known, write_known
-from benchmarks.engine_agreement.served import COLUMNS, served_rows
+from benchmarks.engine_agreement.served import COLUMNS, OWN_COLUMNS, served_tables
 from benchmarks.engine_agreement.trials import COLUMNS as TRIAL_COLUMNS
 from benchmarks.engine_agreement.trials import trial_rows
 from benchmarks.measure import hardware, markdown_table, publish
@@ -124,7 +125,9 @@ def lines_of(parts: list[str], windows: int) -> Iterator[str]:
     if OF_PAIRS & {*parts}:
         yield from pairs(parts)
     if "served" in parts:
-        yield from ("", "## Runs trained as an engine serves", "", *markdown_table(COLUMNS, list(served_rows())))
+        served, own = served_tables()
+        yield from ("", "## Runs trained as an engine serves", "", *markdown_table(COLUMNS, served))
+        yield from ("", "### All their linear layers by the engines' own code", "", *markdown_table(OWN_COLUMNS, own))
 
 
 def main() -> None:

@@ -4,6 +4,11 @@ A run of ``octavo train --as-served-by`` on the built-in text is read back as ev
 run by :func:`octavo.engines.model_as`. ``octavo serve --as`` scores all windows at once; the trainer is compared with
 it in one pass a window, as it trains, and row by row. For engines that serve, the run is exported as with ``--for`` and
 verified.
+
+The same runs' linear layers are computed by the engines' own quantizers and GEMMs on a CPU, first each on the input
+that it has in octavo's decoder, then all together (tests/oracle/engines/own_layers.py says what of a layer is not the
+engine's). A CPU sums in FP32: octavo is compared with FP32 sums, and with those of its profile; and Triton's kernels
+multiply as octavo models tensor cores, too.
 """
 
 import tempfile
@@ -23,6 +28,7 @@ from octavo.export.engine_format import format_of_engine
 from octavo.export.sources import ConversionOptions, load_source
 from octavo.inference import Engine, EngineConfig, Event, SamplingParams, load_served_model_as
 from octavo.language_model import load_language_model
+from octavo.numerics import Accumulate
 from octavo.quantization import text_windows
 from octavo.text.corpus import Split
 from octavo.text.sources import BUILTIN
@@ -30,10 +36,11 @@ from octavo.text.tokens import prepare
 from octavo.training.config import DataConfig, RunConfig, TrainingConfig
 from octavo.training.loop import train
 from octavo.training.run_folder import load_run
+from tests.oracle.engines.own_layers import OWN, own_run
 
-__all__ = ["COLUMNS", "served_rows"]
+__all__ = ["COLUMNS", "OWN_COLUMNS", "served_tables"]
 
-STEPS, CONTEXT, TOKENS = 20, 128, 10_000
+STEPS, CONTEXT, TOKENS, OWN_WINDOWS = 20, 128, 10_000, 2
 COLUMNS = [
     "engine",
     "gradients",
@@ -43,11 +50,24 @@ COLUMNS = [
     "octavo's server, in one pass",
     "the folder, read back",
 ]
+OWN_COLUMNS = [
+    "engine",
+    "sums: its own layers, octavo's",
+    "tokens",
+    "layers' outputs",
+    "unequal",
+    "largest mean error of a layer",
+    "mean Δ log p",
+    "largest",
+    "equal log p",
+]
+SUMS = {Accumulate.FP32: "FP32", Accumulate.HOPPER_FAST: "tensor cores", Accumulate.HOPPER_SLOW: "tensor cores"}
 
 
-def served_rows() -> Iterator[tuple[str, ...]]:
-    """Engine, gradients, tokens, log-probabilities of the trainer that equal others, and the export's verification."""
+def served_tables() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Rows of :data:`COLUMNS`: log-probabilities of the trainer that equal others; and of :data:`OWN_COLUMNS`."""
     config = RunConfig(data=DataConfig(vocab_size=512))
+    served, own = [], []
     for engine, recipe in ENGINES.items():
         training = TrainingConfig(
             recipe=recipe, as_served_by=engine, steps=STEPS, batch_size=2, context=CONTEXT, eval_tokens=1024, warmup=5
@@ -56,7 +76,27 @@ def served_rows() -> Iterator[tuple[str, ...]]:
             folder = Path(place) / "run"
             data = prepare(BUILTIN, Path(place) / "data", vocab_size=config.data.vocab_size)
             train(replace(config, training=training), folder, data=data)
-            yield engine, recipe, *compared(folder, engine), exported(folder, engine)
+            served.append((engine, recipe, *compared(folder, engine), exported(folder, engine)))
+            own += own_rows(folder, engine) if engine in OWN else []
+    return served, own
+
+
+def own_rows(folder: Path, engine: str) -> Iterator[tuple[str, ...]]:
+    """A row for each pair of sums; ``exported`` has written the server's folder."""
+    profile = get(engine)
+    plain = load_language_model(folder)
+    windows = text_windows(plain, BUILTIN, Split.TEST, count=OWN_WINDOWS, length=CONTEXT, seed=0)
+    kernels = [Accumulate.FP32] if engine.startswith("te-") else [Accumulate.FP32, Accumulate.HOPPER_SLOW]
+    for sums in kernels:
+        found = own_run(engine, folder, folder.parent / engine, windows, accumulate=sums, place=folder.parent)
+        for ours in dict.fromkeys((sums, profile.accumulate)):
+            changed = replace(profile, accumulate=ours)
+            unequal, outputs, error = found.unequal(changed)
+            deltas = found.deltas(changed)
+            yield (
+                engine, f"{SUMS[sums]}, {SUMS[ours]}", f"{deltas.numel()}", f"{outputs:,}", f"{unequal:,}",
+                f"{error:.1e}", f"{deltas.mean():.1e}", f"{deltas.max():.1e}", f"{int((deltas == 0).sum())}",
+            )  # fmt: skip
 
 
 @torch.no_grad()
