@@ -29,6 +29,7 @@ from benchmarks.engine_agreement.first_layer import COLUMNS as FIRST_LAYER_COLUM
 from benchmarks.engine_agreement.first_layer import NORMS, first_layer_rows
 from benchmarks.engine_agreement.folders import COLUMNS as FOLDER_COLUMNS
 from benchmarks.engine_agreement.folders import KINDS, cast_properties, compare_readers, folder_table
+from benchmarks.engine_agreement.heat_map import heat_map
 from benchmarks.engine_agreement.matrix import (
     LENGTH,
     NAMES,
@@ -46,8 +47,10 @@ from benchmarks.engine_agreement.trials import COLUMNS as TRIAL_COLUMNS
 from benchmarks.engine_agreement.trials import trial_rows
 from benchmarks.measure import hardware, markdown_table, publish
 from octavo.engines.summary import EFFECT_COLUMNS
+from octavo.files import write_atomically
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
+PICTURE = Path(__file__).parents[2] / "docs/images/engines.svg"
 PARTS = ("folders", "matrix", "why", "faults", "trials", "first-layer", "served")
 OF_PAIRS = {"matrix", "why", "faults", "trials", "first-layer"}
 PAIR_WINDOWS, PAIRS, FIRST_LAYER_WINDOWS = 10, 5, 8
@@ -68,13 +71,15 @@ def folders(count: int) -> Iterator[str]:
         yield ""
 
 
-def pairs(parts: list[str]) -> Iterator[str]:
-    """Lines of the parts that run profiles."""
+def pairs(parts: list[str], *, draw: bool) -> Iterator[str]:
+    """Lines of the parts that run profiles; the matrix is drawn for the documents too."""
     model = smollm2.load()
     windows = evaluation_windows(model, "language-topics", "all", count=PAIR_WINDOWS, length=LENGTH)
     if "matrix" in parts or "why" in parts:
         found = pair_matrices(model, windows)
         kl = found["kl"].mean(0)
+        if draw:
+            write_atomically(PICTURE, heat_map(NAMES, kl.numpy()))
         yield f"## Pairs of profiles, {PAIR_WINDOWS} windows of {LENGTH} tokens"
         for title, what in (("KL(row ‖ column), nats a token", "kl"), ("Mean |Δ log p| of the text, nats", "delta")):
             yield from ("", f"### {title}", "", *markdown_table(["", *NAMES], matrix_rows(found[what].mean(0))))
@@ -118,12 +123,12 @@ def pairs(parts: list[str]) -> Iterator[str]:
         yield from markdown_table(FIRST_LAYER_COLUMNS, rows)
 
 
-def lines_of(parts: list[str], windows: int) -> Iterator[str]:
+def lines_of(parts: list[str], windows: int, *, draw: bool) -> Iterator[str]:
     """Lines of the result."""
     if "folders" in parts:
         yield from folders(windows)
     if OF_PAIRS & {*parts}:
-        yield from pairs(parts)
+        yield from pairs(parts, draw=draw)
     if "served" in parts:
         served, own = served_tables()
         yield from ("", "## Runs trained as an engine serves", "", *markdown_table(COLUMNS, served))
@@ -143,7 +148,7 @@ def main() -> None:
     if known is not None and known.exists():
         read_known(known)
     try:
-        lines = list(lines_of(parts, arguments.windows))
+        lines = list(lines_of(parts, arguments.windows, draw=not arguments.no_write))
     finally:
         if known is not None:
             write_known(known)

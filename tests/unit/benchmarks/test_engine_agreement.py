@@ -1,12 +1,15 @@
 """Steps that are saved, and the matrix of pairs against their KL one by one."""
 
 from dataclasses import replace
+from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.engine_agreement import first_layer, matrix, trials
 from benchmarks.engine_agreement.folders import folder_table
+from benchmarks.engine_agreement.heat_map import FAMILIES, family_of, heat_map
 from benchmarks.engine_agreement.saved_steps import SavedSteps, read_known, write_known
 from octavo.engines import PROFILES, agree, model_as, try_changes
 from octavo.engines.agreement import mean_of
@@ -14,6 +17,8 @@ from octavo.engines.summary import in_nats
 from octavo.engines.suspects import EXACT
 from octavo.models import Llama
 from tests.unit.quantization.tiny_models import language_model, windows
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_finished_step_is_not_run_again(tmp_path):
@@ -159,3 +164,25 @@ def test_other_kernels_have_the_same_codes_and_other_sums():
     found, right = server(tokens).float(), expected(tokens).float()
     assert not torch.equal(found, right)
     assert (found - right).norm() < 0.1 * right.norm()
+
+
+def test_the_picture_has_a_cell_a_pair_and_families_together():
+    names = ("bf16", "vllm-block", "te-current", "sglang-block", "vllm-block-ue8m0")
+    kl = np.zeros((5, 5))
+    kl[1, 3], kl[2, 4] = 0.0164, 0.066
+    picture = ET.fromstring(heat_map(names, kl))
+    texts = [text.text for text in picture.iter(f"{SVG}text")]
+    assert [text for text in texts if text in names][::2] == [
+        "bf16", "te-current", "vllm-block-ue8m0", "vllm-block", "sglang-block",
+    ]  # fmt: skip
+    cells = [text for text in texts if text and text.isdigit()]
+    assert len(cells) == 25
+    assert (cells[5 + 2], cells[3 * 5 + 4]) == ("66", "16")
+    fills = [each.get("fill") for each in picture.iter(f"{SVG}rect")]
+    assert fills.count("#c2410c") == 1  # the largest
+    assert fills.count("#ffffff") == 23
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_has_a_family(name):
+    assert family_of(PROFILES[name]) in FAMILIES[1:]
