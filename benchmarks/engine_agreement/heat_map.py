@@ -27,8 +27,9 @@ def heat_map(names: tuple[str, ...], kl: NDArray[np.float64]) -> str:
     families = {name: family_of(PROFILES.get(name)) for name in names}
     order = sorted(range(len(names)), key=lambda index: FAMILIES.index(families[names[index]]))
     width, height = LEFT + SIDE * len(names) + 10, TOP + SIDE * len(names) + 30
+    box = f'viewBox="0 0 {width} {height}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for place, index in enumerate(order):
