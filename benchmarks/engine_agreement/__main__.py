@@ -1,6 +1,6 @@
 """Agreement of engines on SmolLM2-135M-Instruct.
 
-    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,trials,first-layer,served] [--windows 40]
+    python -m benchmarks.engine_agreement [--parts folders,matrix,why,faults,trials,served] [--windows 40]
         [--known FILE] [--no-write]
 
 Hours on two cores; steps are saved in build/engine_agreement, and a run that was stopped goes on. ``--known`` is a file
@@ -12,11 +12,11 @@ matrix    KL and mean |Δ log p| of every pair of profiles, of UE8M0 and float s
 why       attribution of the five pairs that differ most
 faults    the profiles one property away from vllm-block: which can be told from each other on 128 tokens
 trials    faulty servers, five for each of four profiles: whether ``--server-logprobs`` names the property
-first-layer
-          the same of servers with other kernels, of the first decoder layer alone on 2,040 tokens
 served    runs of ``octavo train --as-served-by``: the trainer's log-probabilities of 10,000 tokens, the engine's and
           those of ``octavo serve --as``; and of 254 tokens with all linear layers by the engines' own code,
           which scripts/engine_sources.py unpacks
+
+``--parts first-layer`` has a result of its own: trials of servers with other kernels, of the first decoder layer alone.
 """
 
 import argparse
@@ -51,9 +51,10 @@ from octavo.files import write_atomically
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
 PICTURE = Path(__file__).parents[2] / "docs/images/engines.svg"
-PARTS = ("folders", "matrix", "why", "faults", "trials", "first-layer", "served")
+PARTS = ("folders", "matrix", "why", "faults", "trials", "served")
 OF_PAIRS = {"matrix", "why", "faults", "trials", "first-layer"}
-PAIR_WINDOWS, PAIRS, FIRST_LAYER_WINDOWS = 10, 5, 8
+PAIR_WINDOWS, PAIRS = 10, 5
+FIRST_LAYER = (32, 64)  # windows, tokens
 
 
 def folders(count: int) -> Iterator[str]:
@@ -110,10 +111,12 @@ def pairs(parts: list[str], *, draw: bool) -> Iterator[str]:
         yield from ("", heading, "")
         yield from markdown_table(TRIAL_COLUMNS, rows)
     if "first-layer" in parts:
-        windows = evaluation_windows(model, "language-topics", "all", count=FIRST_LAYER_WINDOWS, length=LENGTH)
+        count, length = FIRST_LAYER
+        windows = evaluation_windows(model, "language-topics", "all", count=count, length=length)
         rows = list(first_layer_rows(model, windows))
         yield ""
-        yield f"## Faulty servers of the first layer alone, with other kernels, on {windows[:, 1:].numel():,} tokens"
+        tokens = f"{count} windows of {length} tokens"
+        yield f"## Faulty servers of the first layer alone, with other kernels, on {tokens}"
         yield ""
         for norms in NORMS:
             own = [row for row in rows if row[2] == norms]

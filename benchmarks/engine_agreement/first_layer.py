@@ -1,10 +1,10 @@
 """Trials of a server with one fault and other kernels, that serves the model's first decoder layer alone.
 
-Other last bits grow from layer to layer until they hide what a property does. In one layer they do not have the room,
-and 2,040 tokens average over what is left. The server is transformers' decoder, with rotary positions and attention in
-BF16 where octavo's differ; its linear layers compute the faulty profile and sum in another order. Its
-log-probabilities, rounded to six digits as in a file, are ranked by those of octavo's decoder. Transformers' norms
-round to BF16 before they multiply by the weight too, octavo's only after it: each trial is run with both.
+A pass of one layer costs a fraction of the whole model's, so that many tokens are affordable, which average over other
+last bits. The server is transformers' decoder, with rotary positions and attention in BF16 where octavo's differ; its
+linear layers compute the faulty profile and sum in another order. Its log-probabilities, rounded to six digits as in a
+file, are ranked by those of octavo's decoder. Transformers' norms round to BF16 before they multiply by the weight too,
+octavo's only after it: each trial is run with both.
 
 A fault is named if its property alone is possible (see :mod:`octavo.engines.suspects`).
 """

@@ -7,9 +7,10 @@ no number on this text cannot be told from the claimed profile, nor two that giv
 share a place.
 
 No match is exact where a server's attention, norms or sums have other last bits. Then a change is possible unless its
-|Δ log p| is above the best match's in the mean of tokens: one-sided tests of the paired differences, Holm's correction
-over all changes, 5 %. The fewer layers the model has, the less other last bits grow, and the fewer changes are
-possible.
+mean |Δ log p| is above the best match's: one-sided tests of paired differences of windows' means, which are taken to be
+independent, with Holm's correction over all changes at 5 %. So the change that the server made is excluded in about one
+text of twenty, if it is the one with the smallest mean |Δ log p| over all text. Windows decide, not tokens: tokens of
+one window are not independent. One window excludes nothing.
 
 A file of log-probabilities has a line a window, each a list of numbers: those of tokens 2 to T, in nats. A leading null
 is skipped, as vLLM's ``prompt_logprobs`` has one for the first token.
@@ -58,7 +59,7 @@ class Suspect:
         changes: property and value of each; :data:`AS_CLAIMED` and "" for the claimed profile.
         mean_delta: mean |Δ log p| to the server's.
         largest_delta: largest of them.
-        behind: mean |Δ log p| minus the best match's, and its interval over tokens.
+        behind: mean |Δ log p| minus the best match's, and its interval over windows.
         is_possible: whether this text does not exclude it; see the module's text.
     """
 
@@ -117,8 +118,11 @@ class TriedChanges:
             key=lambda each: (not _is_exact(each[1]), float(each[1].mean())),
         )
         (_, best), *_ = deltas
-        behind = [student_interval((delta - best).numpy()) for _, delta in deltas]
-        p_values = holm({str(rank): each.p_above_zero for rank, each in enumerate(behind[1:], 1) if len(theirs) > 1})
+        lengths = [len(window) for window in logprobs]
+        behind = [
+            student_interval([float(window.mean()) for window in (delta - best).split(lengths)]) for _, delta in deltas
+        ]
+        p_values = holm({str(rank): each.p_above_zero for rank, each in enumerate(behind[1:], 1) if len(lengths) > 1})
         ranked = [
             Suspect(
                 changes=changes,
