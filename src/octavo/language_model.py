@@ -62,7 +62,7 @@ class LanguageModel:
         bos_id: the token that begins a text; None where the source names none.
         eos_id: the token that ends one; None likewise. A Hugging Face model keeps its own, as ``generation_config``.
         chat_template: the Jinja template of messages that a .gguf file holds; None where a folder's files have it.
-        has_kv_scales: whether it is a folder in FP8 with scales of keys and values.
+        has_kv_scales: whether it is a folder in FP8 with scales of keys and values, not all of them 1.
     """
 
     model: nn.Module
@@ -96,6 +96,11 @@ def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None
         return llama_logits
     cache = {} if kv_transform is None else {"past_key_values": cache_of_transformers(kv_transform)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
+    if not isinstance(getattr(output, "logits", None), Tensor) or output.logits.ndim != 3:
+        raise ConfigError(
+            f"{type(model).__name__} gives no logits of each token; load a model as "
+            "transformers.AutoModelForCausalLM does"
+        )
     logits: Tensor = output.logits
     return logits
 
@@ -172,7 +177,7 @@ def from_quantized(quantized: QuantizedModel, source: Path) -> LanguageModel:
         tokenizer=quantized.tokenizer,
         context=quantized.context,
         source=str(source),
-        has_kv_scales=bool(quantized.kv_scales),
+        has_kv_scales=any(float(scale) != 1 for pair in quantized.kv_scales.values() for scale in pair),
     )
 
 

@@ -39,16 +39,16 @@ from octavo.engines.summary import (
     layer_cells,
     notes,
     path_in_words,
-    possible_in_words,
     record,
     self_notes,
     self_record,
     suspect_in_words,
+    suspect_notes,
     token_rows,
-    untried_in_words,
     way_cells,
     worst_first,
 )
+from octavo.engines.suspects import check_server_logprobs
 from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, check_room, write_atomically
 from octavo.language_model import LanguageModel, load_language_model
@@ -125,6 +125,8 @@ def show_agreement(
         check_room(out, BYTES)
     with open_display() as display:
         loaded, tokens, text = _loaded(request, hub=hub)
+        if logprobs is not None:
+            check_server_logprobs(tokens, logprobs)
         sums = None if accumulate is None else Accumulate(accumulate)
         show = phases(display)
         agreement = agree(
@@ -256,7 +258,7 @@ def _print(
     if suspects is not None:
         print_lines("\nWhat explains the server's log-probabilities, best first:")
         print_lines(*(f"  {suspect_in_words(each)}" for each in suspects.ranked[:SUSPECTS]))
-        print_lines(*filter(None, [possible_in_words(suspects), untried_in_words(suspects)]))
+        print_lines(*suspect_notes(agreement, suspects))
     print_lines("", *notes(agreement), *warnings_of(facts.get("read_before", {}), facts["data"], facts["split"]))
     if "accumulate" in facts:
         print_lines(f"Sums are {facts['accumulate']}.")

@@ -36,8 +36,8 @@ def check_folder_fits(model: LanguageModel | nn.Module, profile: EngineProfile) 
     cache = profile.kv_cache
     if isinstance(model, LanguageModel) and model.has_kv_scales and cache and cache.scaling is Scaling.STATIC:
         raise ConfigError(
-            f"this folder has scales of keys and values, and {profile.name} casts them here with the scale 1; name the "
-            "engine without +fp8-cache, or export the folder without them"
+            f"this folder has scales of keys and values, and octavo computes {profile.name}'s cache with the scale 1 "
+            "alone; give a folder without them, or name the engine without +fp8-cache for a cache in high precision"
         )
 
 

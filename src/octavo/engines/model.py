@@ -281,9 +281,10 @@ def _vocabulary_size(model: object) -> int:
 
 
 def _not_a_decoder(model: object) -> ConfigError:
+    advice = "give its .model" if isinstance(model, LanguageModel) else "load one with load_language_model(…).model"
     return ConfigError(
         "a model is octavo's Llama or a decoder of transformers, from token ids to logits, not a "
-        f"{type(model).__name__}; load one with octavo.language_model.load_language_model"
+        f"{type(model).__name__}; {advice}"
     )
 
 

@@ -12,7 +12,7 @@ from octavo.engines.attribution import Attribution, Change, PropertyEffect
 from octavo.engines.layer_differences import CodesDifference
 from octavo.engines.properties import unproven
 from octavo.engines.self_agreement import SelfAgreement, WayAgreement
-from octavo.engines.suspects import Suspect, Suspects
+from octavo.engines.suspects import AS_CLAIMED, Suspect, Suspects
 from octavo.engines.token_scores import CLIP, TokenScores, effective_share, quantile
 from octavo.experiments.intervals import Interval, facts_with_ends
 from octavo.recipes.engines.profile import NOT_RUN, EngineProfile
@@ -35,12 +35,13 @@ __all__ = [
     "self_notes",
     "self_record",
     "suspect_in_words",
+    "suspect_notes",
     "token_rows",
-    "untried_in_words",
     "way_cells",
     "worst_first",
 ]
 
+LISTED = 8  # changes in a sentence
 FORMAT, SELF_FORMAT = "octavo agreement", "octavo self-agreement"
 TOKEN_COLUMNS = ["tokens", "nats or share", "floor"]
 LAYER_COLUMNS = ["layer", "weight codes", "scales", "input codes", "scales", "error", "end to end"]
@@ -231,26 +232,31 @@ def suspect_in_words(suspect: Suspect) -> str:
     return f"{changes}{more}: mean |Δ log p| {suspect.mean_delta:.4g}{behind}"
 
 
+def suspect_notes(agreement: Agreement, suspects: Suspects) -> Iterator[str]:
+    """What a text does not exclude, unless a change explains the server exactly, and what was not tried."""
+    best, *_ = suspects.ranked
+    if not best.is_exact:
+        yield possible_in_words(suspects)
+        delta = torch.cat([scores.delta for scores in agreement.floor]).abs().mean()
+        yield f"Floor: last bits alone change {agreement.trainer.name} by a mean |Δ log p| of {delta:.4g}."
+    if suspects.untried:
+        names = ", ".join(dict.fromkeys(name for name, _ in suspects.untried))
+        count = len(suspects.untried)
+        yield f"Not tried, since no kernel computes them or they do not fit the model: {count} ({names})."
+
+
 def possible_in_words(suspects: Suspects) -> str:
-    """Sentence with the changes that explain a server as well as the first one does; "" if the first one is exact."""
-    first, *others = suspects.possible
-    if first.is_exact:
-        return ""
-    if not others:
-        return "All others explain them worse (95 %, with Holm's correction)."
-    names = "; ".join(" or ".join(each.properties) for each in others)
+    """Sentences with the changes that a text does not exclude."""
+    tried = f"of {len(suspects.ranked)} tried (95 %, over windows, with Holm's correction)"
+    names = [" or ".join(f"{name} {value}".strip() for name, value in each.changes[:3]) for each in suspects.possible]
+    if len(names) == 1:
+        return f"The text excludes all but the first {tried}."
+    claimed = any((AS_CLAIMED, "") in each.changes for each in suspects.possible)
+    listed = "; ".join(names[:LISTED]) + (f"; and {len(names) - LISTED} more" if len(names) > LISTED else "")
     return (
-        f"{len(others)} of {len(suspects.ranked) - 1} others explain them no worse than the first (95 %, with Holm's "
-        f"correction): {names}. More tokens, or a server of the model's first layer alone, tell more of them apart."
+        f"{'The server may be as claimed. ' if claimed else ''}The text does not exclude {len(names)} {tried}: "
+        f"{listed}. More windows tell more of them apart."
     )
-
-
-def untried_in_words(suspects: Suspects) -> str:
-    """Sentence about changes that were not tried; empty if all were."""
-    if not suspects.untried:
-        return ""
-    names = ", ".join(dict.fromkeys(name for name, _ in suspects.untried))
-    return f"Not tried, since no kernel computes them or they do not fit the model: {len(suspects.untried)} ({names})."
 
 
 def record(

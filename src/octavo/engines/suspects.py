@@ -40,6 +40,7 @@ __all__ = [
     "Suspect",
     "Suspects",
     "TriedChanges",
+    "check_server_logprobs",
     "find_suspects",
     "read_server_logprobs",
     "server_settings",
@@ -158,7 +159,7 @@ def find_suspects(
     Raises:
         DataError: more windows than tokens have, another number of tokens in one, or no log-probabilities.
     """
-    _check_lengths(tokens, logprobs)
+    check_server_logprobs(tokens, logprobs)
     tried = try_changes(model, claimed, tokens[: len(logprobs)], catalogue=catalogue, on_progress=on_progress)
     return tried.suspects(logprobs)
 
@@ -248,7 +249,8 @@ def _check_numbers(window: Tensor, where: str) -> None:
         raise DataError(f"{where} must hold log-probabilities: finite numbers of at most 0")
 
 
-def _check_lengths(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
+def check_server_logprobs(tokens: Tensor, logprobs: Sequence[Tensor]) -> None:
+    """Raise DataError unless the log-probabilities are those of tokens 2 to T of the first windows."""
     if not logprobs or len(logprobs) > len(tokens):
         raise DataError(f"there are {len(tokens)} windows of text, and log-probabilities of {len(logprobs)}")
     for number, window in enumerate(logprobs, 1):

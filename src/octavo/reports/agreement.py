@@ -15,10 +15,9 @@ from octavo.engines.summary import (
     layer_cells,
     notes,
     path_in_words,
-    possible_in_words,
     suspect_in_words,
+    suspect_notes,
     token_rows,
-    untried_in_words,
     worst_first,
 )
 from octavo.engines.token_scores import TokenScores
@@ -68,8 +67,7 @@ def agreement_page(
         interactions=None if attribution is None else f"{attribution.interactions:+.4g}",
         path=[] if attribution is None else [path_in_words(change) for change in attribution.path],
         suspects=[] if suspects is None else [suspect_in_words(each) for each in suspects.ranked],
-        possible="" if suspects is None else possible_in_words(suspects),
-        untried="" if suspects is None else untried_in_words(suspects),
+        suspect_notes=[] if suspects is None else list(suspect_notes(agreement, suspects)),
         facts={**names, **{name: value for name, value in facts.items() if not isinstance(value, dict)}},
     )
 
