@@ -91,7 +91,7 @@ def own(tmp_path_factory):
 
 
 @every_run
-def test_layers_are_within_the_engine_s_own_bound(own, engine, sums):
+def test_layers_are_within_the_servers_own_bound(own, engine, sums):
     *_, error = own(engine, sums).unequal(get(engine))
     assert error < BOUND
 

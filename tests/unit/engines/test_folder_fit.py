@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+import octavo
 from octavo.engines import EngineCopies, agree, agree_with_itself, get, input_amaxes, names
 from octavo.engines.folder_fit import check_folder_fits
 from octavo.errors import ConfigError
@@ -73,7 +75,11 @@ def test_an_engine_computes_only_what_it_would_read(folder, kind):
         ("weights", "vllm-token", "with inputs in high precision, and vllm-token with dynamic scales of inputs"),
         ("tensors", "vllm-block", "has a scale a tensor, and vllm-block reads one a 128×128 block"),
         ("rows", "sglang-block-ue8m0", "has a scale a row, and sglang-block-ue8m0 reads one a 128×128 block"),
-        ("static", "vllm-tensor+fp8-cache", "has scales of keys and values, and vllm-tensor.fp8-cache casts"),
+        (
+            "static",
+            "vllm-tensor+fp8-cache",
+            "has scales of keys and values, and octavo computes vllm-tensor.fp8-cache",
+        ),
     ],
 )
 def test_what_a_server_would_not_compute_is_refused(folder, kind, name, says):
@@ -104,3 +110,29 @@ def test_any_server_may_have_a_model_in_high_precision():
 
 def test_a_folder_of_weights_alone_fits_an_engine_that_casts_no_inputs(folder):
     check_folder_fits(load_language_model(folder("weights")), replace(get("octavo-token"), input=None))
+
+
+def test_caches_whose_scales_are_1_or_missing_fit_an_fp8_cache(folder, tmp_path):
+    model, found = static(kv_cache=True)
+    ones = {index: (torch.ones(()), torch.ones(())) for index in found}
+    save_quantized(model, tmp_path / "ones", kv_scales=ones, verify_folder=False)
+    check_folder_fits(load_language_model(tmp_path / "ones"), get("vllm-tensor+fp8-cache"))
+    check_folder_fits(load_language_model(folder("rows")), get("vllm-token+fp8-cache"))
+    one_other = {**ones, max(ones): (torch.ones(()), torch.full((), 2.0))}
+    save_quantized(model, tmp_path / "two", kv_scales=one_other, verify_folder=False)
+    with pytest.raises(ConfigError, match="has scales of keys and values"):
+        check_folder_fits(load_language_model(tmp_path / "two"), get("vllm-tensor+fp8-cache"))
+
+
+def test_the_last_layer_counts(folder):
+    model, other = (load_language_model(folder(kind)).model for kind in ("rows", "static"))
+    path = "model.layers.1.mlp.down_proj"
+    model.set_submodule(path, other.get_submodule(path))
+    with pytest.raises(ConfigError, match=f"this folder runs '{path}' with static scales of inputs"):
+        check_folder_fits(model, get("vllm-token"))
+
+
+def test_a_trained_models_recipe_is_no_folder():
+    model = language_model().model
+    octavo.convert(model, "delayed")
+    check_folder_fits(model, get("vllm-token"))

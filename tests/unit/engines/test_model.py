@@ -270,3 +270,15 @@ def test_an_engine_may_be_its_name():
     assert torch.equal(EngineCopies(plain).of("vllm-token")(TOKENS), expected)
     with pytest.raises(ConfigError, match="there is no engine 'vllm'"):
         model_as(plain, "vllm")
+
+
+def test_a_decoder_without_a_head_is_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    headless = transformers.LlamaModel(config)
+    says = "LlamaModel gives no logits of each token; load a model as transformers.AutoModelForCausalLM does"
+    for call in (lambda: agree(headless, "vllm-token", "te-block", TOKENS), lambda: input_amaxes(headless, TOKENS)):
+        with pytest.raises(ConfigError, match=says):
+            call()
