@@ -52,7 +52,7 @@ from octavo.quantization.comparison.evaluation_text import evaluation_windows
 
 PICTURE = Path(__file__).parents[2] / "docs/images/engines.svg"
 PARTS = ("folders", "matrix", "why", "faults", "trials", "served")
-OF_PAIRS = {"matrix", "why", "faults", "trials", "first-layer"}
+OF_PAIRS = {"matrix", "why", "faults", "trials"}
 PAIR_WINDOWS, PAIRS = 10, 5
 FIRST_LAYER = (32, 64)  # windows, tokens
 
@@ -110,26 +110,29 @@ def pairs(parts: list[str], *, draw: bool) -> Iterator[str]:
         heading = f"## Faulty servers: of {len(rows)}, {named}; {near} with other last bits"
         yield from ("", heading, "")
         yield from markdown_table(TRIAL_COLUMNS, rows)
-    if "first-layer" in parts:
-        count, length = FIRST_LAYER
-        windows = evaluation_windows(model, "language-topics", "all", count=count, length=length)
-        rows = list(first_layer_rows(model, windows))
-        yield ""
-        tokens = f"{count} windows of {length} tokens"
-        yield f"## Faulty servers of the first layer alone, with other kernels, on {tokens}"
-        yield ""
-        for norms in NORMS:
-            own = [row for row in rows if row[2] == norms]
-            named, kept = (sum(row[column] == "yes" for row in own) for column in (3, 5))
-            yield f"- norms round {norms}: of {len(own)}, {named} named alone; the fault is possible in {kept}"
-        yield ""
-        yield from markdown_table(FIRST_LAYER_COLUMNS, rows)
+
+
+def first_layer() -> Iterator[str]:
+    """Lines of the trials of a server's first layer."""
+    model, (count, length) = smollm2.load(), FIRST_LAYER
+    windows = evaluation_windows(model, "language-topics", "all", count=count, length=length)
+    rows = list(first_layer_rows(model, windows))
+    yield f"## Faulty servers of the first layer alone, with other kernels, on {count} windows of {length} tokens"
+    yield ""
+    for norms in NORMS:
+        own = [row for row in rows if row[2] == norms]
+        named, kept = (sum(row[column] == "yes" for row in own) for column in (3, 5))
+        yield f"- norms round {norms}: of {len(own)}, {named} named alone; the fault is possible in {kept}"
+    yield ""
+    yield from markdown_table(FIRST_LAYER_COLUMNS, rows)
 
 
 def lines_of(parts: list[str], windows: int, *, draw: bool) -> Iterator[str]:
     """Lines of the result."""
     if "folders" in parts:
         yield from folders(windows)
+    if "first-layer" in parts:
+        yield from first_layer()
     if OF_PAIRS & {*parts}:
         yield from pairs(parts, draw=draw)
     if "served" in parts:

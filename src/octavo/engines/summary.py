@@ -233,7 +233,7 @@ def suspect_in_words(suspect: Suspect) -> str:
 
 
 def suspect_notes(agreement: Agreement, suspects: Suspects) -> Iterator[str]:
-    """What a text does not exclude, unless a change explains the server exactly, and what was not tried."""
+    """Sentences on what a text does not exclude, unless a change is exact, and on what was not tried."""
     best, *_ = suspects.ranked
     if not best.is_exact:
         yield possible_in_words(suspects)
