@@ -18,7 +18,7 @@ def test_the_page_opens(is_whole, tmp_path, open_page, page_faults):
     suspects = None
     if is_whole:
         logits = model_as(model.model, get("vllm-block"))(tokens[:1, :-1])[0]
-        served = [text_log_probabilities(logits, tokens[0, 1:])]
+        served = [text_log_probabilities(logits, tokens[0, 1:]) - 0.01]  # no match is exact
         suspects = find_suspects(model, found.server, tokens, served, catalogue=[get("vllm-block-cuda")])
     path = tmp_path / "agree.html"
     write_page(path, agreement_page(found, {"model": "<b>small</b>"}, attribution, suspects))
@@ -28,4 +28,5 @@ def test_the_page_opens(is_whole, tmp_path, open_page, page_faults):
     assert page.locator("tbody tr").count() == LINEARS + 11 + effects
     assert page.locator("dd").nth(2).inner_text() == "<b>small</b>"
     assert page.locator("ol li").count() == (0 if suspects is None else len(suspects.ranked))
+    assert page.get_by_text("The server may be as claimed. The text does not exclude").count() == is_whole
     assert page_faults(path) == []

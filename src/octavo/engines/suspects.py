@@ -8,9 +8,9 @@ share a place.
 
 No match is exact where a server's attention, norms or sums have other last bits. Then a change is possible unless its
 mean |Δ log p| is above the best match's: one-sided tests of paired differences of windows' means, which are taken to be
-independent, with Holm's correction over all changes at 5 %. So the change that the server made is excluded in about one
-text of twenty, if it is the one with the smallest mean |Δ log p| over all text. Windows decide, not tokens: tokens of
-one window are not independent. One window excludes nothing.
+independent, with Holm's correction over all changes at 5 %. So the change that the server made is excluded in at most
+about one text of twenty, if its mean |Δ log p| is the smallest over all text. Windows decide, not tokens: tokens of one
+window are not independent. One window excludes nothing.
 
 A file of log-probabilities has a line a window, each a list of numbers: those of tokens 2 to T, in nats. A leading null
 is skipped, as vLLM's ``prompt_logprobs`` has one for the first token.
