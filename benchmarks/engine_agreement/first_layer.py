@@ -21,12 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.engine_agreement.saved_steps import SavedSteps
-from benchmarks.engine_agreement.trials import CLAIMED, TRIALS, changes_in_words, faults_of, through_a_file
+from benchmarks.engine_agreement.trials import (
+    CLAIMED,
+    TRIALS,
+    changes_in_words,
+    faults_of,
+    log_probabilities,
+    through_a_file,
+)
 from octavo.engines import EngineProfile, TriedChanges, get, try_changes
 from octavo.engines.linear import linear_of_codes
 from octavo.engines.model import EngineLinear, EngineModel, copies_for
 from octavo.engines.summary import in_nats
-from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
@@ -171,4 +177,4 @@ class _Readers:
         ]
 
     def _log_probabilities(self, engine: Any) -> list[Tensor]:
-        return [text_log_probabilities(engine(window[None, :-1])[0], window[1:]) for window in self.windows]
+        return [log_probabilities(engine, window) for window in self.windows]

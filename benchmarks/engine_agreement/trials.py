@@ -38,7 +38,16 @@ from octavo.engines.token_scores import text_log_probabilities
 from octavo.errors import BackendError, ConfigError
 from octavo.language_model import LanguageModel
 
-__all__ = ["CLAIMED", "COLUMNS", "TRIALS", "changes_in_words", "faults_of", "through_a_file", "trial_rows"]
+__all__ = [
+    "CLAIMED",
+    "COLUMNS",
+    "TRIALS",
+    "changes_in_words",
+    "faults_of",
+    "log_probabilities",
+    "through_a_file",
+    "trial_rows",
+]
 
 CLAIMED = ("vllm-block", "te-current", "vllm-token", "compressed-tensors")
 TRIALS = 5  # of each
@@ -97,7 +106,7 @@ def _trial(
     claimed, profile = profiles
     copies = copies_for(model, profiles, window[None])
     try:
-        right, served = (_log_probabilities(copies.of(each), window) for each in profiles)
+        right, served = (log_probabilities(copies.of(each), window) for each in profiles)
         moved = copies.of(profile)
         nudge(moved, 0)
     except (BackendError, ConfigError):
@@ -105,7 +114,7 @@ def _trial(
     if torch.equal(right, served):
         return None
     best, runner_up, *_ = tried().suspects(through_a_file([served])).ranked
-    near, *_ = tried().suspects(through_a_file([_log_probabilities(moved, window)])).ranked
+    near, *_ = tried().suspects(through_a_file([log_probabilities(moved, window)])).ranked
     is_exact = best.is_exact and not runner_up.is_exact
     return [
         claimed.name,
@@ -137,5 +146,6 @@ def changes_in_words(suspect: Suspect) -> str:
     return "; ".join(f"{name} {value}".strip() for name, value in suspect.changes)
 
 
-def _log_probabilities(engine: Any, window: Tensor) -> Tensor:
+def log_probabilities(engine: Any, window: Tensor) -> Tensor:
+    """Of a window's tokens but the first, float64 [T - 1]."""
     return text_log_probabilities(engine(window[None, :-1])[0], window[1:])
